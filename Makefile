@@ -1,0 +1,45 @@
+# Everything below sets itself up: the first target that needs it makes .venv, and remakes it when the pins change.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    four workers on this machine call each other; ends by itself"
+	@echo "make test    style, types, layers and all tests"
+	@echo "make lint    the same without the tests"
+	@echo "make format  let ruff write what it would complain about"
+	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
+	@echo "make clean   remove everything that was built"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("farcall needs Python 3.11 or later: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/farcall demo $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/farcall bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

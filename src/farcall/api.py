@@ -1,0 +1,217 @@
+"""The functions of `torch.distributed.rpc`, over the one current node of this process.
+
+Each is a few lines over a `Node`; who wants several nodes in a process uses `Node` itself. The current-node slot below is
+the only global state in farcall.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from farcall.errors import NotInitialized, RpcError
+from farcall.ids import WorkerInfo
+from farcall.options import RpcBackendOptions
+from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
+from farcall.remote.future import Future
+from farcall.remote.gather import gather
+from farcall.remote.node import Node
+from farcall.runtime import node as runtime_node
+from farcall.runtime.node import node_of_thread
+from farcall.serialize import use_rpc_pickler
+
+T = TypeVar("T")
+logger = logging.getLogger("farcall")
+
+Destination = str | int | WorkerInfo
+
+
+class _Slot:
+    """Holds the current node."""
+
+    def __init__(self) -> None:
+        self.node: Node | None = None
+        self.lock = threading.Lock()
+        self.why_none = "init_rpc has not been called in this process"
+
+
+_slot = _Slot()
+_collecting = threading.local()
+
+
+def current_node() -> runtime_node.Node:
+    """The node that `init_rpc` made; inside a function that a node serves, that node."""
+    node = node_of_thread() or _slot.node
+    if node is None:
+        raise NotInitialized(f"RPC has not been initialized. Call farcall.init_rpc first ({_slot.why_none}).")
+    return node
+
+
+def init_rpc(
+    name: str,
+    backend: object = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process a member of a cluster, called ``name``; returns when all members are connected.
+
+    Args:
+        name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
+        backend: accepted for the sake of programs written for ``torch.distributed.rpc``; farcall has one backend.
+        rank: unique number from 0 to ``world_size - 1``; may come from ``init_method`` or the environment instead.
+        world_size: number of members.
+        rpc_backend_options: see `RpcBackendOptions`.
+    """
+    with _slot.lock:
+        if _slot.node is not None:
+            raise RpcError(
+                f"RPC is already initialized in this process, as {_slot.node.info.name!r}: call shutdown() first, or use "
+                "farcall.Node for more than one"
+            )
+        node = Node(name, rank, world_size, rpc_backend_options)
+        node.start()
+        _slot.node = node
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the cluster.
+
+    Graceful: wait until all members have called this and all work everywhere is done; with a ``timeout``, at most
+    that many seconds, after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this
+    process can call `init_rpc` again afterwards.
+    """
+    node = current_node()
+    try:
+        node.shutdown(graceful, timeout)
+    finally:
+        with _slot.lock:
+            if _slot.node is node:
+                _slot.node = None
+                _slot.why_none = "it was shut down"
+
+
+def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
+    """The `WorkerInfo` of a name or rank; without one, of this process itself."""
+    node = current_node()
+    return node.info if worker is None else node.peer(worker).info
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> T:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised.
+
+    Args:
+        to: name, rank or `WorkerInfo`; this worker itself is allowed.
+        func: anything callable that the callee can import, a builtin operator such as ``torch.add``, a TorchScript
+            function, or something picklable such as a bound method or ``functools.partial``.
+        timeout: seconds; 0 for none; by default that of the options.
+    """
+    return call_sync(current_node(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[T]:
+    """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
+    future = call_async(current_node(), to, func, args, kwargs, timeout)
+    collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
+    if collected is not None:
+        collected.append(future)
+    return future
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """On leaving the block, wait for every `rpc_async` that this thread made in it; then the first error is raised."""
+    outer: list[Future[Any]] | None = getattr(_collecting, "futures", None)
+    futures: list[Future[Any]] = []
+    _collecting.futures = futures
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error  # of the block itself: it comes before those of the calls, which are waited for all the same
+    finally:
+        _collecting.futures = outer
+    for future in futures:
+        try:
+            future.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+_use_rpc_pickler = use_rpc_pickler
+
+
+def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> dict[str, T]:
+    """Every worker's ``obj`` by name; all workers (or all of ``worker_names``) must call this, equally often."""
+    return gather(current_node(), obj, worker_names, timeout)
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Return when all of ``worker_names`` have called this."""
+    gather(current_node(), None, worker_names, UNSET_TIMEOUT)
+
+
+def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised tensor in shared memory, which travels to workers on this host without being copied.
+
+    Unlike every other argument it is passed *by reference* there: both sides look at the same memory, and a write of one
+    is seen by the other.
+    """
+    node = current_node()
+    return torch.empty(shape, dtype=dtype) if node.pool is None else node.pool.empty(shape, dtype)
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    """Change the default timeout of this process's calls."""
+    current_node().timeout_s = float(seconds)
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this process's calls, in seconds."""
+    return current_node().timeout_s
+
+
+def _leave_at_exit() -> None:
+    """A program that ends without shutdown must neither hang nor crash: close what is open, wait for nobody."""
+    node = _slot.node
+    if node is not None:
+        _slot.node = None
+        node.shutdown(graceful=False)
+
+
+def _after_fork() -> None:
+    """The child of a member is no member: its threads and connections belong to the parent."""
+    node = _slot.node
+    _slot.lock = threading.Lock()
+    if node is not None:
+        _slot.node = None
+        _slot.why_none = (
+            "this process was forked from a worker; call init_rpc here to make it a worker of its own"
+        )
+        node.close_after_fork()
+
+
+atexit.register(_leave_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

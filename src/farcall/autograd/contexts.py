@@ -1,0 +1,268 @@
+"""A node's table of contexts, and which of them each thread is in.
+
+This is what the runtime talks to: it records messages that leave and arrive, takes delivered letters, and
+runs `backward`. A context is created by the thread that opens it, and on other workers by the first call or
+letter that names it. It does not know how letters travel: that is the `Port`'s business.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from farcall.autograd.context import Context
+from farcall.autograd.engine import add_gradients
+from farcall.autograd.functions import Edge, SendFunction, gradient_edge, make_receive
+from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
+from farcall.autograd.replicas import watch_replicas
+from farcall.errors import RpcError
+from farcall.protocol.gradients import AbortPass, PassFailed, StartPass, WorkerLost
+
+__all__ = ["Contexts"]
+
+_RELEASED_KEPT = 4096
+_ID_BITS = 48  # below the worker's id, in ids of contexts and of messages
+
+
+class Contexts:
+    """All contexts of a node."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        watch_replicas()
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # the latest ones: letters may still be on their way
+        self._first_id = port.worker_id << _ID_BITS
+        self._next_context_id = self._first_id
+        self._next_message_id = self._first_id
+        self._thread = threading.local()
+
+    # --- which context ------------------------------------------------------------------------------------
+
+    def new_context(self) -> Context:
+        """Open a context and put this thread into it."""
+        if self.current_or_none() is not None:
+            raise RpcError("Already have an autograd context id for this thread: contexts do not nest")
+        with self._lock:
+            context = Context(self._next_context_id, self)
+            self._next_context_id += 1
+            self._contexts[context.id] = context
+        self._thread.context = context
+        return context
+
+    def current_or_none(self) -> Context | None:
+        """The context this thread is in."""
+        context: Context | None = getattr(self._thread, "context", None)
+        return context
+
+    def current(self) -> Context:
+        context = self.current_or_none()
+        if context is None:
+            raise RpcError(
+                "this thread is in no autograd context; use: with farcall.autograd.context() as context_id"
+            )
+        return context
+
+    def exchange_current(self, context: Context | None) -> Context | None:
+        """Put this thread into ``context``; return where it was, to be put back afterwards."""
+        previous = self.current_or_none()
+        self._thread.context = context
+        return previous
+
+    def retrieve(self, context_id: int) -> Context:
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise RpcError(f"Could not find autograd context with id: {context_id}")
+        return context
+
+    def find_or_create(self, context_id: int) -> Context:
+        """For a call that came with a context."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            with self._lock:
+                context = self._contexts.setdefault(context_id, Context(context_id, self))
+        return context
+
+    def is_valid(self, context_id: int) -> bool:
+        return context_id in self._contexts
+
+    def max_id(self) -> int:
+        """The largest id that a context or message of this worker may have."""
+        return self._first_id | ((1 << _ID_BITS) - 1)
+
+    def release(self, context_id: int) -> frozenset[int]:
+        """Forget a context here, ending its passes; return the workers to be told to do the same."""
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+            if context is None:
+                return frozenset()
+            self._released[context_id] = None
+            if len(self._released) > _RELEASED_KEPT:
+                self._released.popitem(last=False)
+        if self.current_or_none() is context:
+            self._thread.context = None
+        # A context and its passes know each other: without this the graph would wait for the collector.
+        for local in context.clear():
+            local.give_up(f"Could not find autograd context with id: {context_id}")
+        return frozenset(context.peers - {self.port.worker_id})
+
+    def debug_info(self) -> dict[str, str]:
+        """Counts, under the names that torch.distributed.autograd gives them."""
+        contexts = list(self._contexts.values())
+        running = sum(context.running_passes() for context in contexts)
+        return {"num_current_backward_passes": str(running), "num_autograd_contexts": str(len(contexts))}
+
+    # --- recording ----------------------------------------------------------------------------------------
+
+    def attach_send(self, context: Context, to_worker: int, tensors: Iterable[torch.Tensor]) -> int | None:
+        """Record a message that leaves; return the id to send with it, None if no tensor needs a gradient."""
+        edges: tuple[Edge, ...] = ()
+        if torch.is_grad_enabled():
+            edges = tuple([gradient_edge(tensor) for tensor in tensors if tensor.requires_grad])
+        with context.lock:
+            context.known_workers.add(to_worker)
+            context.peers.add(to_worker)
+            if not edges:
+                return None
+            with self._lock:
+                message_id = self._next_message_id
+                self._next_message_id += 1
+            context.sends[message_id] = SendFunction(message_id, to_worker, edges)
+        return message_id
+
+    def attach_receive(
+        self, context: Context, from_worker: int, message_id: int, tensors: Iterable[torch.Tensor]
+    ) -> None:
+        """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        if not needing:
+            self.decline(context, from_worker, message_id)
+            return
+        node = make_receive(context.id, from_worker, message_id, needing)
+        with context.lock:
+            context.peers.add(from_worker)
+            context.receives[message_id] = node
+            passes = list(context.passes.values())
+        self._answer_none(passes, context.id, from_worker, message_id)
+
+    def decline(self, context: Context, from_worker: int, message_id: int) -> None:
+        """Say that a message with this id will never be used here: its sender hears "none" in every pass."""
+        with context.lock:
+            context.peers.add(from_worker)
+            context.declined.append((from_worker, message_id))
+            passes = list(context.passes.values())
+        self._answer_none(passes, context.id, from_worker, message_id)
+
+    def _answer_none(self, passes: list[LocalPass], context_id: int, worker_id: int, message_id: int) -> None:
+        for local in passes:
+            local.answer_late(Gradient(context_id, local.machine.pass_id, message_id, None), worker_id)
+
+    # --- letters ------------------------------------------------------------------------------------------
+
+    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
+        if worker_id == self.port.worker_id:
+            self.deliver(worker_id, letters)
+        else:
+            self.port.send(worker_id, letters)
+
+    def deliver(self, from_worker: int, letters: Sequence[Letter]) -> None:
+        """Take letters that arrived together. Runs no graph, so the thread that reads may call it."""
+        new: list[LocalPass] = []
+        heard: list[LocalPass] = []
+        for letter in letters:
+            context = self._contexts.get(letter.context_id)
+            if isinstance(letter, StartPass):
+                if context is None:
+                    if letter.context_id in self._released:
+                        reason = f"Could not find autograd context with id: {letter.context_id}"
+                        self.send(
+                            letter.pass_id.origin,
+                            [PassFailed(letter.context_id, letter.pass_id, self.port.worker_id, reason)],
+                        )
+                        continue
+                    # The call that will bring the context here has not arrived yet.
+                    context = self.find_or_create(letter.context_id)
+                joined = context.join(letter, from_worker)
+                if joined is not None:
+                    new.append(joined)
+            elif context is None:
+                continue
+            elif isinstance(letter, Gradient):
+                local = context.hear(letter)
+                if local is not None:
+                    heard.append(local)
+            elif isinstance(letter, AbortPass):
+                context.give_up(letter, from_worker)
+            else:
+                known = context.passes.get(letter.pass_id)
+                if known is not None:
+                    known.react(letter, from_worker)
+        for local in new:
+            local.start()
+        for local in heard:
+            local.wake()
+
+    def worker_lost(self, worker_id: int, reason: str) -> None:
+        """Fail the passes that cannot end without that worker."""
+        for context in list(self._contexts.values()):
+            for local in list(context.passes.values()):
+                local.react(WorkerLost(worker_id, reason))
+
+    # --- backward -----------------------------------------------------------------------------------------
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        context = self.retrieve(context_id)
+        with context.lock:
+            return dict(context.gradients)
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        retain_graph: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Run a pass from ``roots``; returns when all workers have their gradients in place."""
+        edges = _checked_roots(context_id, roots)
+        context = self.retrieve(context_id)
+        deadline = None if timeout_s is None else self.port.now() + timeout_s
+        local = context.originate(edges, retain_graph, deadline)
+        local.run_here()
+        if local.failure is not None:
+            raise local.failure
+
+
+def _checked_roots(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
+    if (
+        not isinstance(context_id, int)
+        or not isinstance(roots, list | tuple)
+        or not all(isinstance(root, torch.Tensor) for root in roots)
+    ):
+        raise TypeError(
+            "backward(): incompatible function arguments: expected a context id (int) and a list of tensors, "
+            f"not {type(context_id).__name__} and {type(roots).__name__}"
+        )
+    if not roots:
+        raise RpcError("No tensors provided for gradient computation: roots is empty")
+    edges: dict[Edge, torch.Tensor] = {}
+    for number, root in enumerate(roots):
+        if not root.requires_grad:
+            raise RpcError(f"requires_grad not set on root {number}: no gradient can start there")
+        if root.numel() != 1:
+            raise RpcError(
+                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
+            )
+        if root.grad_fn is None:
+            raise RpcError(
+                f"root {number} does not have a valid gradient function: it is a leaf, not a result"
+            )
+        edge = (root.grad_fn, root.output_nr)
+        edges[edge] = add_gradients(edges.get(edge), torch.ones_like(root, requires_grad=False))
+    return edges

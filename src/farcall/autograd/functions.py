@@ -1,0 +1,115 @@
+"""How tensors that cross workers are tied into autograd graphs.
+
+A `SendFunction` is a source: it remembers the edges of the tensors that left, so that their gradients can
+be fed in when they come back. A receive is a node made by torch: its outputs are the tensors that arrived,
+and the gradients that reach it go to the sender. The engine never runs a receive's `backward`: it stops
+there.
+
+Invariant: no user tensor is kept here, only graph nodes; a send keeps its part of the graph alive until its
+context is released.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+__all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_edge", "make_receive"]
+
+Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
+Edge = tuple[Node, int]  # a node, and which of its forward outputs
+
+SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
+
+
+class SendFunction:
+    """The source of one message: ``next_functions`` are the edges of its tensors that need a gradient."""
+
+    __slots__ = ("message_id", "next_functions", "to_worker")
+
+    def __init__(self, message_id: int, to_worker: int, next_functions: tuple[Edge, ...]) -> None:
+        self.message_id = message_id
+        self.to_worker = to_worker
+        self.next_functions = next_functions
+
+    def name(self) -> str:
+        """The name that programs written for `torch.distributed.autograd` look for."""
+        return SEND_NAME
+
+    def __repr__(self) -> str:
+        return f"<{SEND_NAME} message_id={self.message_id} to_worker={self.to_worker}>"
+
+
+def gradient_edge(tensor: torch.Tensor) -> Edge:
+    """The edge through which ``tensor`` gets its gradient."""
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    # A leaf's accumulator cannot be asked for, but it is what a view of the leaf leads to. Sparse tensors
+    # have no views.
+    with torch.enable_grad():
+        above = (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
+    assert above is not None
+    return above.next_functions[0][0], 0
+
+
+def _receive_forward(
+    ctx: Any, anchor: torch.Tensor, place: tuple[int, int, int], *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    ctx.context_id, ctx.from_worker, ctx.message_id = place
+    ctx.output_count = len(tensors)
+    # "Dirty" makes torch hang the node on these very tensors; returned as they are they would come out as
+    # views, on which torch forbids in-place operations.
+    ctx.mark_dirty(*tensors)
+    return tensors
+
+
+def _receive_backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+    raise RuntimeError(
+        "this graph reaches another worker; use farcall.autograd.backward(context_id, [loss]) "
+        "instead of loss.backward()"
+    )
+
+
+# torch names the node after the class, and programs look for this name; no identifier, hence no `class`.
+_function_class: Any = type(torch.autograd.Function)
+_Receive: Any = _function_class(
+    "torch::distributed::autograd::RecvRpc",
+    (torch.autograd.Function,),
+    {"forward": staticmethod(_receive_forward), "backward": staticmethod(_receive_backward)},
+)
+
+# A function's outputs need a gradient only if an input does. Nothing is ever accumulated here.
+_ANCHOR: Final = torch.empty(0, requires_grad=True)
+
+RECEIVE: Final[type] = _Receive._backward_cls
+ACCUMULATE: Final[type] = type(gradient_edge(_ANCHOR)[0])
+
+
+class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
+    """Hooks of one tensor among several of a message.
+
+    torch runs the hooks of all outputs of a node, with None for those that got nothing. Which tensors came
+    with the same message is not the user's affair, so such calls are left out.
+    """
+
+    def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:
+        super().__setitem__(number, lambda gradient: None if gradient is None else hook(gradient))
+
+
+def make_receive(context_id: int, from_worker: int, message_id: int, tensors: Sequence[torch.Tensor]) -> Node:
+    """Turn newly arrived ``tensors`` (leaves, not views), in place, into outputs of one receive node."""
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+    with torch.enable_grad():
+        _Receive.apply(_ANCHOR, (context_id, from_worker, message_id), *tensors)
+    node: Node = tensors[0].grad_fn
+    if len(tensors) > 1:
+        for tensor in tensors:
+            tensor._backward_hooks = _ReceivedHooks()
+            node._register_hook_dict(tensor)
+    return node

@@ -1,0 +1,143 @@
+"""Calling a single node of an autograd graph outside torch's engine.
+
+It does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python
+function expects, results cut to the edges that need them and fitted to dtype and shape. Tensor hooks are
+not its business: the engine has run them when it stopped at the node.
+
+`torch.utils.checkpoint` with use_reentrant=True is run this way always: it starts a backward pass of its
+own, which torch allows only outside `inputs=` passes, and which would add to `.grad` whatever its
+recomputed part reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from farcall.autograd.functions import Edge, Node, gradient_edge
+
+__all__ = ["CHECKPOINT", "Gradients", "Roots", "post_hooks", "run_node"]
+
+Gradients = list[torch.Tensor | None]
+Roots = dict[Edge, torch.Tensor]
+RunInner = Callable[[Roots, Sequence[Edge]], Gradients]
+Hook = Callable[..., Any]
+
+CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
+
+
+def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[tuple[Edge, torch.Tensor]]:
+    """Call ``node``; yield what goes along each of its edges. ``run_inner`` runs a recomputed graph."""
+    with torch.no_grad():
+        for hook in _hooks(node.register_prehook):
+            gradients = _replaced(gradients, hook(tuple(gradients)))
+        results = _call(node, gradients, run_inner)
+        for hook in _hooks(node.register_hook):
+            results = _replaced(results, hook(tuple(results), tuple(gradients)))
+        edges = node.next_functions
+        for edge, gradient in zip(edges, results, strict=True):
+            if edge[0] is not None and gradient is not None:
+                yield edge, _fitted(gradient, edge)
+
+
+def post_hooks(node: Node) -> list[Hook]:
+    """The Python hooks that run after ``node``."""
+    return _hooks(node.register_hook)
+
+
+def _hooks(register: Callable[[Hook], Any]) -> list[Hook]:
+    # torch has no way to list a node's hooks, but the handle of a new one leads to all of them.
+    handle = register(_hooks)
+    found = handle.hooks_dict_ref()
+    handle.remove()
+    return list(found.values()) if found else []
+
+
+def _replaced(values: Gradients, result: Any) -> Gradients:
+    """A hook returns nothing, one tensor, or a tuple of all."""
+    if result is None:
+        return values
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
+    if not isinstance(node, BackwardCFunction):
+        return _as_list(node(*gradients))
+    # Whether the function asked for None instead of zeros cannot be read; zeros give the same gradients.
+    filled: Gradients = [
+        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
+        for gradient, meta in zip(gradients, node._input_metadata, strict=True)  # type: ignore[attr-defined]
+    ]
+    if type(node) is CHECKPOINT:
+        results = _call_checkpoint(node, filled, run_inner)
+    else:
+        results = _as_list(node.apply(*filled))  # type: ignore[no-untyped-call]
+    # One result for each argument; edges only for tensors. Both agree on what needs a gradient.
+    wanted = iter([result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed])
+    return [None if child is None else next(wanted, None) for child, _ in node.next_functions]
+
+
+def _as_list(results: Any) -> Gradients:
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _fitted(gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
+    """What the engine does between two nodes: the gradient takes the dtype and the shape of its tensor."""
+    meta = edge[0]._input_metadata[edge[1]]
+    if gradient.dtype is not meta.dtype:
+        gradient = gradient.to(meta.dtype)
+    if gradient.layout is torch.strided and gradient.shape != torch.Size(meta.shape):
+        gradient = gradient.sum_to_size(tuple(meta.shape))
+    return gradient
+
+
+class _Divert(torch.autograd.Function):
+    """Stands before recomputed outputs, so that we run their graph and not the pass that meets it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: Sequence[Any], run_inner: RunInner, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.outputs = outputs
+        ctx.run_inner = run_inner
+        ctx.edges = [gradient_edge(tensor) if tensor.requires_grad else None for tensor in inputs]
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        roots = {
+            gradient_edge(output): gradient
+            for output, gradient in zip(ctx.outputs, gradients, strict=True)
+            if gradient is not None
+        }
+        edges = [edge for edge in ctx.edges if edge is not None]
+        found = iter(ctx.run_inner(roots, edges))
+        return None, None, *(None if edge is None else next(found) for edge in ctx.edges)
+
+
+def _call_checkpoint(node: Any, gradients: Gradients, run_inner: RunInner) -> Gradients:
+    function = node.run_function
+
+    def diverted(*arguments: Any) -> Any:
+        recomputed = function(*arguments)
+        outputs = list(recomputed) if isinstance(recomputed, tuple) else [recomputed]
+        places = [
+            i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        inputs = [value for value in arguments if isinstance(value, torch.Tensor)]
+        stands = _Divert.apply([outputs[place] for place in places], run_inner, *inputs)  # type: ignore[no-untyped-call]
+        for place, stand in zip(places, stands, strict=True):
+            outputs[place] = stand
+        return tuple(outputs) if isinstance(recomputed, tuple) else outputs[0]
+
+    node.run_function = diverted
+    try:
+        with torch.enable_grad():
+            return _as_list(node.apply(*gradients))
+    finally:
+        node.run_function = function

@@ -1,0 +1,399 @@
+"""Tensor memory between processes of one host: the sender copies once, the receiver looks at the same pages.
+
+``SegmentPool`` belongs to the sender: blocks in pooled segments, lent to peers. ``SegmentMap`` belongs to the
+receiver: one per link, the peer's segments mapped once. A descriptor travels once per segment and peer
+(``offer``), then tickets. A receiver's view that dies becomes a release, which the link sends back in
+batches.
+
+First touch of a page costs several times the copy into it, so freed blocks are used again last in, first out,
+and memory never used before is taken only when nothing freed fits.
+
+Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
+and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
+there, but are shared with the parent, not copied on write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from farcall.channel.copying import copy_bytes
+from farcall.channel.host import host_token
+from farcall.channel.interface import Lease, SegmentRefused, Ticket, leased, rounded_size
+from farcall.channel.segment import PAGE_BYTES, Block, Segment
+from farcall.channel.segment_map import SegmentMap
+
+__all__ = [
+    "Block",
+    "Offer",
+    "SegmentMap",
+    "SegmentPool",
+    "SegmentRefused",
+    "Ticket",
+    "copy_in",
+    "host_token",
+]
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+# Below this it is dearer to look for warm memory among binned blocks than to touch fresh pages.
+_WORTH_JOINING_BYTES = 64 * 1024
+
+
+class Offer(NamedTuple):
+    """What a peer needs to map a segment. The descriptor stays the pool's."""
+
+    segment_id: int
+    descriptor: int
+    size: int
+
+
+def copy_in(block: Block, source: memoryview) -> None:
+    """Copy ``source`` into ``block``; large copies let other Python threads run."""
+    copy_bytes(block.view, source)
+
+
+class SegmentPool:
+    """Blocks of shared memory of this process, lent to peers (any hashable name for one will do)."""
+
+    def __init__(self, limit_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._next_id = 1
+        self._total_bytes = 0
+        # Freed blocks by capacity, the warmest last. They are not joined until somebody needs a larger one.
+        self._bins: dict[int, list[tuple[Segment, int]]] = {}
+        self._binned_bytes = 0
+        # What each peer holds, by the (segment id, offset) of its ticket: the block, and how often.
+        self._lent: dict[Hashable, dict[tuple[int, int], tuple[Block, int]]] = {}
+        # Tensors made in a segment by the user: (address, block) sorted by address, and the watch over each.
+        self._addresses: list[int] = []
+        self._tensor_blocks: dict[int, Block] = {}
+        self._tensor_leases: dict[int, Lease] = {}
+        # Blocks whose tensor died; filled by garbage collection, which must not take the lock.
+        self._orphans: deque[Block] = deque()
+        # Segments given up since the last trim: their peers are still to be told.
+        self._retired: list[tuple[int, list[Hashable]]] = []
+        self._usable = True
+        self._complained = False
+        _pools.add(self)
+
+    # -- blocks
+
+    def allocate(self, size: int) -> Block | None:
+        """A block held by this process, or None when the limit is reached: then send the bytes inline."""
+        if not self._usable or size <= 0:
+            return None
+        capacity = rounded_size(size)
+        with self._lock:
+            if self._orphans:
+                self._drop_orphans()
+            binned = self._bins.get(capacity)
+            if binned:
+                segment, offset = binned.pop()
+                self._binned_bytes -= capacity
+            else:
+                found = self._carve(capacity)
+                if found is None:
+                    return None
+                segment, offset = found
+            block = Block(segment, offset, size, capacity)
+            segment.live[offset] = block
+            segment.idle_since = None
+            return block
+
+    def hand_over(self, block: Block, peer: Hashable) -> None:
+        """Lend a fresh block to ``peer`` and let go of it here: the peer's release frees it."""
+        with self._lock:
+            # The hold of this process becomes the peer's: the number of holders stays.
+            self._lent.setdefault(peer, {})[block.segment.id, block.offset] = (block, 1)
+
+    def lend(self, segment_id: int, offset: int, peer: Hashable) -> bool:
+        """Lend memory of a tensor that ``find`` recognised and that stays in use; False if it is gone."""
+        with self._lock:
+            segment = self._segments.get(segment_id)
+            block = None if segment is None else self._tensor_block(segment.address + offset)
+            if block is None:
+                return False
+            lent = self._lent.setdefault(peer, {})
+            _, count = lent.get((segment_id, offset), (block, 0))
+            lent[segment_id, offset] = (block, count + 1)
+            block.holders += 1
+            return True
+
+    def free(self, block: Block) -> None:
+        """Let go of a block of this process that was not handed over."""
+        with self._lock:
+            self._drop(block)
+
+    def release(self, segment_id: int, offset: int, peer: Hashable) -> None:
+        """A peer says it no longer uses what was lent to it at ``offset``."""
+        self.release_batch(((segment_id, offset),), peer)
+
+    def release_batch(self, released: Iterable[tuple[int, int]], peer: Hashable) -> None:
+        """Many releases of one peer. Those of memory it does not hold are ignored, and logged once."""
+        wrong = None
+        with self._lock:
+            lent = self._lent.get(peer, {})
+            for segment_id, offset in released:
+                ticket = segment_id, offset
+                block, count = lent.pop(ticket, (None, 0))
+                if block is None:
+                    wrong = ticket
+                    continue
+                if count > 1:
+                    lent[ticket] = (block, count - 1)
+                self._drop(block)
+        if wrong is not None and not self._complained:
+            self._complained = True
+            logger.warning(
+                "peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong
+            )
+
+    def release_all(self, peer: Hashable) -> None:
+        """The peer is gone, and its mappings with it: take back all it held, forget what it was offered."""
+        with self._lock:
+            for block, count in self._lent.pop(peer, {}).values():
+                for _ in range(count):
+                    self._drop(block)
+            for segment in self._segments.values():
+                segment.offered_to.discard(peer)
+
+    # -- segments
+
+    def offer(self, segment_id: int, peer: Hashable) -> Offer | None:
+        """What ``peer`` must get before its first ticket of a segment; None if it was told so before."""
+        with self._lock:
+            segment = self._segments[segment_id]
+            if peer in segment.offered_to:
+                return None
+            segment.offered_to.add(peer)
+            return Offer(segment_id, segment.descriptor, segment.size)
+
+    def trim(
+        self, now: float, idle_s: float = 10.0, keep_bytes: int = SEGMENT_BYTES
+    ) -> list[tuple[int, list[Hashable]]]:
+        """Give back segments unused for ``idle_s``, all but ``keep_bytes``; return (id, peers to tell)."""
+        with self._lock:
+            self._drop_orphans()
+            idle = []
+            for segment in self._segments.values():
+                if segment.live:
+                    continue
+                if segment.idle_since is None:
+                    segment.idle_since = now
+                elif now - segment.idle_since >= idle_s:
+                    idle.append(segment)
+            retired, self._retired = self._retired, []
+            for segment in sorted(idle, key=lambda segment: -segment.size):
+                if self._total_bytes - segment.size >= keep_bytes:
+                    retired.append(self._retire(segment))
+            return retired
+
+    def close(self) -> None:
+        """Give everything back. Views and tensors that still exist stay valid, and keep their segment."""
+        self._usable = False
+        with self._lock:
+            self._tensor_leases.clear()
+            self._addresses.clear()
+            self._tensor_blocks.clear()
+            self._orphans.clear()
+            self._lent.clear()
+            self._bins.clear()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+            self._total_bytes = self._binned_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What all segments have been made for; pages never touched are counted, too."""
+        return self._total_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What is in use, here or by peers."""
+        with self._lock:
+            self._drop_orphans()
+            return sum(
+                block.capacity for segment in self._segments.values() for block in segment.live.values()
+            )
+
+    # -- tensors of the user
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor that travels without a copy; plain memory when the limit is reached.
+
+        Its memory is free again when the tensor has died here and at every peer.
+        """
+        count = 1
+        for extent in shape:
+            count *= extent
+        block = self.allocate(count * dtype.itemsize)
+        if block is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        # The block gives up its own view: only the tensor's may keep the memory in use.
+        view, lease = leased(block.view, self._on_tensor_death, block)
+        block.view = memoryview(b"")
+        address = block.segment.address + block.offset
+        with self._lock:
+            insort(self._addresses, address)
+            self._tensor_blocks[address] = block
+            self._tensor_leases[address] = lease
+        return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether ``find`` can find anything at all: a cheap look before it."""
+        return bool(self._addresses)
+
+    def find(self, data_ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """(segment id, offset) of bytes in a tensor made by ``empty``, else None; cheap if there is none."""
+        if not self._addresses:
+            return None
+        with self._lock:
+            block = self._tensor_block(data_ptr)
+            if block is None:
+                return None
+            offset = data_ptr - block.segment.address
+            if nbytes <= 0 or offset + nbytes > block.offset + block.size:
+                return None
+            return block.segment.id, offset
+
+    def _on_tensor_death(self, lease: Lease) -> None:
+        self._orphans.append(lease.holder)
+
+    # -- inside, with the lock held
+
+    def _tensor_block(self, address: int) -> Block | None:
+        """The block of the user's tensor that ``address`` lies in."""
+        index = bisect_right(self._addresses, address) - 1
+        if index < 0:
+            return None
+        block = self._tensor_blocks[self._addresses[index]]
+        return block if address < block.segment.address + block.offset + block.size else None
+
+    def _drop(self, block: Block) -> None:
+        block.holders -= 1
+        if block.holders > 0:
+            return
+        segment = block.segment
+        if segment.live.pop(block.offset, None) is not block:
+            return  # freed twice by its owner
+        self._bins.setdefault(block.capacity, []).append((segment, block.offset))
+        self._binned_bytes += block.capacity
+
+    def _drop_orphans(self) -> None:
+        while self._orphans:
+            block = self._orphans.popleft()
+            address = block.segment.address + block.offset
+            if self._tensor_blocks.pop(address, None) is not None:
+                self._addresses.remove(address)
+                del self._tensor_leases[address]
+                self._drop(block)
+
+    def _carve(self, capacity: int) -> tuple[Segment, int] | None:
+        found = self._carve_warm(capacity)
+        if found is None and capacity >= _WORTH_JOINING_BYTES:
+            found = (self._join_bins() and self._carve_warm(capacity)) or None
+        if found is None:
+            found = self._carve_cold(capacity) or self._grow(capacity)
+        if found is None and self._join_bins():
+            found = self._carve_warm(capacity) or self._carve_cold(capacity)
+        return found
+
+    def _carve_warm(self, capacity: int) -> tuple[Segment, int] | None:
+        for segment in self._segments.values():
+            offset = segment.carve_warm(capacity)
+            if offset is not None:
+                return segment, offset
+        return None
+
+    def _carve_cold(self, capacity: int) -> tuple[Segment, int] | None:
+        for segment in self._segments.values():
+            offset = segment.carve_cold(capacity)
+            if offset is not None:
+                return segment, offset
+        return None
+
+    def _join_bins(self) -> bool:
+        """Turn all binned blocks into free ranges; False if there was none."""
+        if not self._binned_bytes:
+            return False
+        freed: dict[Segment, list[tuple[int, int]]] = {}
+        for capacity, blocks in self._bins.items():
+            for segment, offset in blocks:
+                freed.setdefault(segment, []).append((offset, capacity))
+        self._bins.clear()
+        self._binned_bytes = 0
+        for segment, ranges in freed.items():
+            segment.give_back(ranges)
+        return True
+
+    def _grow(self, capacity: int) -> tuple[Segment, int] | None:
+        """A block at the start of a new segment, as large as usual or as the limit allows."""
+        if capacity > self._limit_bytes:
+            return None
+        if self._total_bytes + capacity > self._limit_bytes:
+            # Free segments, each too small, may stand in the way of one that is large enough.
+            for segment in list(self._segments.values()):
+                if not segment.live:
+                    self._retired.append(self._retire(segment))
+        size = max(self._segment_bytes, -(-capacity // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+        size = min(size, (self._limit_bytes - self._total_bytes) // PAGE_BYTES * PAGE_BYTES)
+        if size < capacity:
+            return None
+        try:
+            segment = Segment(self._next_id, size)
+        except OSError as error:
+            # What there is stays in use; growing is not tried again, it would fail for every tensor.
+            self._limit_bytes = self._total_bytes
+            logger.warning("no more shared memory, other large tensors go through the socket: %s", error)
+            return None
+        self._next_id += 1
+        self._segments[segment.id] = segment
+        self._total_bytes += size
+        offset = segment.carve_cold(capacity)
+        assert offset is not None
+        return segment, offset
+
+    def _retire(self, segment: Segment) -> tuple[int, list[Hashable]]:
+        for capacity, blocks in self._bins.items():
+            kept = [entry for entry in blocks if entry[0] is not segment]
+            self._binned_bytes -= capacity * (len(blocks) - len(kept))
+            blocks[:] = kept
+        del self._segments[segment.id]
+        self._total_bytes -= segment.size
+        peers: list[Hashable] = list(segment.offered_to)
+        segment.close()
+        return segment.id, peers
+
+    def _abandon(self) -> None:
+        """In a forked child: the memory is the parent's, and a thread that is not here may hold the lock."""
+        self._usable = False
+        self._lock = threading.Lock()
+
+
+_pools: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for pool in list(_pools):
+        pool._abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)

@@ -1,0 +1,142 @@
+"""What is measured: a table with a line for each case.
+
+A case makes an operation for a system of calls (``setup``), perhaps one for the floor (``floor``), and both
+are timed in the same way (``run``). Cases of the same shape (team size and transport) share the teams of
+processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any, Literal
+
+import torch
+
+from farcall.cli.bench.contenders import CallSystem, Contender, Transport
+from farcall.cli.bench.floor import Floor
+from farcall.cli.bench.functions import discard, echo, noop
+from farcall.cli.bench.measure import (
+    Measure,
+    Operation,
+    bandwidth,
+    count_once,
+    latency_us,
+    rate,
+    typical_us,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure."""
+
+    name: str
+    unit: str
+    better: Literal["lower", "higher"]
+    setup: Callable[[CallSystem], Operation]
+    run: Measure
+    floor: Callable[[Floor], Operation] | None = None
+    size: int = 2
+    transport: Transport = "local"
+
+    def operation(self, contender: Contender) -> Operation | None:
+        """What ``contender`` has to do, or None where the case says nothing about it."""
+        if isinstance(contender, CallSystem):
+            return self.setup(contender)
+        if isinstance(contender, Floor) and self.floor is not None:
+            return self.floor(contender)
+        return None
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+    """``rpc_sync`` to the one peer."""
+    return lambda system: partial(system.rpc_sync, system.peers[0], function, args=arguments)
+
+
+def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Callable[[CallSystem], Operation]:
+    """The same with a tensor, which is made in the member and only when it is needed."""
+    return lambda system: call(function, torch.ones(size_bytes, dtype=torch.uint8))(system)
+
+
+def issue(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+    """``rpc_async`` to the one peer."""
+    return lambda system: partial(system.rpc_async, system.peers[0], function, args=arguments)
+
+
+def call_oneself(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+    """``rpc_sync`` to the caller itself."""
+    return lambda system: partial(system.rpc_sync, system.own_name, function, args=arguments)
+
+
+def call_each_peer_in_turn(system: CallSystem) -> Operation:
+    """``rpc_sync`` to all peers, one after another."""
+    peers = cycle(system.peers)
+    return lambda: system.rpc_sync(next(peers), noop)
+
+
+def send_shared(size_bytes: int) -> Callable[[CallSystem], Operation]:
+    """Send a tensor that lives in a shared segment already."""
+    return lambda system: call(discard, system.shared_empty(size_bytes))(system)
+
+
+def open_descriptors(system: CallSystem) -> Operation:
+    """How many descriptors the caller has open, after it has called everyone."""
+    for peer in system.peers:
+        system.rpc_sync(peer, noop)
+    return lambda: len(os.listdir("/proc/self/fd"))
+
+
+SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
+TEAM_SIZES = (2, 4, 8, 16)
+# A pair has sent large tensors before, and what it keeps open for those has nothing to do with the number of
+# peers.
+COUNTED_TEAM_SIZES = (4, 8, 16)
+
+
+def _cases() -> list[Case]:
+    cases = [
+        Case("no-op", "us", "lower", call(noop), latency_us, Floor.ping_pong),
+        Case("no-op, 64 in flight", "calls/s", "higher", issue(noop), rate(64)),
+        Case("no-op to oneself", "us", "lower", call_oneself(noop), latency_us),
+        Case("echo tensor(1)", "us", "lower", call(echo, torch.ones(1)), latency_us, Floor.ping_pong),
+    ]
+    for label, size_bytes in SIZES.items():
+        send, back = (
+            (lambda f, n=size_bytes: f.copy_in(n)),
+            (lambda f, n=size_bytes: f.copy_there_and_back(n)),
+        )
+        measure = bandwidth(size_bytes)
+        cases += [
+            Case(f"send {label}", "GiB/s", "higher", call_with_tensor(discard, size_bytes), measure, send),
+            Case(f"echo {label}", "GiB/s", "higher", call_with_tensor(echo, size_bytes), measure, back),
+        ]
+    big = SIZES["256 MiB"]
+    cases += [
+        Case("send 256 MiB in a segment", "GiB/s", "higher", send_shared(big), bandwidth(big)),
+        Case("no-op over TCP", "us", "lower", call(noop), latency_us, Floor.ping_pong, transport="tcp"),
+        Case(
+            "send 256 MiB over TCP",
+            "GiB/s",
+            "higher",
+            call_with_tensor(discard, big),
+            bandwidth(big),
+            lambda floor: floor.stream(big),
+            transport="tcp",
+        ),
+    ]
+    for size in TEAM_SIZES:
+        cases.append(
+            Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size)
+        )
+    for size in COUNTED_TEAM_SIZES:
+        cases.append(
+            Case(f"descriptors, {size} nodes", "open", "lower", open_descriptors, count_once, size=size)
+        )
+    return cases
+
+
+CASES: dict[str, Case] = {case.name: case for case in _cases()}

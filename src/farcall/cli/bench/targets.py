@@ -1,0 +1,106 @@
+"""What farcall promises of its speed, each judged from the results of one run.
+
+All promises are ratios within a run: a figure from another machine, or from another hour, proves nothing
+here. Where another project is named, its figure was taken beside stock on one machine, and stock is the
+common yardstick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from farcall.cli.bench.cases import CASES, COUNTED_TEAM_SIZES
+from farcall.cli.bench.contenders import Farcall, Stock
+from farcall.cli.bench.floor import Floor
+from farcall.cli.bench.results import Results
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A promise: ``value`` finds the figure, None if the run has none, and ``holds`` judges it."""
+
+    text: str
+    wanted: str
+    cases: tuple[str, ...]
+    value: Callable[[Results], float | None]
+    holds: Callable[[float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A promise and what became of it; ``held`` is None where the run was not asked to measure it."""
+
+    text: str
+    wanted: str
+    value: float | None
+    held: bool | None
+
+
+def _times_better(results: Results, case: str, baseline: str, statistic: str) -> float | None:
+    ratios = results.times_better(CASES[case], Farcall.name, baseline, statistic)
+    return median(ratios) if ratios else None
+
+
+def better_than_stock(text: str, case: str, statistic: str, at_least: float) -> Target:
+    """At least so many times better than stock."""
+    return Target(
+        text,
+        f"at least {at_least:.3g}x stock",
+        (case,),
+        lambda results: _times_better(results, case, Stock.name, statistic),
+        lambda value: value >= at_least,
+    )
+
+
+def near_the_floor(text: str, case: str, statistic: str, at_most: float) -> Target:
+    """At most so many times the cost of the floor."""
+
+    def value(results: Results) -> float | None:
+        ratio = _times_better(results, case, Floor.name, statistic)
+        return None if ratio is None else 1 / ratio
+
+    return Target(text, f"at most {at_most:.3g}x the floor", (case,), value, lambda value: value <= at_most)
+
+
+def descriptors_per_peer(text: str, at_most: float) -> Target:
+    """How many descriptors the smallest and the largest team differ by, for each further peer."""
+    small, large = min(COUNTED_TEAM_SIZES), max(COUNTED_TEAM_SIZES)
+    cases = f"descriptors, {small} nodes", f"descriptors, {large} nodes"
+
+    def value(results: Results) -> float | None:
+        few, many = (results.median(case, Farcall.name, "count") for case in cases)
+        return None if few is None or many is None else (many - few) / (large - small)
+
+    return Target(text, f"at most {at_most:.3g} a peer", cases, value, lambda value: value <= at_most)
+
+
+TARGETS: tuple[Target, ...] = (
+    better_than_stock("no-op p50", "no-op", "p50", 5),
+    near_the_floor("no-op p50 against a raw ping-pong", "no-op", "p50", 2),
+    better_than_stock("calls/s, 64 in flight", "no-op, 64 in flight", "rate", 6),
+    better_than_stock("1 MiB echo", "echo 1 MiB", "p50", 3),
+    better_than_stock("256 MiB sent", "send 256 MiB", "p50", 2.5),
+    better_than_stock("256 MiB that live in a segment", "send 256 MiB in a segment", "p50", 20),
+    better_than_stock("no-op p50 over TCP", "no-op over TCP", "p50", 4),
+    better_than_stock("256 MiB sent over TCP", "send 256 MiB over TCP", "p50", 1.5),
+    better_than_stock("ahead of Pyro5 (145 us where stock took 440)", "no-op", "p50", 440 / 145),
+    better_than_stock(
+        "ahead of moolib (10,500 calls/s where stock made 3,800)", "no-op, 64 in flight", "rate", 10.5 / 3.8
+    ),
+    better_than_stock("ahead of NIXL (2.4 GiB/s where stock moved 1.3)", "send 256 MiB", "p50", 2.4 / 1.3),
+    descriptors_per_peer("descriptors of a node", 2),
+)
+
+
+def judge(results: Results) -> list[Verdict]:
+    """Every promise with its verdict; one whose case farcall failed is broken, not unknown."""
+    verdicts = []
+    for target in TARGETS:
+        value = target.value(results)
+        held = None if value is None else target.holds(value)
+        if any((case, Farcall.name) in results.failures for case in target.cases):
+            held = False
+        verdicts.append(Verdict(target.text, target.wanted, value, held))
+    return verdicts

@@ -1,0 +1,140 @@
+"""Every error farcall raises on purpose, as one tree.
+
+    RpcError (RuntimeError)
+    ├── NotInitialized          no node here yet, or shut down, or this is a forked child
+    ├── InitError               this node could not become a member
+    │   ├── DuplicateName         two members asked for one name
+    │   ├── BadRank               rank or world size make no sense
+    │   └── MissingPeers          not everyone arrived in time (``.missing``)
+    ├── UnknownWorker           no member has that name, rank or WorkerInfo
+    ├── SerializationError      a value could not be turned into bytes, or back
+    │   └── FunctionNotFound      the callee has no such function
+    ├── RemoteError             the callee raised something that cannot be rebuilt here
+    ├── NetworkError            the call's fate depends on the network (``.delivery``)
+    │   ├── PeerDead              the peer's process or link is gone
+    │   └── HandshakeRefused      the peer is not one of us
+    ├── RpcTimeout (TimeoutError too)   the answer did not come in time
+    ├── ShutdownTimeout (TimeoutError too)   somebody did not agree to leave in time (``.late``)
+    └── Cancelled               the node shut down before the answer came
+
+``RpcError`` derives from ``RuntimeError``, so programs that catch that keep working.
+This module knows nothing of sockets, tensors or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+__all__ = [
+    "BadRank",
+    "Cancelled",
+    "Delivery",
+    "DuplicateName",
+    "FunctionNotFound",
+    "HandshakeRefused",
+    "InitError",
+    "MissingPeers",
+    "NetworkError",
+    "NotInitialized",
+    "PeerDead",
+    "RemoteError",
+    "RpcError",
+    "RpcTimeout",
+    "SerializationError",
+    "ShutdownTimeout",
+    "UnknownWorker",
+]
+
+
+class RpcError(RuntimeError):
+    """Root of everything farcall raises."""
+
+
+class NotInitialized(RpcError):
+    """There is no running node in this process."""
+
+
+class InitError(RpcError):
+    """This node could not become a member of its cluster."""
+
+
+class DuplicateName(InitError):
+    """Two members asked for the same name."""
+
+
+class BadRank(InitError, ValueError):
+    """The rank or the world size given makes no sense."""
+
+
+class MissingPeers(InitError, TimeoutError):
+    """Some members did not arrive in time; ``missing`` names them."""
+
+    def __init__(self, message: str, missing: Iterable[str | int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class UnknownWorker(RpcError, ValueError):
+    """No member of this cluster has the name or rank given."""
+
+
+class SerializationError(RpcError):
+    """A value could not be turned into bytes, or bytes into a value."""
+
+
+class FunctionNotFound(SerializationError, AttributeError):
+    """The function named by the caller does not exist on the callee."""
+
+
+class RemoteError(RpcError):
+    """The callee raised an exception whose class cannot be rebuilt here.
+
+    ``type_name``, ``message`` and ``remote_traceback`` keep what it was.
+    """
+
+    def __init__(self, text: str, type_name: str = "", message: str = "", remote_traceback: str = "") -> None:
+        super().__init__(text)
+        self.type_name = type_name
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+
+class Delivery(StrEnum):
+    """What is known of a failed call: did the callee get it, did it run?"""
+
+    NOT_SENT = "not_sent"
+    UNKNOWN = "unknown"
+    EXECUTED = "executed"
+
+
+class NetworkError(RpcError):
+    """The network, not the callee's code, failed the call."""
+
+    def __init__(self, message: str, delivery: Delivery = Delivery.UNKNOWN) -> None:
+        super().__init__(message)
+        self.delivery = delivery
+
+
+class PeerDead(NetworkError, ConnectionError):
+    """The peer's process ended, or its link broke."""
+
+
+class HandshakeRefused(NetworkError, ConnectionError):
+    """A connection was refused before any user data was looked at."""
+
+
+class RpcTimeout(RpcError, TimeoutError):
+    """The answer did not come within the call's timeout."""
+
+
+class ShutdownTimeout(RpcError, TimeoutError):
+    """A graceful shutdown did not end in time; ``late`` names whom it waited for."""
+
+    def __init__(self, message: str, late: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.late = tuple(late)
+
+
+class Cancelled(RpcError):
+    """The local node shut down before the answer came."""

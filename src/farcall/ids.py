@@ -1,0 +1,47 @@
+"""Names for things that cross the wire: members, calls, references.
+
+Everything here is immutable and cheap to hash. No torch, no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_NAME_CHARACTERS = 127
+_NAME = re.compile(r"[A-Za-z0-9_:\-]+")
+
+
+class WorkerInfo(NamedTuple):
+    """A member of the cluster: its unique ``name`` and its rank, called ``id``."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class RefId(NamedTuple):
+    """A reference, cluster-wide: who created it, and its number there."""
+
+    created_on: int
+    local_id: int
+
+
+class ForkId(NamedTuple):
+    """One holder's copy of a reference: who created the fork, and its number there."""
+
+    created_on: int
+    local_id: int
+
+
+def check_worker_name(name: object) -> str:
+    """Return ``name`` if it may name a worker, else raise saying what is allowed."""
+    if not isinstance(name, str):
+        raise TypeError(f"a worker name must be a str, not {type(name).__name__}")
+    if not name or len(name) > MAX_NAME_CHARACTERS or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"worker name {name!r} is not valid: names are 1 to {MAX_NAME_CHARACTERS} letters, digits, '_', ':' or '-'"
+        )
+    return name

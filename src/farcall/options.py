@@ -1,0 +1,221 @@
+"""What a user may choose about a node: frozen, and checked once, at construction.
+
+``RpcBackendOptions`` owns the defaults, the environment variables behind them and what is allowed.
+An argument wins over its environment variable, which wins over the default; both are read when the object
+is made, so an options object that exists is complete and valid, and nobody else reads ``FARCALL_*``.
+
+This module knows neither torch nor sockets: that an address can be reached, or that shared memory
+works here, is found out by those who use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT_S",
+    "ENV_ADVERTISE",
+    "ENV_SECRET",
+    "ENV_TRANSPORTS",
+    "TRANSPORTS",
+    "RpcBackendOptions",
+]
+
+DEFAULT_RPC_TIMEOUT_S: Final = 60.0
+DEFAULT_INIT_METHOD: Final = "env://"
+DEFAULT_NUM_WORKER_THREADS: Final = 16
+DEFAULT_START_TIMEOUT_S: Final = 60.0
+DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
+DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
+
+ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
+ENV_SECRET: Final = "FARCALL_SECRET"
+ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
+
+TRANSPORTS: Final = ("unix", "tcp")
+"""Every way for bytes between processes, the preferred one first."""
+
+MIN_SECRET_BYTES: Final = 8
+_HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
+
+
+@dataclass(frozen=True)
+class RpcBackendOptions:
+    """How a node finds its peers, talks to them, and how much it may use.
+
+    Args:
+        rpc_timeout: seconds a call may take unless it says otherwise; 0 means without limit.
+        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        num_worker_threads: threads kept ready for user functions; more are started when all of them
+            wait for nested calls.
+        advertise: host name or IP address, without a port, that this node tells the others.
+            Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
+        secret: what every member must know to be let in, at least 8 bytes; text counts as UTF-8.
+            Default: ``FARCALL_SECRET``, else the first member makes one and hands it out through the store.
+        transports: which of ``"unix"`` and ``"tcp"`` may be used.
+            Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
+        shared_memory: whether large tensors may go through shared memory on one host.
+        shared_memory_limit_bytes: how much shared memory this node may hold for sending.
+        start_timeout_s: how long ``init_rpc`` waits for the other members. Default: 60 s, or
+            ``rpc_timeout`` where that is longer (a short call timeout says nothing about
+            how long processes take to start).
+        send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
+
+    Use ``options.replace(rpc_timeout=5)`` for a changed copy.
+    """
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_S
+    init_method: str = DEFAULT_INIT_METHOD
+    num_worker_threads: int = field(default=DEFAULT_NUM_WORKER_THREADS, kw_only=True)
+    advertise: str | None = field(default=None, kw_only=True)
+    secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
+    transports: Sequence[str] | None = field(default=None, kw_only=True)
+    shared_memory: bool = field(default=True, kw_only=True)
+    shared_memory_limit_bytes: int = field(default=DEFAULT_SHARED_MEMORY_LIMIT_BYTES, kw_only=True)
+    start_timeout_s: float | None = field(default=None, kw_only=True)
+    send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
+        if self.start_timeout_s is not None:
+            seconds = _check_seconds("start_timeout_s", self.start_timeout_s, "leave it out for the default")
+            if seconds == 0:
+                raise ValueError("start_timeout_s must be more than 0: init_rpc never waits without a bound")
+            self._set("start_timeout_s", seconds)
+        self._set("init_method", _check_init_method(self.init_method))
+        for name in ("num_worker_threads", "shared_memory_limit_bytes", "send_backlog_limit_bytes"):
+            self._set(name, _check_positive(name, getattr(self, name)))
+        if not isinstance(self.shared_memory, bool):
+            raise TypeError(f"shared_memory must be True or False, not {self.shared_memory!r}")
+        self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
+        self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
+        self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def start_deadline_s(self) -> float:
+        """Seconds that ``init_rpc`` may take, the default worked out."""
+        if self.start_timeout_s is not None:
+            return self.start_timeout_s
+        return max(DEFAULT_START_TIMEOUT_S, self.rpc_timeout)
+
+    @property
+    def allowed_transports(self) -> tuple[str, ...]:
+        """The transports that may be used, the preferred one first."""
+        return TRANSPORTS if self.transports is None else tuple(self.transports)
+
+    @property
+    def secret_bytes(self) -> bytes | None:
+        """The configured secret, or None where the first member makes one."""
+        return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    def replace(self, **changes: Any) -> RpcBackendOptions:
+        """Return a copy with ``changes`` made, checked like a new one."""
+        return dataclasses.replace(self, **changes)
+
+
+def _from_environment(value: Any, variable: str) -> Any:
+    """Return ``value``, or the variable's text where none was given; an empty variable is unset."""
+    if value is None:
+        return os.environ.get(variable) or None
+    return value
+
+
+def _check_seconds(name: str, value: object, remedy: str) -> float:
+    if isinstance(value, timedelta):
+        raise TypeError(
+            f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}"
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
+    seconds = float(value)
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r} ({remedy})")
+    return seconds
+
+
+def _check_positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return value
+
+
+def _check_init_method(value: object) -> str:
+    """Check the url's form only: which schemes exist is torch's knowledge, and users may register more."""
+    if not isinstance(value, str):
+        raise TypeError(f"init_method must be a str, not {type(value).__name__}")
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"init_method {value!r} is not a url: {error}") from None
+    if not parts.scheme or "://" not in value:
+        raise ValueError(
+            f"init_method {value!r} is not a url: "
+            "use 'env://', 'tcp://host:port' or 'file:///path/of/a/new/file'"
+        )
+    if parts.scheme == "tcp" and (not parts.hostname or port is None):
+        raise ValueError(f"init_method {value!r} lacks a host or a port: use 'tcp://host:port'")
+    if parts.scheme == "file" and not parts.path:
+        raise ValueError(f"init_method {value!r} lacks a path: use 'file:///path/of/a/new/file'")
+    return value
+
+
+def _check_advertise(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"advertise must be a str, not {type(value).__name__}")
+    host = value.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not _HOST.fullmatch(host):
+        raise ValueError(
+            f"advertise (or {ENV_ADVERTISE}) must be a host name or IP address without a port, not {value!r}"
+        )
+    if host.count(":") == 1:
+        raise ValueError(f"advertise (or {ENV_ADVERTISE}) takes no port: give only the host of {value!r}")
+    return host
+
+
+def _check_secret(value: object) -> str | bytes | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"secret must be str or bytes, not {type(value).__name__}")
+    length = len(value.encode() if isinstance(value, str) else value)
+    if length < MIN_SECRET_BYTES:
+        # The value stays out of the text: errors end up in logs.
+        raise ValueError(
+            f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}"
+        )
+    return value
+
+
+def _check_transports(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise TypeError(f"transports must be a sequence of names, not {type(value).__name__}")
+    if not value or any(name not in TRANSPORTS for name in value):
+        raise ValueError(
+            f"transports (or {ENV_TRANSPORTS}) must be one or more of {', '.join(TRANSPORTS)}, "
+            f"not {list(value)!r}"
+        )
+    return tuple(name for name in TRANSPORTS if name in value)

@@ -1,0 +1,308 @@
+"""The wire layout: how one message becomes bytes, and bytes become messages again.
+
+Bytes in, frames out; no socket, thread, clock or torch. All integers are little-endian.
+
+    offset  size  field
+    0       2     magic, b"fc"
+    2       1     version of this layout
+    3       1     kind: request, response, failure, control
+    4       4     flags (none yet: 0)
+    8       8     call id (0 for control)
+    16      8     payload length
+    24      4     function length (requests only)
+    28      4     notes length (what rides along: autograd, profiling)
+    32      4     number of buffers
+    36      4     reserved, 0
+    40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline
+    ...           function, notes, payload, then every inline buffer in order
+
+A frame comes out of the decoder as a plain tuple ``(kind, flags, call_id, function, notes, payload, buffers)``:
+a class would cost more than the parsing. ``buffers`` holds a memoryview for an inline buffer and a `Ticket` for one that
+lies in a shared segment.
+
+Invariant: whatever the split of the stream, the same frames come out; a buffer of LARGE_BYTES or more is received
+straight into the memory that ``allocate`` gave for it, never through a joined ``bytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from struct import Struct
+from typing import NamedTuple, TypeAlias
+
+from farcall.errors import NetworkError
+
+MAGIC = b"fc"
+VERSION = 1
+HEADER = Struct("<2sBBIQQIIII")
+BUFFER_ENTRY = Struct("<QQQ")
+
+STAGING_BYTES = 256 * 1024
+LARGE_BYTES = 64 * 1024
+"""Pieces of at least this size are sent and received without being joined to others."""
+MAX_FUNCTION_BYTES = 64 * 1024
+MAX_NOTES_BYTES = 16 * 1024 * 1024
+MAX_BUFFERS = 16 * 1024 * 1024
+MAX_PART_BYTES = 1 << 46
+
+
+class Kind(IntEnum):
+    """What a frame is; the receiver dispatches on it."""
+
+    REQUEST = 1
+    RESPONSE = 2
+    FAILURE = 3
+    CONTROL = 4
+
+
+REQUEST = int(Kind.REQUEST)
+RESPONSE = int(Kind.RESPONSE)
+FAILURE = int(Kind.FAILURE)
+CONTROL = int(Kind.CONTROL)
+
+
+class Ticket(NamedTuple):
+    """Where a buffer lies in a shared segment of the sender."""
+
+    size_bytes: int
+    segment_id: int
+    offset: int
+
+
+Piece: TypeAlias = bytes | memoryview
+Frame: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, Sequence[memoryview | Ticket]]
+"""As decoded: some buffers may be tickets."""
+Arrived: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, Sequence[memoryview]]
+"""As handed to those who read payloads: every buffer is memory."""
+Allocate: TypeAlias = Callable[[int], memoryview]
+
+
+class FrameError(NetworkError):
+    """The peer sent something that is not a frame: the connection cannot go on."""
+
+
+def allocate_plainly(size_bytes: int) -> memoryview:
+    """Memory for one received buffer, where nothing better was given."""
+    return memoryview(bytearray(size_bytes))
+
+
+def encode_small(kind: int, flags: int, call_id: int, function: bytes, notes: bytes, payload: bytes) -> bytes:
+    """One frame without buffers, as one ``bytes``: the hot path."""
+    return (
+        HEADER.pack(MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), 0, 0)
+        + function
+        + notes
+        + payload
+    )
+
+
+def encode_frame(
+    kind: int,
+    flags: int,
+    call_id: int,
+    function: bytes,
+    notes: bytes,
+    payload: Piece,
+    buffers: Sequence[memoryview | Ticket],
+) -> list[Piece]:
+    """One frame as pieces to be sent in order. Small neighbours are joined, large ones stay where they are."""
+    head: list[Piece] = [
+        HEADER.pack(
+            MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), len(buffers), 0
+        )
+    ]
+    for buffer in buffers:
+        if isinstance(buffer, Ticket):
+            head.append(BUFFER_ENTRY.pack(*buffer))
+        else:
+            head.append(BUFFER_ENTRY.pack(buffer.nbytes, 0, 0))
+    head.append(function)
+    head.append(notes)
+    pieces: list[Piece] = []
+    small: list[Piece] = head
+    for part in (payload, *(buffer for buffer in buffers if not isinstance(buffer, Ticket))):
+        if len(part) >= LARGE_BYTES:
+            if small:
+                pieces.append(b"".join(small))
+                small = []
+            pieces.append(part)
+        else:
+            small.append(part)
+    if small:
+        pieces.append(b"".join(small))
+    return pieces
+
+
+class FrameDecoder:
+    """Incremental decoder. Receive into ``writable()``, then tell ``received(count)``.
+
+    state      waits for                                   leaves when
+    staging    a whole head (header, table, small parts)   the head is complete
+    filling    the rest of one large part                  that part is complete: the next part, or staging
+    """
+
+    __slots__ = ("_allocate", "_end", "_fill_view", "_filled", "_frame", "_staging", "_start", "_view")
+
+    def __init__(self, allocate: Allocate = allocate_plainly) -> None:
+        self._staging = bytearray(STAGING_BYTES)
+        self._view = memoryview(self._staging)
+        self._start = 0
+        self._end = 0
+        self._allocate = allocate
+        self._frame: _PartialFrame | None = None
+        self._fill_view: memoryview | None = None
+        self._filled = 0
+
+    def writable(self) -> memoryview:
+        """Where the next received bytes belong. Never empty."""
+        if self._fill_view is not None:
+            return self._fill_view[self._filled :]
+        if self._start:
+            if self._start == self._end:
+                self._start = self._end = 0
+            elif self._end > STAGING_BYTES // 2:
+                rest = self._end - self._start
+                self._view[:rest] = bytes(self._view[self._start : self._end])
+                self._start, self._end = 0, rest
+        return self._view[self._end :]
+
+    def received(self, count: int) -> list[Frame]:
+        """Take note of ``count`` bytes written into the last ``writable()``; return the frames now complete."""
+        frames: list[Frame] = []
+        if self._fill_view is not None:
+            self._filled += count
+            if self._filled < len(self._fill_view):
+                return frames
+            self._fill_view = None
+        else:
+            self._end += count
+        if self._frame is not None:
+            done = self._go_on(self._frame)
+            if done is None:
+                return frames
+            self._frame = None
+            frames.append(done)
+        staging = self._staging
+        unpack_header = HEADER.unpack_from
+        while True:
+            start = self._start
+            if self._end - start < 40:
+                break
+            (magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _) = (
+                unpack_header(staging, start)
+            )
+            if magic != MAGIC or version != VERSION or not REQUEST <= kind <= CONTROL:
+                raise FrameError(
+                    f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame"
+                )
+            if buffer_count == 0:
+                after_function = start + 40 + function_len
+                after_notes = after_function + notes_len
+                end = after_notes + payload_len
+                if end <= self._end:
+                    self._start = end
+                    frames.append(
+                        (
+                            kind,
+                            flags,
+                            call_id,
+                            bytes(staging[start + 40 : after_function]) if function_len else b"",
+                            bytes(staging[after_function:after_notes]) if notes_len else b"",
+                            bytes(staging[after_notes:end]),
+                            (),
+                        )
+                    )
+                    continue
+            if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
+                raise FrameError("the peer sent a frame whose parts are larger than any real one")
+            if payload_len > MAX_PART_BYTES:
+                raise FrameError(f"the peer announced a payload of {payload_len} bytes")
+            partial = _PartialFrame(kind, flags, call_id, payload_len, function_len, notes_len, buffer_count)
+            self._start += 40
+            done = self._go_on(partial)
+            if done is None:
+                self._frame = partial
+                break
+            frames.append(done)
+        return frames
+
+    def _go_on(self, frame: _PartialFrame) -> Frame | None:
+        """Complete as many parts of ``frame`` as the bytes at hand allow."""
+        while frame.next_part < len(frame.sizes):
+            size = frame.sizes[frame.next_part]
+            have = self._end - self._start
+            if frame.filling is not None:
+                part = frame.filling
+                frame.filling = None
+            elif have >= size and not (frame.next_part >= 4 and size >= LARGE_BYTES):
+                chunk = self._staging[self._start : self._start + size]
+                part = memoryview(chunk)
+                self._start += size
+            else:
+                # The part is not here yet (or is large): give it memory of its own, and read the rest straight into it.
+                part = self._allocate(size) if frame.next_part >= 4 else allocate_plainly(size)
+                taken = min(have, size)
+                part[:taken] = self._view[self._start : self._start + taken]
+                self._start += taken
+                if taken < size:
+                    frame.filling = part
+                    self._fill_view = part
+                    self._filled = taken
+                    return None
+            frame.take(part)
+        return frame.finish()
+
+
+class _PartialFrame:
+    """A frame some of whose parts have arrived: table, function, notes, payload, then inline buffers."""
+
+    __slots__ = ("buffers", "call_id", "filling", "flags", "kind", "next_part", "parts", "sizes")
+
+    def __init__(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        payload_len: int,
+        function_len: int,
+        notes_len: int,
+        buffer_count: int,
+    ) -> None:
+        self.kind = kind
+        self.flags = flags
+        self.call_id = call_id
+        self.sizes = [buffer_count * BUFFER_ENTRY.size, function_len, notes_len, payload_len]
+        self.parts: list[memoryview] = []
+        self.buffers: list[memoryview | Ticket | None] = []
+        self.next_part = 0
+        self.filling: memoryview | None = None
+
+    def take(self, part: memoryview) -> None:
+        """Accept the next complete part; the buffer table tells which inline buffers follow."""
+        index = self.next_part
+        self.next_part += 1
+        if index == 0:
+            for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(part):
+                if size > MAX_PART_BYTES:
+                    raise FrameError(f"the peer announced a buffer of {size} bytes")
+                if segment_id:
+                    self.buffers.append(Ticket(size, segment_id, offset))
+                else:
+                    self.buffers.append(None)
+                    self.sizes.append(size)
+        self.parts.append(part)
+
+    def finish(self) -> Frame:
+        """The whole frame, inline buffers put back in their places."""
+        inline = iter(self.parts[4:])
+        buffers = [buffer if buffer is not None else next(inline) for buffer in self.buffers]
+        return (
+            self.kind,
+            self.flags,
+            self.call_id,
+            bytes(self.parts[1]),
+            bytes(self.parts[2]),
+            self.parts[3],
+            buffers,
+        )

@@ -1,0 +1,146 @@
+"""What the reference machine says to other members, and to its own runtime.
+
+Owns the shape of messages and effects, no behaviour. A member is named by its incarnation: one integer per
+process start, never used again, so a restarted process is a new member and nothing old can be taken for
+new.
+
+    message    from -> to           says
+    Register   holder -> owner      "I hold these forks" (for a dead holder, by whoever sent it the fork)
+    Confirm    owner -> registrar   "these forks are listed" (the answer for one not held any more: Release)
+    Accept     child -> parent      "the fork you sent me is listed: you need not keep yours alive for it"
+    Release    holder -> owner      "these forks are gone for ever"
+    Withdraw   sender -> receiver   "this fork may never come: if it has not, take it as dropped"
+    Inquire    owner -> everyone    "these are dead: take nothing more from them, and tell what you hold"
+    Answer     member -> owner      "done; these forks of yours are not confirmed yet"
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from farcall.ids import ForkId, RefId
+
+
+class Fork(NamedTuple):
+    """One holder's copy of a reference, as it travels in requests, results and messages.
+
+    ``number`` counts the forks on one way (maker to receiver), without gaps: it is how a receiver knows a
+    duplicate without remembering every fork it ever saw.
+    """
+
+    ref: RefId
+    fork_id: ForkId
+    owner: int
+    holder: int
+    number: int
+
+
+Held: TypeAlias = tuple[RefId, ForkId]
+
+
+class _Control(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Base of the messages: immutable, and encoded as [tag, field, field ...]."""
+
+
+class Register(_Control, frozen=True, tag=40):
+    forks: list[Fork]
+
+
+class Confirm(_Control, frozen=True, tag=41):
+    forks: list[Held]
+
+
+class Accept(_Control, frozen=True, tag=42):
+    forks: list[ForkId]
+
+
+class Release(_Control, frozen=True, tag=43):
+    forks: list[Held]
+
+
+class Withdraw(_Control, frozen=True, tag=44):
+    forks: list[Fork]
+
+
+class Inquire(_Control, frozen=True, tag=45):
+    round: int
+    dead: list[int]
+
+
+class Answer(_Control, frozen=True, tag=46):
+    round: int
+    forks: list[Fork]
+
+
+Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire | Answer
+
+
+class Send(NamedTuple):
+    """Send ``message`` to ``member``, at least once while both live."""
+
+    member: int
+    message: Message
+
+
+class FreeValue(NamedTuple):
+    """Nobody refers to ``ref`` any more: forget its value, or drop it when the creating call ends."""
+
+    ref: RefId
+
+
+class NeverCreated(NamedTuple):
+    """The call that should create ``ref`` here will never come: its value is an error from now on."""
+
+    ref: RefId
+
+
+class Lost(NamedTuple):
+    """The owner of a fork held here is dead: every use of it, waiting ones too, is ``ReferenceLost``."""
+
+    fork: Fork
+
+
+class Confirmed(NamedTuple):
+    """The owner has listed a fork held here (not said of creations: their response says it)."""
+
+    fork: Fork
+
+
+Effect: TypeAlias = Send | FreeValue | NeverCreated | Lost | Confirmed
+
+
+class Counts(NamedTuple):
+    """Sizes for debug information."""
+
+    owned: int  # values owned here, local-only ones included
+    owners: int  # values owned here that some other member refers to
+    forks: int  # forks of values owned here, held by other members
+    users: int  # forks held here of values owned elsewhere
+    pending_users: int  # of these, not yet confirmed by their owner
+    pending_children: int  # forks sent from here to others, not yet accepted
+
+
+class OwnedSnapshot(NamedTuple):
+    """A value owned here, and how many forks of it each member holds."""
+
+    ref: RefId
+    created: bool
+    forks_by_holder: dict[int, int]
+
+
+class UsedSnapshot(NamedTuple):
+    """A fork held here of a value owned elsewhere."""
+
+    fork: Fork
+    confirmed: bool
+    dropped: bool
+    children_sent_to: list[int]
+
+
+class Snapshot(NamedTuple):
+    """Who holds what, as this member knows it."""
+
+    owned: list[OwnedSnapshot]
+    used: list[UsedSnapshot]

@@ -1,0 +1,68 @@
+"""Making a call: from a function and its arguments to a request, and from its answer to a result.
+
+The hot path of the caller's side. A request carries its function in a segment of its own where it can be named
+(then both sides cache it), else inside the pickled arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from farcall.ids import WorkerInfo
+from farcall.remote.answer import read_answer
+from farcall.remote.future import Future
+from farcall.runtime.calls import SyncCall
+from farcall.runtime.node import Node
+from farcall.runtime.peers import Peer
+from farcall.serialize import encode_call, encode_function
+
+UNSET_TIMEOUT = -1.0
+
+
+def call_sync(
+    node: Node,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Any:
+    """Call ``func`` on ``to`` and return its result."""
+    peer = node.peer(to)
+    function, payload, buffers = _encode(peer, func, args, kwargs)
+    call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+    node.calls.exchange(call, function, b"", payload, buffers)
+    if call.error is not None:
+        raise call.error
+    assert call.frame is not None
+    return read_answer(call.frame, peer)
+
+
+def call_async(
+    node: Node,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> Future[Any]:
+    """Call ``func`` on ``to``; the future holds its result. Errors of the arguments are raised here."""
+    peer = node.peer(to)
+    function, payload, buffers = _encode(peer, func, args, kwargs)
+    future: Future[Any] = Future(node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+    node.calls.send(future, function, b"", payload, buffers)
+    return future
+
+
+def _encode(
+    peer: Peer, func: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[bytes, bytes, Sequence[memoryview]]:
+    """The function segment, payload and buffers of a request."""
+    function = encode_function(func) or b""
+    if function and not args and not kwargs:
+        return function, b"", ()
+    arguments = tuple(args or ())
+    keywords = dict(kwargs) if kwargs else None
+    value = (arguments, keywords) if function else (func, arguments, keywords)
+    return function, *encode_call(value, peer)

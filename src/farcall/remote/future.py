@@ -1,0 +1,148 @@
+"""The future that `rpc_async` returns: torch's own, plus ``await`` and a wait that reads the answer itself.
+
+Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
+that Python callbacks were attached to is completed by a worker thread, and only one without is
+completed by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
+reader, which hands its role over if one of them blocks in a call.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from farcall.errors import RpcError
+from farcall.protocol.frames import LARGE_BYTES, Arrived
+from farcall.remote.answer import read_answer
+from farcall.runtime.calls import PendingCall
+from farcall.runtime.loop import NEVER
+from farcall.runtime.peers import Peer
+
+if TYPE_CHECKING:
+    from farcall.runtime.node import Node
+
+T = TypeVar("T")
+S = TypeVar("S")
+_make_future = torch._C.Future.__init__
+_set_result = torch._C.Future.set_result
+
+
+class Future(torch.futures.Future[T], PendingCall):
+    """The outcome of one `rpc_async` call."""
+
+    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+        _make_future(self, [])
+        self._node = node
+        self._frame: Arrived | None = None
+        self._has_callbacks = False
+        self._waiters: list[threading.Event] = []
+        self.peer = peer
+        self.what = what
+        self.timeout_s = timeout_s
+        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.arrived = False
+        self.call_id = 0
+
+    def wait(self) -> T:
+        """Block until the call is done; return its result or raise its error."""
+        if not self.done():
+            with self._node.calls.waiting():
+                if not self.arrived:
+                    self.peer.help_until(self, self.deadline)
+                if not self.done():
+                    # Not torch's own wait: it does not listen to Ctrl-C.
+                    finished = threading.Event()
+                    self._waiters.append(finished)
+                    if not self.done():
+                        finished.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
+        self._has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
+        self._has_callbacks = True
+        super().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            done = loop.create_future()
+
+            def wake(_: torch.futures.Future[T]) -> None:
+                try:
+                    loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+                except RuntimeError:
+                    pass  # the loop was closed: nobody waits any more
+
+            self.add_done_callback(wake)
+            yield from done
+        return super().wait()
+
+    # ------------------------------------------------------------------ as a pending call
+
+    def on_answer(self, frame: Arrived) -> None:
+        """The answer came: complete now, or on a worker if that means user code or long work."""
+        self.arrived = True
+        if self._has_callbacks or len(frame[5]) >= LARGE_BYTES:
+            self._frame = frame
+            self._node.executor.submit(_Completion(self))
+        else:
+            self.complete(frame)
+
+    def complete(self, frame: Arrived) -> None:
+        """Read the answer and become done."""
+        try:
+            value = read_answer(frame, self.peer)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            _set_result(self, value)
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Become done with an error."""
+        self.set_exception(error)  # type: ignore[arg-type]
+        self._wake()
+
+    def _wake(self) -> None:
+        # After the result is set: a waiter appends its event first and then looks at done().
+        for finished in self._waiters:
+            finished.set()
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come."""
+        self.arrived = True
+        if self._has_callbacks:
+            self._node.executor.submit(_Completion(self, error))
+        else:
+            self.fail(error)
+
+
+class _Completion:
+    """The end of a future, as a task for a worker thread."""
+
+    __slots__ = ("error", "future")
+
+    quick = False
+
+    def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
+        self.future = future
+        self.error = error
+
+    def run(self, more: bool) -> None:
+        future = self.future
+        if self.error is not None:
+            future.fail(self.error)
+        else:
+            frame, future._frame = future._frame, None
+            assert frame is not None
+            future.complete(frame)

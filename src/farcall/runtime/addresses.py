@@ -1,0 +1,168 @@
+"""Which addresses a node tells the others.
+
+The user's word comes first (``RpcBackendOptions.advertise``, behind it ``FARCALL_ADVERTISE``), then the
+local address from which packets to the store leave: whoever reaches the store most likely reaches that one
+too. Found out by asking the routing table (connecting a UDP socket sends nothing), so no name service or
+permission is needed beyond what the store needs itself.
+
+Knows nothing of stores and opens no listener. What was chosen, and why, is logged once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from farcall.transport.tcp import format_tcp, parse_tcp
+from farcall.transport.unix import unix_sockets_work
+
+logger = logging.getLogger("farcall")
+
+__all__ = [
+    "AdvertisedHost",
+    "advertised_address",
+    "choose_host",
+    "is_local",
+    "is_loopback",
+    "listening_addresses",
+]
+
+_ANY_PORT = 9
+# Documentation networks: routed like any far host, and nobody is there.
+_FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
+_LOOPBACK = "127.0.0.1"
+
+
+class AdvertisedHost(NamedTuple):
+    """A host without brackets or port, and why it was chosen."""
+
+    host: str
+    reason: str
+
+
+def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost:
+    """Choose what to tell the others; ``store_host`` is None where the members meet at a file."""
+    if advertise is not None:
+        chosen = AdvertisedHost(advertise, "as told by the advertise option or FARCALL_ADVERTISE")
+    elif store_host is None:
+        chosen = _own_host()
+    else:
+        chosen = _host_towards(store_host)
+    logger.info("advertising %s: %s", chosen.host, chosen.reason)
+    if is_loopback(chosen.host) and store_host is not None and not is_local(store_host):
+        logger.warning(
+            "advertising the loopback address %s, but the store is on another host (%s): nodes elsewhere "
+            "cannot connect to this one; set advertise=... or FARCALL_ADVERTISE to an address they reach",
+            chosen.host,
+            store_host,
+        )
+    return chosen
+
+
+def listening_addresses(transports: Sequence[str], host: str) -> list[str]:
+    """Where a node advertising ``host`` listens, the preferred way first; ports are the system's choice."""
+    addresses = []
+    if "unix" in transports and unix_sockets_work():
+        addresses.append("unix:")
+    if "tcp" in transports:
+        # Nobody elsewhere can come in over loopback, so nobody elsewhere needs to see the port.
+        addresses.append(format_tcp(host if is_loopback(host) else "*", 0))
+    return addresses
+
+
+def advertised_address(address: str, host: str) -> str:
+    """What to tell others for a listener's ``address``: "every interface" becomes ``host``."""
+    if not address.startswith("tcp://"):
+        return address
+    bound_host, port = parse_tcp(address)
+    return format_tcp(bound_host or host, port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` by itself means "this machine"; names other than localhost are not looked up."""
+    if host.lower().rstrip(".") in ("localhost", "localhost.localdomain", "ip6-localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local(host: str) -> bool:
+    """Whether ``host`` resolves to an address of this machine, tried by binding to it."""
+    return any(_binds(family, where) for family, where in _resolve(host))
+
+
+def _host_towards(store_host: str) -> AdvertisedHost:
+    found = _leaving_for(store_host)
+    if is_loopback(store_host):
+        return AdvertisedHost(
+            found or _LOOPBACK, f"the store is at {store_host}, so everybody is on this machine"
+        )
+    if found is not None and not is_loopback(found):
+        return AdvertisedHost(found, f"the local address that reaches the store's host {store_host}")
+    # Many systems map their own host name to 127.0.1.1. Others see another address behind that name.
+    outward = _outward()
+    if outward is not None:
+        return AdvertisedHost(
+            outward, f"the store's host {store_host} is loopback seen from here; this is the way out"
+        )
+    return AdvertisedHost(found or _LOOPBACK, "this machine has no other address")
+
+
+def _own_host() -> AdvertisedHost:
+    """For members that meet at a file: nothing tells from where the others come."""
+    name = socket.gethostname()
+    for family, where in _resolve(name):
+        if not is_loopback(where[0]) and _binds(family, where):
+            return AdvertisedHost(where[0], f"the address of this machine's name {name}")
+    outward = _outward()
+    if outward is not None:
+        return AdvertisedHost(outward, "the address with which this machine reaches others")
+    return AdvertisedHost(_LOOPBACK, "this machine has no other address")
+
+
+def _outward() -> str | None:
+    """The address with which this machine reaches far hosts, or None without a route to any."""
+    for far in _FAR_HOSTS:
+        found = _leaving_for(far)
+        if found is not None and not is_loopback(found):
+            return found
+    return None
+
+
+def _leaving_for(host: str) -> str | None:
+    """The local address from which packets to ``host`` would leave, or None where no route leads."""
+    for family, where in _resolve(host):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(where)
+                found = str(probe.getsockname()[0])
+            except OSError:
+                continue
+        if not ipaddress.ip_address(found.partition("%")[0]).is_unspecified:
+            return found
+    return None
+
+
+def _binds(family: int, where: tuple[str, int]) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((where[0], 0))
+        except OSError:
+            return False
+    return True
+
+
+def _resolve(host: str) -> list[tuple[int, tuple[str, int]]]:
+    try:
+        answers = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return []
+    return [(family, (str(where[0]), _ANY_PORT)) for family, _, _, _, where in answers if family in _FAMILIES]
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)

@@ -1,0 +1,109 @@
+"""Graceful shutdown: drives the departure machine with what really happens on this node.
+
+Everything here runs on the I/O thread, except ``enter``, which the thread that shuts down calls and waits in. The
+machine decides; this file only tells it whether the node is idle, and carries its effects out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from time import monotonic
+
+from farcall.protocol import departure
+from farcall.protocol.departure import Departure, DepartureMessage
+from farcall.runtime.loop import NEVER, Loop
+
+logger = logging.getLogger("farcall")
+
+LocalState = Callable[[], tuple[int, int]]
+"""(calls in flight here, activity counter), consistent with each other."""
+
+
+class Leaving:
+    """This node's part in the agreement to shut down."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Mapping[int, str],
+        loop: Loop,
+        local_state: LocalState,
+        send: Callable[[int, DepartureMessage], None],
+    ) -> None:
+        self._machine = Departure(rank, names)
+        self._loop = loop
+        self._local_state = local_state
+        self._send = send
+        self._told: tuple[int, int] | None = None
+        self._done = threading.Event()
+        self.entered = False
+        self.late: tuple[str, ...] | None = None
+
+    def enter(self, timeout_s: float) -> tuple[str, ...]:
+        """Wait until everyone agrees to leave; return who is late if ``timeout_s`` (0: no bound) passes first."""
+
+        def begin() -> None:
+            self.entered = True
+            self._handle(departure.LocalEntered(timeout_s))
+
+        self._loop.call_soon(begin)
+        while not self._done.wait(1.0):
+            pass  # in slices: Ctrl-C ends this wait on every platform
+        return self.late or ()
+
+    def poke(self) -> None:
+        """Something ended here: if this node is leaving, look again. From any thread; cheap while it is not."""
+        if self.entered:
+            self._loop.attend_by(0.0)
+
+    def on_message(self, rank: int, message: DepartureMessage) -> None:
+        """A departure message came from ``rank``."""
+        self._handle(departure.Received(rank, message))
+
+    def on_peer_gone(self, rank: int) -> None:
+        """The link to ``rank`` has ended."""
+        self._handle(departure.PeerGone(rank))
+
+    def tick(self, now: float) -> float:
+        """Tell the machine what changed here, and what time it is."""
+        if self.entered:
+            self._tell_local(now)
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._carry_out(self._machine.handle_deadline(now))
+            deadline = self._machine.next_deadline()
+        return NEVER if deadline is None else deadline
+
+    def _handle(self, event: departure.Event) -> None:
+        now = monotonic()
+        self._tell_local(now)
+        self._carry_out(self._machine.handle(event, now))
+
+    def _tell_local(self, now: float) -> None:
+        state = self._local_state()
+        if state == self._told:
+            return
+        self._told = state
+        in_flight, activity = state
+        event = departure.LocalBusy(in_flight) if in_flight else departure.LocalIdle(activity)
+        self._carry_out(self._machine.handle(event, now))
+
+    def _carry_out(self, effects: list[departure.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case departure.Send(rank, message):
+                    self._send(rank, message)
+                case departure.Finished():
+                    self._done.set()
+                case departure.LogWaiting(late, more):
+                    logger.warning("shutdown waits: %s", _named(late, more))
+                case departure.TimedOut(late, more):
+                    self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())
+                    self._done.set()
+
+
+def _named(late: tuple[departure.Late, ...], more: int) -> str:
+    text = "; ".join(str(one) for one in late) or "for the last acknowledgements"
+    return f"{text}; and {more} more" if more else text

@@ -1,0 +1,467 @@
+"""One member of a cluster: the composition root that wires loop, links, calls, executor and protocol machines together.
+
+It starts and stops things and routes messages to the part they belong to; it holds no protocol of its own. Several nodes
+may live in one process.
+
+    state      by                             to
+    new        start()                        starting: meets the others, dials the earlier ones, awaits the later ones
+    starting   all linked                     running: serves calls (those that came before have waited)
+    starting   an error                       ended
+    running    shutdown(graceful)             leaving: agrees with all members, then ends
+    running    shutdown(graceful=False)       ended
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+from farcall.channel.recycled import ReceivePool
+from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused, host_token
+from farcall.errors import (
+    Cancelled,
+    Delivery,
+    MissingPeers,
+    NotInitialized,
+    PeerDead,
+    ShutdownTimeout,
+    UnknownWorker,
+)
+from farcall.ids import WorkerInfo, check_worker_name
+from farcall.options import RpcBackendOptions
+from farcall.protocol import messages
+from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.frames import CONTROL, REQUEST, Arrived, Frame
+from farcall.protocol.handshake import Established, Identity
+from farcall.runtime import shield
+from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
+from farcall.runtime.calls import CallTable, PendingCall
+from farcall.runtime.doors import Door, dial_member
+from farcall.runtime.executor import Executor
+from farcall.runtime.leaving import Leaving
+from farcall.runtime.link import Link
+from farcall.runtime.loop import Loop, Ticker
+from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.rendezvous import MemberRecord, Membership, find_meeting_place, join
+from farcall.runtime.serving import Server
+from farcall.transport.interface import Transport, TransportError
+
+logger = logging.getLogger("farcall")
+
+RECEIVE_POOL_BYTES = 1 << 30
+TRIM_EVERY_S = 10.0
+RELEASE_DELAY_S = 0.01
+STOP_S = 5.0
+
+
+P = TypeVar("P")
+_thread = threading.local()
+
+
+def node_of_thread() -> Node | None:
+    """The node whose function the calling thread runs, if it runs one."""
+    return getattr(_thread, "node", None)
+
+
+class Node:
+    """One member. Use it as a context manager, or call ``start`` and ``shutdown``."""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int | None = None,
+        options: RpcBackendOptions | None = None,
+    ) -> None:
+        self.options = options or RpcBackendOptions()
+        self.timeout_s = self.options.rpc_timeout
+        self._name = check_worker_name(name)
+        self._rank = rank
+        self._world_size = world_size
+        self._state = "new"
+        self._incarnation = secrets.token_hex(8)
+        self._linked = threading.Condition()
+        self._peers: dict[str | int, Peer] = {}
+        self._remotes: dict[int, RemotePeer] = {}
+        self._parts: dict[Any, Any] = {}
+        self._parts_lock = threading.RLock()
+        self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
+        self._next_trim = monotonic() + TRIM_EVERY_S
+        self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
+            messages.SegmentOffered: RemotePeer.on_segment_offered,
+            messages.SegmentAccepted: RemotePeer.on_segment_accepted,
+            messages.SegmentRefused: RemotePeer.on_segment_refused,
+            messages.SegmentRetired: RemotePeer.on_segment_retired,
+            messages.BlocksReleased: RemotePeer.on_blocks_released,
+            messages.CallCancelled: lambda peer, message: self.server.cancel(peer, message.call_id),
+            messages.Goodbye: self._on_goodbye,
+            messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
+            messages.Pong: lambda peer, message: None,
+            messages.DepartureReport: self._on_departure,
+            messages.DepartureProbe: self._on_departure,
+            messages.DepartureStatus: self._on_departure,
+            messages.DepartureReleased: self._on_departure,
+            messages.DepartureAcknowledged: self._on_departure,
+        }
+
+    # ------------------------------------------------------------------ life
+
+    def __enter__(self) -> Node:
+        if self._state == "new":
+            self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an exception the others may be waiting for calls that never come: do not wait for them.
+        self.shutdown(graceful=kind is None)
+
+    def start(self) -> None:
+        """Meet the other members and connect to each; raises within the options' start timeout."""
+        if self._state != "new":
+            raise RuntimeError(f"node {self._name!r} was started before; make a new one")
+        self._state = "starting"
+        deadline = monotonic() + self.options.start_deadline_s
+        shield.install()
+        self._loop = Loop(self._name)
+        self.pool = (
+            SegmentPool(self.options.shared_memory_limit_bytes) if self.options.shared_memory else None
+        )
+        self._memory = ReceivePool(RECEIVE_POOL_BYTES)
+        self.executor = Executor(
+            self._name,
+            self.options.num_worker_threads,
+            self._loop.attend_by,
+            self._loop.on_thread,
+            before_idle=lambda: self.server.flush(),
+            on_thread_start=self._own_thread,
+        )
+        self.calls = CallTable(self._loop, self.executor)
+        self._door: Door | None = None
+        try:
+            place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
+            host = choose_host(self.options.advertise, place.host).host
+            self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
+            addresses = [advertised_address(address, host) for address in self._door.addresses]
+            membership = join(self._name, self._rank, self._world_size, self.options, addresses, host_token())
+            self._become_member(membership)
+            self._loop.start()
+            self._connect(membership, deadline)
+        except BaseException as error:
+            self._end(Cancelled(f"the start of {self._name} failed: {error}"))
+            raise
+        self._state = "running"
+        self.executor.start()
+        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(membership.members))
+
+    def _become_member(self, membership: Membership) -> None:
+        self.membership = membership
+        self.info = WorkerInfo(self._name, membership.me.rank)
+        self.server = Server(self.info, self.executor, self._own_thread)
+        myself = SelfPeer(self.info, self._on_message, self._memory)
+        self._peers[self._name] = self._peers[self.info.id] = myself
+        self._leaving = Leaving(
+            self.info.id,
+            {member.rank: member.name for member in membership.members},
+            self._loop,
+            self._local_state,
+            lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
+        )
+        assert self._door is not None
+        for ticker in (self.calls, self.executor, self._leaving, self._door, self):
+            self._loop.add_ticker(ticker)
+        # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
+        self._loop.before_sleep(self.server.flush)
+        self._loop.before_sleep(self.executor.before_sleep)
+
+    def _connect(self, membership: Membership, deadline: float) -> None:
+        """One connection per pair: each member dials those of lower rank and is dialled by those of higher rank."""
+        me = Identity(
+            name=self._name,
+            rank=self.info.id,
+            cluster_id=membership.cluster_id,
+            process_token=membership.me.incarnation,
+            capabilities={"host": membership.me.host_token},
+        )
+        assert self._door is not None
+        self._door.open(me, membership.secret, self._why_not_admitted, self._on_member)
+        failures: dict[int, str] = {}
+        for member in membership.members:
+            if member.rank < self.info.id:
+                try:
+                    transport, established = dial_member(
+                        member.name, self._ways_to(member), me, membership.secret, deadline
+                    )
+                except TransportError as error:
+                    failures[member.rank] = str(error)
+                    continue
+                self._on_member(transport, established)
+        expected = [member for member in membership.members if member.rank != self.info.id]
+        with self._linked:
+            self._linked.wait_for(
+                lambda: failures or len(self._remotes) == len(expected), max(0.0, deadline - monotonic())
+            )
+            missing = [member for member in expected if member.rank not in self._remotes]
+        if missing:
+            whys = [
+                f"{member.name} (rank {member.rank})"
+                + (
+                    f": {why}"
+                    if (why := failures.get(member.rank) or self._door.refusals.get(member.name))
+                    else ""
+                )
+                for member in missing
+            ]
+            raise MissingPeers(
+                f"{self._name} could not be connected to {', '.join(whys)}: check that these workers run, and that "
+                "the addresses they advertise can be reached from here (option `advertise`, FARCALL_ADVERTISE)",
+                [member.name for member in missing],
+            )
+
+    def _ways_to(self, member: MemberRecord) -> list[str]:
+        """The addresses of ``member`` that may work from here, the best first."""
+        same_host = bool(member.host_token) and member.host_token == host_token()
+        ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
+        ways.sort(key=lambda address: not address.startswith("unix:"))
+        return [way for way in ways if way.partition(":")[0] in (*self.options.allowed_transports, "memory")]
+
+    def _why_not_admitted(self, peer: Identity) -> str | None:
+        for member in self.membership.members:
+            if member.rank == peer.rank and member.name == peer.name:
+                if member.incarnation != peer.process_token:
+                    return f"{peer.name} is another process than the one that joined"
+                if peer.rank in self._remotes:
+                    return f"{peer.name} is connected already"
+                return None
+        return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"
+
+    def _on_member(self, transport: Transport, established: Established) -> None:
+        """A proven peer is connected: make it reachable."""
+        identity = established.peer
+        info = WorkerInfo(identity.name, identity.rank)
+        shared = transport.carries_descriptors and self.pool is not None
+        peer = RemotePeer(
+            info,
+            identity.process_token,
+            self.pool if shared else None,
+            SegmentMap(self._on_release) if shared else None,
+        )
+        peer.link = Link(
+            info,
+            transport,
+            self._loop,
+            partial(self._on_frame, peer),
+            partial(self._on_broken, peer),
+            self.options.send_backlog_limit_bytes,
+            self._memory.take,
+        )
+        logger.info("%s is connected to %s over %s", self._name, info.name, transport.describe())
+        with self._linked:
+            self._remotes[info.id] = peer
+            self._peers[info.name] = self._peers[info.id] = peer
+            self._linked.notify_all()
+        peer.link.start(established.leftover)
+
+    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
+        """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
+        if self._state != "running":
+            return
+        self._state = "leaving"
+        late: tuple[str, ...] = ()
+        try:
+            if graceful:
+                late = self._leaving.enter(timeout_s)
+        finally:
+            self._end(
+                Cancelled(f"{self._name} shut down before the answer came"), linger=graceful and not late
+            )
+        if late:
+            raise ShutdownTimeout(
+                f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}",
+                [one.partition(" ")[0] for one in late],
+            )
+
+    def part(self, kind: Callable[[Node], P]) -> P:
+        """This node's one ``kind(node)``, made at first use: how layers above keep state with a node."""
+        with self._parts_lock:
+            part = self._parts.get(kind)
+            if part is None:
+                part = self._parts[kind] = kind(self)
+            return part  # type: ignore[no-any-return]
+
+    def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
+        """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
+        self._gone_hooks.append(hook)
+
+    def add_ticker(self, ticker: Ticker) -> None:
+        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
+        self._loop.add_ticker(ticker)
+        self._loop.wake()
+
+    def attend_by(self, when: float) -> None:
+        """Make sure that tickers are asked no later than ``when``."""
+        self._loop.attend_by(when)
+
+    def _end(self, why: Cancelled, linger: bool = False) -> None:
+        """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
+        self._state = "ended"
+        remotes = list(self._remotes.values())
+        for peer in remotes:
+            peer.leaving = True
+            peer.control(messages.Goodbye("shutdown"))
+        if linger:
+            deadline = monotonic() + 1.0
+            for peer in remotes:
+                peer.link.end_sending(deadline)
+            for peer in remotes:
+                peer.link.wait_closed(deadline)
+        self.calls.fail_all(lambda call: why)
+        stuck = self.executor.stop(STOP_S if linger else 0.5)
+        if stuck:
+            logger.warning("%s leaves %d threads inside user functions behind", self._name, len(stuck))
+        if hasattr(self, "server"):
+            self.server.stop(STOP_S)
+        self._loop.stop()
+        for peer in remotes:
+            peer.link.close()
+            peer.close()
+        if self._door is not None:
+            self._door.close()
+        if self.pool is not None:
+            self.pool.close()
+        self._memory.close()
+        shield.uninstall()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of what belongs to the parent, without telling anybody."""
+        self._state = "forked"
+        for peer in self._remotes.values():
+            peer.link.close_after_fork()
+        if self._door is not None:
+            self._door.close_after_fork()
+        self._loop.close_after_fork()
+
+    def _own_thread(self) -> None:
+        _thread.node = self
+
+    # ------------------------------------------------------------------ members
+
+    @property
+    def running(self) -> bool:
+        """May calls be made?"""
+        return self._state in ("running", "leaving")
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer:
+        """The member called ``to``, by name, rank or WorkerInfo."""
+        peer = self._peers.get(to.name if isinstance(to, WorkerInfo) else to)
+        if peer is None or self._state not in ("running", "leaving"):
+            raise self._no_peer(to)
+        return peer
+
+    def _no_peer(self, to: object) -> Exception:
+        if self._state not in ("running", "leaving"):
+            return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+        if not isinstance(to, str | int | WorkerInfo):
+            return TypeError(
+                f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}"
+            )
+        known = ", ".join(info.name for info in self.workers()[:16])
+        return UnknownWorker(f"unknown destination worker {to!r}: the members are {known}")
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members, by rank."""
+        return sorted({peer.info for peer in self._peers.values()}, key=lambda info: info.id)
+
+    # ------------------------------------------------------------------ what arrives
+
+    def _on_frame(self, peer: RemotePeer, frame: Frame) -> None:
+        """Route one frame. On the thread that reads the link: it must not block."""
+        if frame[0] == CONTROL:
+            if self._loop.on_thread():
+                self._on_control(peer, frame)
+            else:
+                self._loop.call_soon(lambda: self._on_control(peer, frame))
+            return
+        if frame[6]:
+            try:
+                self._on_message(peer, peer.resolved(frame))
+            except SegmentRefused as error:
+                peer.link.abort(str(error))
+        else:
+            self._on_message(peer, frame)  # type: ignore[arg-type]  # no buffer, so no ticket
+
+    def _on_message(self, peer: Peer, message: Arrived) -> None:
+        if message[0] == REQUEST:
+            self.server.accept(peer, message)
+            return
+        call = self.calls.claim(message[2])
+        if call is not None:
+            call.on_answer(message)
+            if self._leaving.entered:
+                self._leaving.poke()
+
+    def _on_control(self, peer: RemotePeer, frame: Frame) -> None:
+        try:
+            message = messages.decode_message(frame[5])
+        except messages.ProtocolError as error:
+            peer.link.abort(str(error))
+            return
+        self._controls[type(message)](peer, message)
+
+    def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
+        peer.leaving = True
+
+    def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
+        self._leaving.on_message(peer.info.id, message)
+
+    def _on_broken(self, peer: RemotePeer, reason: str) -> None:
+        """On the I/O thread, once: a link has ended. Whoever waits for the peer learns it now."""
+        peer.close()
+        if peer.leaving:
+            logger.info("%s: %s has left", self._name, peer.info.name)
+        elif self._state in ("running", "starting"):
+            logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
+        how = "has left" if peer.leaving else f"is gone: {reason}"
+
+        def lost(call: PendingCall) -> PeerDead:
+            return PeerDead(
+                f"{peer.info.name} {how}; whether the call ran there is unknown", Delivery.UNKNOWN
+            )
+
+        self.calls.fail_all(lost, peer)
+        for hook in self._gone_hooks:
+            hook(peer.info)
+        self._leaving.on_peer_gone(peer.info.id)
+
+    # ------------------------------------------------------------------ what the loop asks
+
+    def tick(self, now: float) -> float:
+        """On the I/O thread: send releases that nobody took along, and give back memory unused for long."""
+        for peer in self._remotes.values():
+            if peer.segments is not None and peer.segments.has_releases:
+                peer.send_releases()
+        if now >= self._next_trim:
+            self._next_trim = now + TRIM_EVERY_S
+            self._memory.trim(now)
+            if self.pool is not None:
+                for segment_id, holders in self.pool.trim(now):
+                    for holder in holders:
+                        if isinstance(holder, RemotePeer):
+                            holder.retire(segment_id)
+        return self._next_trim
+
+    def _on_release(self, urgent: bool) -> None:
+        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: only wake."""
+        self._loop.attend_by(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
+
+    def _local_state(self) -> tuple[int, int]:
+        """(calls in flight, activity): read until no call began in between."""
+        while True:
+            activity = self.calls.last_id + self.server.last_accepted
+            in_flight = len(self.calls) + len(self.server.active) + self.executor.waiting + self.executor.busy
+            if activity == self.calls.last_id + self.server.last_accepted:
+                return in_flight, activity

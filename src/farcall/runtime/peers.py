@@ -1,0 +1,325 @@
+"""Whom a call can go to: another member over its link, or this node itself.
+
+A peer takes whole messages and sees to it that they arrive: it decides for each out-of-band buffer whether it travels in
+a shared segment or inline. What a message means, it does not know.
+
+`SelfPeer` delivers to this node without a socket. Values still pass through bytes and copied buffers, so that a
+function called on oneself gets its own copy of the arguments, exactly as a remote one does.
+
+A segment of ours, seen from one peer:
+
+    unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
+    offered   SegmentAccepted            -> accepted: tickets may name it
+    offered   SegmentRefused             -> the peer gets everything inline from now on
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from farcall.channel.copying import copy_bytes
+from farcall.channel.recycled import ReceivePool
+from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+from farcall.errors import Delivery, RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol import messages
+from farcall.protocol.frames import CONTROL, LARGE_BYTES, Arrived, Frame, Ticket, encode_frame, encode_small
+from farcall.runtime.executor import Task
+from farcall.runtime.link import Awaited, Link
+from farcall.runtime.loop import NEVER
+
+logger = logging.getLogger("farcall")
+
+SHARED_BYTES = 16 * 1024
+"""Buffers of at least this size are worth a place in a shared segment."""
+
+
+class Peer:
+    """A member that messages can be sent to."""
+
+    __slots__ = ("__weakref__", "info")
+
+    info: WorkerInfo
+
+    def send(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        deadline: float = NEVER,
+        more: bool = False,
+        awaited: Awaited | None = None,
+    ) -> None:
+        """Send one message.
+
+        ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing better
+        to do than to help bring it about.
+        """
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send what ``more`` held back."""
+        raise NotImplementedError
+
+    def help_until(self, awaited: Awaited, deadline: float) -> None:
+        """Do what brings ``awaited`` about, as far as the calling thread can."""
+        raise NotImplementedError
+
+    def run_inline(self, task: Task) -> bool | None:
+        """Run ``task`` on the calling thread if that is the I/O thread (None: it is not); False: it was slow."""
+        return None
+
+    @property
+    def broken(self) -> bool:
+        """Can this peer no longer be reached?"""
+        return False
+
+    def lost(self, delivery: Delivery) -> RpcError:
+        """The error for a call to a peer that is ``broken``."""
+        raise NotImplementedError
+
+
+class SelfPeer(Peer):
+    """This node, as the target of its own calls."""
+
+    __slots__ = ("_memory", "_on_message")
+
+    def __init__(
+        self, info: WorkerInfo, on_message: Callable[[Peer, Arrived], None], memory: ReceivePool
+    ) -> None:
+        self.info = info
+        self._on_message = on_message
+        self._memory = memory
+
+    def send(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        deadline: float = NEVER,
+        more: bool = False,
+        awaited: Awaited | None = None,
+    ) -> None:
+        copies = [self._copy(buffer) for buffer in buffers]
+        self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        if buffer.nbytes < LARGE_BYTES:
+            return memoryview(bytearray(buffer))
+        copy = self._memory.take(buffer.nbytes)
+        copy_bytes(copy, buffer)
+        return copy
+
+    def flush(self) -> None:
+        pass
+
+    def help_until(self, awaited: Awaited, deadline: float) -> None:
+        pass
+
+class RemotePeer(Peer):
+    """Another member, with its link and, on one host, the shared segments of both sides."""
+
+    __slots__ = ("_accepted", "_pool", "incarnation", "leaving", "link", "segments")
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: str,
+        pool: SegmentPool | None,
+        segments: SegmentMap | None,
+    ) -> None:
+        self.info = info
+        self.incarnation = incarnation
+        self.leaving = False
+        self.segments = segments
+        self.link: Link
+        self._pool = pool
+        self._accepted: set[int] = set()
+
+    def send(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        deadline: float = NEVER,
+        more: bool = False,
+        awaited: Awaited | None = None,
+    ) -> None:
+        if self.segments is not None and self.segments.has_releases:
+            self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
+        if not buffers and len(payload) < LARGE_BYTES:
+            data = encode_small(kind, flags, call_id, function, notes, payload)
+            if awaited is not None:
+                self.link.exchange(data, awaited, deadline)
+            else:
+                self.link.send(data, deadline, more)
+            return
+        placed = [self._place(buffer, deadline) for buffer in buffers]
+        pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+        if len(pieces) == 1:
+            self.link.send(bytes(pieces[0]), deadline, more)
+        else:
+            self.link.send_pieces(pieces, deadline)
+        if awaited is not None:
+            self.link.help_until(awaited, deadline)
+
+    def flush(self) -> None:
+        self.link.flush()
+
+    def help_until(self, awaited: Awaited, deadline: float) -> None:
+        self.link.help_until(awaited, deadline)
+
+    def run_inline(self, task: Task) -> bool | None:
+        return self.link.run_inline(task) if self.link.on_io_thread() else None
+
+    @property
+    def broken(self) -> bool:
+        return self.link.broken is not None
+
+    def lost(self, delivery: Delivery) -> RpcError:
+        return self.link.dead(delivery)
+
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        """Send a control message, if the link still stands; never waits."""
+        if self.link.broken is None:
+            try:
+                self.link.send(
+                    encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message)),
+                    more=more,
+                    urgent=True,
+                )
+            except RpcError:
+                pass  # it broke this moment, and whoever must know is told by the link
+
+    # ------------------------------------------------------------------ shared memory
+
+    def _place(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
+        """A ticket for ``buffer``'s bytes in a segment, or the buffer itself if it must go inline."""
+        pool = self._pool
+        size = buffer.nbytes
+        if pool is None or size < SHARED_BYTES:
+            return buffer
+        if pool.has_tensors:
+            found = pool.find(_address(buffer), size)
+            if found is not None:
+                segment_id, offset = found
+                if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
+                    return Ticket(size, segment_id, offset)
+        block = pool.allocate(size)
+        if block is None:
+            return buffer
+        if not self._usable(block.segment_id, deadline):
+            pool.free(block)
+            return buffer
+        copy_bytes(block.view, buffer)
+        pool.hand_over(block, self)
+        return Ticket(size, block.segment_id, block.offset)
+
+    def _usable(self, segment_id: int, deadline: float) -> bool:
+        """May tickets name this segment? If the peer does not know it yet, offer it."""
+        if segment_id in self._accepted:
+            return True
+        assert self._pool is not None
+        offer = self._pool.offer(segment_id, self)
+        if offer is not None:
+            frame = encode_small(
+                CONTROL,
+                0,
+                0,
+                b"",
+                b"",
+                messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size)),
+            )
+            self.link.send_with_descriptor(frame, offer.descriptor, deadline)
+        return False
+
+    def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
+        """The peer has mapped a segment of ours."""
+        self._accepted.add(message.segment_id)
+
+    def on_segment_refused(self, message: messages.SegmentRefused) -> None:
+        """The peer cannot map ours: everything goes inline from now on."""
+        logger.info(
+            "%s takes no shared memory (%s): tensors go over the socket", self.info.name, message.reason
+        )
+        self._pool = None
+
+    def on_segment_offered(self, message: messages.SegmentOffered) -> None:
+        """Map a segment of the peer's. On the I/O thread."""
+        descriptors = self.link.transport.take_descriptors()
+        try:
+            if self.segments is None:
+                raise SegmentRefused("shared memory is switched off here")
+            if not descriptors:
+                raise SegmentRefused("its descriptor did not come along")
+            self.segments.attach(message.segment_id, descriptors.pop(0), message.size_bytes)
+        except (SegmentRefused, OSError) as error:
+            self.control(messages.SegmentRefused(message.segment_id, str(error)))
+        else:
+            self.control(messages.SegmentAccepted(message.segment_id))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def on_segment_retired(self, message: messages.SegmentRetired) -> None:
+        """The peer no longer uses a segment of its own: unmap it."""
+        if self.segments is not None:
+            self.segments.detach(message.segment_id)
+
+    def retire(self, segment_id: int) -> None:
+        """A segment of ours is gone."""
+        self._accepted.discard(segment_id)
+        self.control(messages.SegmentRetired(segment_id))
+
+    def on_blocks_released(self, message: messages.BlocksReleased) -> None:
+        """The peer no longer uses these blocks of ours."""
+        if self._pool is not None:
+            self._pool.release_batch(message.blocks, self)
+
+    def send_releases(self, more: bool = False) -> None:
+        """Tell the peer which of its blocks we no longer use."""
+        if self.segments is not None:
+            released = self.segments.take_releases()
+            if released:
+                self.control(messages.BlocksReleased(released), more)
+
+    def resolved(self, frame: Frame) -> Arrived:
+        """``frame`` with tickets replaced by views of the peer's segments."""
+        kind, flags, call_id, function, notes, payload, buffers = frame
+        segments = self.segments
+        views: list[memoryview] = []
+        for buffer in buffers:
+            if isinstance(buffer, Ticket):
+                if segments is None:
+                    raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
+                views.append(segments.view(buffer.segment_id, buffer.offset, buffer.size_bytes))
+            else:
+                views.append(buffer)
+        return (kind, flags, call_id, function, notes, payload, views)
+
+    def close(self) -> None:
+        """The link is gone: take back what the peer held."""
+        if self._pool is not None:
+            self._pool.release_all(self)
+        if self.segments is not None:
+            self.segments.close()
+
+
+def _address(buffer: memoryview) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if not buffer.readonly else 0

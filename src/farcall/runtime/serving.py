@@ -1,0 +1,268 @@
+"""The callee's side: a request becomes a user function's run, and its outcome an answer.
+
+Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
+cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
+
+A request whose function was quick when it last ran is run by the I/O thread itself (`inline.py`), all others by workers.
+
+A function answers in one of three ways, found out from what it returned:
+
+    plain value                            answered at once
+    future, from an async_execution func   answered when the future completes, by the thread that completes it
+    coroutine, from an async def           run on the node's event loop, answered when it ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from farcall.errors import RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Arrived
+from farcall.runtime.executor import Executor
+from farcall.runtime.peers import Peer
+from farcall.serialize import decode, decode_function, encode, encode_failure
+
+logger = logging.getLogger("farcall")
+
+QUICK_S = 100e-6
+"""A function that took less than this when it last ran is expected to be quick again."""
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which `async_execution` marks a function."""
+
+
+class Server:
+    """Runs requests and answers them."""
+
+    def __init__(
+        self, worker: WorkerInfo, executor: Executor, on_thread_start: Callable[[], None] = lambda: None
+    ) -> None:
+        self.worker = worker
+        self._executor = executor
+        self._on_thread_start = on_thread_start
+        self._quick: dict[bytes, bool] = {}
+        self._active: dict[tuple[int, int], Request] = {}
+        self._waits: set[bytes] = set()  # functions that turned out slow, or made calls, on the I/O thread
+        self._corked: set[Peer] = set()
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._event_thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._next_number = itertools.count(1).__next__
+        self.last_accepted = 0
+
+    @property
+    def active(self) -> list[Request]:
+        """Requests that have come and are not answered yet."""
+        return list(self._active.values())
+
+    @property
+    def busy(self) -> bool:
+        """Is any request unanswered?"""
+        return bool(self._active)
+
+    def accept(self, peer: Peer, frame: Arrived) -> None:
+        """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
+        request = Request(self, peer, frame)
+        self._active[peer.info.id, frame[2]] = request
+        self.last_accepted = self._next_number()  # after the line above, see CallTable.register
+        function = frame[3]
+        if self._quick.get(function) and not frame[6] and len(frame[5]) < LARGE_BYTES and function not in self._waits:
+            request.inline = True
+            kept = peer.run_inline(request)
+            if kept is not None:
+                if not kept:
+                    self._waits.add(function)
+                return
+            request.inline = False
+        self._executor.submit(request)
+
+    def cancel(self, peer: Peer, call_id: int) -> None:
+        """The caller no longer waits: do not begin what has not begun."""
+        request = self._active.get((peer.info.id, call_id))
+        if request is not None:
+            request.cancelled = True
+
+    def flush(self) -> None:
+        """Send the answers that were held back to travel together."""
+        while self._corked:
+            try:
+                peer = self._corked.pop()
+            except KeyError:
+                return
+            peer.flush()
+
+    def answered(self, request: Request) -> None:
+        """Book-keeping at the end of a request."""
+        self._active.pop((request.peer.info.id, request.frame[2]), None)
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
+        """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
+        with self._lock:
+            if self._event_loop is None:
+                self._event_loop = asyncio.new_event_loop()
+                self._event_loop.call_soon(self._on_thread_start)
+                self._event_thread = threading.Thread(
+                    target=self._event_loop.run_forever,
+                    name=f"farcall-asyncio-{self.worker.name}",
+                    daemon=True,
+                )
+                self._event_thread.start()
+        asyncio.run_coroutine_threadsafe(coroutine, self._event_loop).add_done_callback(done)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the event loop, cancelling what still runs on it."""
+        with self._lock:
+            loop, thread = self._event_loop, self._event_thread
+            self._event_loop = self._event_thread = None
+        if loop is None or thread is None:
+            return
+
+        def cancel_all() -> None:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.call_soon(loop.stop)
+
+        loop.call_soon_threadsafe(cancel_all)
+        thread.join(timeout_s)
+        if not thread.is_alive():
+            loop.close()
+
+
+class Request:
+    """One request, from its arrival to its answer. A task of the executor."""
+
+    __slots__ = ("cancelled", "frame", "function_name", "inline", "peer", "server", "started_at", "thread_id")
+
+    def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
+        self.server = server
+        self.peer = peer
+        self.frame = frame
+        self.cancelled = False
+        self.inline = False
+        self.function_name = ""
+        self.started_at = 0.0
+        self.thread_id = 0
+
+    @property
+    def quick(self) -> bool:
+        return self.server._quick.get(self.frame[3], False)
+
+    def run(self, more: bool) -> None:
+        """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
+        server = self.server
+        if self.cancelled:
+            server.answered(self)
+            return
+        _, _, _, function, _, payload, buffers = self.frame
+        self.thread_id = threading.get_ident()
+        started = self.started_at = perf_counter()
+        if not self.quick:
+            server.flush()  # what is held back must not wait behind a function that may take long
+        try:
+            if function:
+                func = decode_function(function)
+                args, kwargs = decode(payload, buffers, self.peer) if payload else ((), None)
+            else:
+                func, args, kwargs = decode(payload, buffers, self.peer)
+            self.function_name = getattr(func, "__qualname__", "") or repr(func)
+            # The request keeps no buffer: an argument that the function drops is freed at once.
+            self.frame = (*self.frame[:5], b"", ())
+            del buffers, payload
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            del args, kwargs
+            if _answers_later(func, result):
+                self._answer_later(func, result)
+                return
+        except BaseException as error:
+            self._fail(error)
+            return
+        finally:
+            if function:
+                server._quick[function] = perf_counter() - started < QUICK_S
+        self.answer(result, more)
+
+    def answer(self, result: Any, more: bool = False) -> None:
+        """Send ``result`` to the caller."""
+        server = self.server
+        try:
+            payload, buffers = encode(result, self.peer)
+        except Exception as error:
+            self._fail(error)
+            return
+        del result
+        hold_back = more and self.quick and not buffers
+        if hold_back:
+            server._corked.add(self.peer)
+        if self.inline and (buffers or len(payload) >= LARGE_BYTES):
+            # Writing much may mean waiting for the peer, and the I/O thread never waits.
+            server._executor.submit(_LargeAnswer(self, payload, buffers))
+        else:
+            self._send(RESPONSE, payload, buffers, hold_back)
+
+    def _fail(self, error: BaseException) -> None:
+        payload, buffers = encode_failure(error, self.server.worker, self.peer)
+        self._send(FAILURE, payload, buffers, False)
+
+    def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
+        try:
+            self.peer.send(kind, 0, self.frame[2], b"", b"", payload, buffers, more=more)
+        except RpcError as error:
+            logger.info(
+                "the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error
+            )
+        finally:
+            self.server.answered(self)
+
+    def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
+        if inspect.iscoroutine(result):
+            self.server.run_coroutine(result, self._on_done)
+        elif isinstance(result, torch.futures.Future):
+            result.add_done_callback(self._on_done)
+        else:
+            raise RuntimeError(
+                f"Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+                f"but {self.function_name} returned {type(result).__name__}"
+            )
+
+    def _on_done(self, future: Any) -> None:
+        try:
+            value = future.value() if isinstance(future, torch.futures.Future) else future.result()
+        except BaseException as error:
+            self._fail(error)
+            return
+        self.answer(value)
+
+
+class _LargeAnswer:
+    """An answer to be written by a worker thread."""
+
+    __slots__ = ("buffers", "payload", "request")
+
+    quick = False
+
+    def __init__(self, request: Request, payload: bytes, buffers: Sequence[memoryview]) -> None:
+        self.request = request
+        self.payload = payload
+        self.buffers = buffers
+
+    def run(self, more: bool) -> None:
+        self.request._send(RESPONSE, self.payload, self.buffers, False)
+
+
+def _answers_later(func: Callable[..., Any], result: Any) -> bool:
+    return inspect.iscoroutine(result) or is_async_execution(func)
+
+
+def is_async_execution(func: Callable[..., Any]) -> bool:
+    """Did `async_execution` mark ``func``?"""
+    return hasattr(func, ASYNC_MARK)

@@ -1,0 +1,28 @@
+"""Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
+
+from farcall.serialize.context import Decoding, Encoding, current_decoding
+from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure
+from farcall.serialize.functions import decode_function, encode_function
+from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, is_custom
+from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
+
+__all__ = [
+    "Decoding",
+    "Encoded",
+    "Encoding",
+    "RemoteTraceback",
+    "RpcPickler",
+    "TablePickler",
+    "current_decoding",
+    "decode",
+    "decode_failure",
+    "decode_function",
+    "encode",
+    "encode_call",
+    "encode_failure",
+    "encode_function",
+    "installed_pickler",
+    "is_custom",
+    "register_reducer",
+    "use_rpc_pickler",
+]

@@ -1,0 +1,223 @@
+"""What is known while one message is written (``Encoding``) or read (``Decoding``).
+
+Owns the pickler object, the tables of storages and buffers that grow beside the pickle, and the
+thread-local pointer by which rebuild functions find the message they are part of. It does not know how a
+tensor is described.
+
+Invariant: an Encoding comes out of ``reset`` as it came out of ``__init__``, so it can be used for message
+after message; contexts nest (a rebuild function may itself decode a message).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from farcall.errors import SerializationError
+from farcall.serialize.policy import REDUCERS
+
+if TYPE_CHECKING:
+    import torch
+
+    from farcall.serialize.spans import SegmentTable, StorageRecord
+
+__all__ = [
+    "IN_BAND_LIMIT_BYTES",
+    "Decoding",
+    "Encoding",
+    "current_decoding",
+    "current_encoding",
+    "enter_decoding",
+    "enter_encoding",
+    "seed",
+]
+
+IN_BAND_LIMIT_BYTES = 4096
+"""Memory up to this size is cheaper as part of the pickle than as a buffer of its own in the frame."""
+
+_PROTOCOL = 5
+# Pickle's extension codes name a function by a number: reading one costs a dict lookup, not an import. The
+# numbers spell "farc" so that nobody else's registration collides with them.
+_FIRST_EXTENSION_CODE = 0x66617263
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Fallback = Callable[[Any, "Encoding"], Any]
+
+
+class _Chunks(list[bytes]):
+    """A file to the pickler: what it writes is appended."""
+
+    __slots__ = ()
+    write = list.append
+
+
+class _Seeds:
+    """Functions that every message knows from the start, so that naming one costs two bytes.
+
+    A fresh pickler's memo already holds them, and ``prelude`` makes the unpickler's memo hold them too.
+    Without this, naming a rebuild function costs more than all the rest of a small tensor.
+    """
+
+    __slots__ = ("functions", "memo", "prelude")
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[..., Any]] = []
+        self.memo: Any = {}
+        self.prelude = pickle.PROTO + bytes([_PROTOCOL])
+
+    def add(self, function: Callable[..., Any]) -> None:
+        code = _FIRST_EXTENSION_CODE + len(self.functions)
+        copyreg.add_extension(function.__module__, function.__qualname__, code)
+        self.functions.append(function)
+        self.prelude += pickle.EXT4 + code.to_bytes(4, "little") + pickle.MEMOIZE + pickle.POP
+        seeded = pickle.Pickler(_Chunks(), _PROTOCOL)
+        seeded.memo = {id(known): (index, known) for index, known in enumerate(self.functions)}
+        # The proxy, not the dict: assigning it is one C-level copy of a small table.
+        self.memo = seeded.memo
+
+
+SEEDS = _Seeds()
+
+
+def seed(function: Function) -> Function:
+    """Decorate a rebuild function that hot messages use; the order of registration is part of the format."""
+    SEEDS.add(function)
+    return function
+
+
+class Encoding(pickle.Pickler):
+    """One message being written."""
+
+    __slots__ = (
+        "buffers",
+        "chunks",
+        "contextual",
+        "fallback",
+        "inline_count",
+        "kept",
+        "peer",
+        "records",
+        "storages",
+        "tensors",
+        "undo",
+    )
+
+    peer: Any
+    """Whom the message is for; reducers of references need it."""
+    tensors: list[torch.Tensor] | None
+    """Every tensor met, in the order in which the reader meets them; None when nobody asked."""
+
+    def __init__(self, fallback: Fallback) -> None:
+        self.chunks = _Chunks()
+        super().__init__(self.chunks, _PROTOCOL, buffer_callback=self._take_buffer)
+        self.fallback = fallback
+        self.peer = None
+        self.tensors = None
+        self.contextual = False
+        self.buffers: list[memoryview] = []
+        self.storages: dict[int, int | StorageRecord] = {}
+        self.records: list[StorageRecord] = []
+        self.inline_count = 0
+        self.kept: list[Any] = []
+        self.undo: list[Callable[[], None]] = []
+        self.memo = SEEDS.memo
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called by the pickler for everything that is not a builtin value."""
+        reducer = REDUCERS.get(type(value))
+        if reducer is not None:
+            self.contextual = True
+            return reducer(value, self)
+        return self.fallback(value, self)
+
+    def on_failure(self, undo: Callable[[], None]) -> None:
+        """Run ``undo`` if this message cannot be written after all (a reducer changed something)."""
+        self.undo.append(undo)
+
+    def reset(self) -> None:
+        """Forget the message."""
+        # A new small table each time: clearing the old one would cost as much as the largest message ever
+        # sent.
+        self.memo = SEEDS.memo
+        self.chunks.clear()
+        if self.undo:
+            self.undo = []
+        if self.contextual or self.buffers:
+            self.contextual = False
+            self.peer = self.tensors = None
+            self.buffers = []
+            self.storages.clear()
+            self.records = []
+            self.inline_count = 0
+            self.kept.clear()
+        else:
+            self.peer = self.tensors = None
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a large buffer out of the pickle; True leaves it in."""
+        memory = buffer.raw()
+        if memory.nbytes <= IN_BAND_LIMIT_BYTES:
+            return True
+        self.buffers.append(memory)
+        return False
+
+
+class Decoding:
+    """One message being read."""
+
+    __slots__ = ("buffers", "inline", "peer", "segments", "storages", "table", "tensors")
+
+    def __init__(
+        self,
+        buffers: Sequence[memoryview],
+        peer: Any = None,
+        tensors: list[torch.Tensor] | None = None,
+        segments: SegmentTable | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self.peer = peer
+        self.tensors = tensors
+        self.segments = segments
+        self.inline: list[torch.Tensor] = []
+        self.storages: dict[Any, torch.Tensor] = {}
+        self.table: Sequence[torch.Tensor] = ()
+
+
+class _Current(threading.local):
+    decoding: Decoding | None = None
+    encoding: Encoding | None = None
+
+
+CURRENT = _Current()
+
+
+def current_decoding() -> Decoding:
+    """Return the message that this thread is reading; for rebuild functions."""
+    decoding = CURRENT.decoding
+    if decoding is None:
+        raise SerializationError(
+            "this value can only be read as part of a farcall message, not by pickle alone"
+        )
+    return decoding
+
+
+def current_encoding() -> Encoding | None:
+    """Return the message for which a user's pickler is at work in this thread, if any."""
+    return CURRENT.encoding
+
+
+def enter_decoding(decoding: Decoding | None) -> Decoding | None:
+    """Make ``decoding`` this thread's current message; return the one before, to be entered again."""
+    previous = CURRENT.decoding
+    CURRENT.decoding = decoding
+    return previous
+
+
+def enter_encoding(encoding: Encoding | None) -> Encoding | None:
+    """Make ``encoding`` the message a user's pickler writes for; return the one before."""
+    previous = CURRENT.encoding
+    CURRENT.encoding = encoding
+    return previous

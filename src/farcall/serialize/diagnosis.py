@@ -1,0 +1,82 @@
+"""Which part of a value cannot be pickled.
+
+Owns the search that runs after an encoding failed, so that the error names a place and a type instead of
+pickle's bare complaint. It pickles parts again to find out, into nothing, with tensors and registered
+classes left out: their reducers may have effects. It decides nothing and never raises.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from farcall.serialize.policy import REDUCERS
+
+__all__ = ["find_culprit"]
+
+_DEEPEST = 12
+_MOST_PARTS = 10_000
+
+
+def find_culprit(value: Any) -> tuple[str, str]:
+    """Return where in ``value`` the innermost unpicklable part is, and its type, as text."""
+    path = ""
+    try:
+        for _ in range(_DEEPEST):
+            for label, part in _parts(value):
+                if not _is_fine(part):
+                    path += label
+                    value = part
+                    break
+            else:
+                break
+        return f"the value at {path}" if path else "the value", _type_name(value)
+    except Exception:
+        # The user's own code runs in here (reductions, reprs of keys): a failing search says less, not more.
+        return "the value", _type_name(value)
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list | tuple | set | frozenset):
+        for index, part in enumerate(value):
+            if index == _MOST_PARTS:
+                return
+            yield f"[{index}]", part
+    elif isinstance(value, dict):
+        for key, part in list(value.items())[:_MOST_PARTS]:
+            yield f"[{key!r:.40}]", part
+            yield f".keys()[{key!r:.40}]", key
+    elif type(value) not in REDUCERS and not isinstance(value, type):
+        for name, part in list(getattr(value, "__dict__", {}).items())[:_MOST_PARTS]:
+            yield f".{name}", part
+
+
+class _Nowhere:
+    def write(self, data: Any) -> None:
+        """Forget ``data``."""
+
+
+class _Trial(pickle.Pickler):
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), 5, buffer_callback=lambda buffer: None)
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in REDUCERS:
+            if getattr(value, "is_cpu", True) or getattr(value, "is_meta", False):
+                return int, ()
+            raise pickle.PicklingError("not on the CPU")
+        return NotImplemented
+
+
+def _is_fine(value: Any) -> bool:
+    try:
+        _Trial().dump(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,173 @@
+"""An exception raised on one worker, brought to another.
+
+Owns the record of a failure: texts that always survive (type, message, traceback) and, beside them, the
+exception's own reduction, which may not. It does not know calls.
+
+    payload: pickle of (type name, message, remote traceback, payload of the reduction or None)
+    buffers: those of the reduction (an exception may carry tensors)
+
+Invariants: neither function raises, whatever the exception's class does; what would stop the receiving
+process (KeyboardInterrupt, SystemExit: anything that is not an Exception) never comes back as itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from farcall.errors import RemoteError
+from farcall.serialize.pickler import Encoded, decode, encode
+
+__all__ = ["RemoteTraceback", "decode_failure", "encode_failure"]
+
+_LONGEST_TEXT = 1 << 16
+
+# What it takes to make the exception again: class, args, callable, its arguments, state, group members.
+_Reduction = tuple[type[Exception], tuple[Any, ...], Any, tuple[Any, ...], Any, "list[Any] | None"]
+
+
+class RemoteTraceback(Exception):
+    """The cause of a rebuilt exception: where, on the other worker, it came from."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text
+
+
+def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Encoded:
+    """Return the payload and buffers of an exception raised on ``worker`` (its name or WorkerInfo)."""
+    texts = (_type_name(error), _message(error), f"On {worker}:\n{_traceback(error)}")
+    reduction: bytes | None = None
+    buffers: Sequence[memoryview] = ()
+    try:
+        if isinstance(error, Exception):
+            reduction, buffers = _encode_reduction(error, peer)
+    except Exception:
+        # Its class, or what it carries, does not travel: the texts do.
+        reduction, buffers = None, ()
+    return pickle.dumps((*texts, reduction), 5), buffers
+
+
+def decode_failure(
+    payload: bytes | memoryview, buffers: Sequence[memoryview] = (), peer: Any = None
+) -> BaseException:
+    """Return the exception to raise: of the original type, or a RemoteError that says what it was.
+
+    The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
+    """
+    try:
+        type_name, message, remote_traceback, reduction = pickle.loads(payload)
+    except Exception as error:
+        return RemoteError(f"the call failed, and so did reading why: {type(error).__name__}: {error}")
+    rebuilt: BaseException | None = None
+    if reduction is not None:
+        try:
+            rebuilt = _rebuild(decode(reduction, buffers, peer), message)
+        except Exception:
+            rebuilt = None
+    if rebuilt is None:
+        text = f"{type_name}: {message}\n\n{remote_traceback}"
+        return RemoteError(text, type_name=type_name, message=message, remote_traceback=remote_traceback)
+    with suppress(Exception):  # a class that forbids attributes still shows the text as its cause
+        rebuilt.remote_traceback = remote_traceback  # type: ignore[attr-defined]
+    rebuilt.__cause__ = RemoteTraceback(remote_traceback)
+    return rebuilt
+
+
+def _encode_reduction(error: Exception, peer: Any) -> Encoded:
+    reduction = _reduce(error)
+    try:
+        return encode(reduction, peer)
+    except Exception:
+        return encode(_without_unpicklable_state(reduction), peer)
+
+
+def _reduce(error: Exception) -> _Reduction:
+    """Take an exception apart in a way that can be put together with, or without, its constructor."""
+    if type(error) is ExceptionGroup:
+        # Members one by one, as each may need the care that the group gets.
+        members = [(_message(member), _reduce(member)) for member in error.exceptions]
+        return ExceptionGroup, (error.message,), ExceptionGroup, (), dict(error.__dict__), members
+    reduced = error.__reduce_ex__(5)
+    assert isinstance(reduced, tuple)
+    function, arguments, *rest = reduced
+    return type(error), error.args, function, arguments, rest[0] if rest else None, None
+
+
+def _without_unpicklable_state(reduction: _Reduction) -> _Reduction:
+    cls, args, function, arguments, state, members = reduction
+    if members is not None:
+        members = [(message, _without_unpicklable_state(member)) for message, member in members]
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if _is_picklable(value)}
+    return cls, args, function, arguments, state, members
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        encode(value)
+    except Exception:
+        return False
+    return True
+
+
+def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
+    """Make the exception: as pickle would; else without its constructor; else None."""
+    cls, args, function, arguments, state, members = reduction
+    if members is not None:
+        parts = [_rebuild(member, text) or RemoteError(text, message=text) for text, member in members]
+        group: Exception = ExceptionGroup(args[0], parts)
+        group.__dict__.update(state)
+        return group
+    for way in (_by_constructor, _by_hand):
+        with suppress(
+            Exception
+        ):  # a class may refuse in any way it likes; the next way, or none, answers that
+            error = way(cls, args, function, arguments)
+            if state:
+                error.__setstate__(state)
+            if type(error) is cls and isinstance(error, Exception) and _message(error) == message:
+                return error
+    return None
+
+
+def _by_constructor(cls: Any, args: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _by_hand(cls: Any, args: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Any:
+    # For classes whose constructor takes something else than what they pass on to ``Exception``.
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
+
+
+def _type_name(error: BaseException) -> str:
+    cls = type(error)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<its message cannot be made: {type(broken).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception as broken:
+        text = (
+            f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
+        )
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    return text

@@ -1,0 +1,194 @@
+"""The function segment of a call: a function's name as bytes, and the function of that name.
+
+Owns what may be named: module-level functions, classes, static and class methods, builtins, torch operators
+and TorchScript functions. Everything else that can be called (bound methods, ``functools.partial``,
+objects) is None here and goes with the arguments. It does not know how arguments are written.
+
+    "p" module NUL dotted.name    a path to be walked
+    "o" namespace.operator[.overload]
+    "s" qualified name of a TorchScript function
+    "k" pickle                    builtins whose path pickle knows and we do not
+
+Invariant: a name is only sent if it leads to that very function here, and it is looked up anew at every
+call there, so re-binding is seen at once on both sides.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+import sys
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from farcall.errors import FunctionNotFound, SerializationError
+from farcall.serialize import policy
+from farcall.serialize.rebuild import find_operator, find_script_function
+
+__all__ = ["decode_function", "encode_function"]
+
+_MOST_CACHED = 4096
+_missing = object()
+
+# id -> (function, module name, first attribute, further attributes, bytes).
+# The function is held, so its id stays its own.
+_written: dict[int, tuple[Any, str, str, tuple[str, ...], bytes]] = {}
+_read: dict[bytes, tuple[str, str, tuple[str, ...]]] = {}
+
+
+def encode_function(function: Any) -> bytes | None:
+    """Return the bytes that name ``function``, or None if it must be pickled with the arguments."""
+    known = _written.get(id(function))
+    if known is not None and known[0] is function and policy._installed is None:
+        module = sys.modules.get(known[1])
+        found: Any = getattr(module, known[2], _missing)
+        for name in known[3]:
+            found = getattr(found, name, _missing)
+        if found is function:
+            return known[4]
+        del _written[id(function)]
+    return _encode_function(function)
+
+
+def decode_function(data: bytes | memoryview) -> Any:
+    """Return the function that ``data`` names, as bound in this process right now."""
+    if data.__class__ is not bytes:
+        data = bytes(data)
+    path = _read.get(data)
+    if path is not None:
+        found: Any = getattr(sys.modules.get(path[0]), path[1], _missing)
+        for name in path[2]:
+            found = getattr(found, name, _missing)
+        if found is not _missing:
+            return found
+    return _decode_function(data)
+
+
+def _encode_function(function: Any) -> bytes | None:
+    if policy.installed_pickler() is not None or isinstance(function, functools.partial):
+        return None
+    if isinstance(function, torch.jit.ScriptFunction):
+        return b"s" + str(function.qualified_name).encode()
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return b"o" + str(function).encode()
+    if isinstance(function, MethodType):
+        return _encode_class_method(function)
+    if isinstance(function, BuiltinFunctionType) and not isinstance(
+        function.__self__, ModuleType | type | None
+    ):
+        return None
+    module_name = getattr(function, "__module__", None)
+    qualified_name = getattr(function, "__qualname__", None)
+    if not isinstance(qualified_name, str):
+        return None
+    for name in (qualified_name, getattr(function, "__name__", qualified_name)):
+        if isinstance(module_name, str) and _walk(module_name, name) is function:
+            return _remember(function, module_name, name)
+    if isinstance(function, FunctionType | type):
+        raise _not_importable(function, str(module_name), qualified_name)
+    try:
+        written = pickle.dumps(function, 5)
+        if pickle.loads(written) == function:
+            return b"k" + written
+    except Exception:
+        # Not to be named, then; pickled with the arguments it fails or not, with a better message.
+        return None
+    return None
+
+
+def _encode_class_method(method: MethodType) -> bytes | None:
+    owner = method.__self__
+    if not isinstance(owner, type):
+        return None
+    name = f"{owner.__qualname__}.{method.__name__}"
+    # A bound method is made anew at each access: equal, never identical, so it is not cached by identity.
+    if _walk(owner.__module__, name) != method:
+        raise _not_importable(method, owner.__module__, name)
+    return _path(owner.__module__, name)
+
+
+def _remember(function: Any, module_name: str, name: str) -> bytes:
+    written = _path(module_name, name)
+    if len(_written) >= _MOST_CACHED:
+        _written.clear()
+    first, *further = name.split(".")
+    _written[id(function)] = (function, module_name, first, tuple(further), written)
+    return written
+
+
+def _path(module_name: str, name: str) -> bytes:
+    # The script that was run has another name in processes that multiprocessing spawned from it.
+    if module_name == "__mp_main__":
+        module_name = "__main__"
+    return b"p" + module_name.encode() + b"\0" + name.encode()
+
+
+def _walk(module_name: str, qualified_name: str) -> Any:
+    """Return what the path leads to, or a value that is nobody's."""
+    found: Any = sys.modules.get(module_name, _missing)
+    for name in qualified_name.split("."):
+        found = getattr(found, name, _missing)
+    return found
+
+
+def _not_importable(function: Any, module_name: str, name: str) -> SerializationError:
+    if "<" in name:
+        why = "it is a lambda or was defined inside a function"
+    else:
+        why = f"{module_name}.{name} is not this object (missing, re-bound or wrapped)"
+    return SerializationError(
+        f"cannot send the function {function!r} by name: {why}; define it at module level, or use a "
+        "pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
+    )
+
+
+def _decode_function(data: bytes) -> Any:
+    kind, name = data[:1], data[1:]
+    try:
+        if kind == b"p":
+            return _find_path(data, name.decode())
+        if kind == b"o":
+            return find_operator(name.decode())
+        if kind == b"s":
+            return find_script_function(name.decode())
+        if kind == b"k":
+            return pickle.loads(name)
+    except FunctionNotFound:
+        raise
+    except Exception as error:
+        raise FunctionNotFound(
+            f"the function {name.decode(errors='replace')!r} does not exist on this worker: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    raise SerializationError(
+        f"a function segment of unknown kind {kind!r}: do both sides run the same farcall?"
+    )
+
+
+def _find_path(data: bytes, path: str) -> Any:
+    module_name, _, qualified_name = path.partition("\0")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise FunctionNotFound(
+            f"the module {module_name!r} of function {qualified_name!r} cannot be imported on this worker: "
+            f"{type(error).__name__}: {error} (the RPC pickler does not serialize code: "
+            "it must exist on both sides)"
+        ) from error
+    found: Any = module
+    for name in qualified_name.split("."):
+        found = getattr(found, name, _missing)
+    if found is _missing:
+        file = getattr(module, "__file__", None) or "no file"
+        raise FunctionNotFound(
+            f"this worker's module {module.__name__!r} ({file}) has no {qualified_name!r}; "
+            "the RPC pickler does not serialize code: define the function on both sides"
+        )
+    first, *further = qualified_name.split(".")
+    if len(_read) >= _MOST_CACHED:
+        _read.clear()
+    _read[data] = (module_name, first, tuple(further))
+    return found

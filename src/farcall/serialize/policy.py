@@ -1,0 +1,70 @@
+"""Who decides how a value becomes bytes: reducers per class, and a replaceable pickler.
+
+Owns the two registries that other parts of farcall and the user may fill: ``REDUCERS`` (class -> how its
+instances are pickled in a message) and the pickler installed by ``use_rpc_pickler``. It does not know what a
+message looks like, nor any torch type.
+
+Invariant: an installed pickler only says how *arguments of calls* are written. What it wrote is marked as
+such in the message, so both sides need not install or remove it at the same moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from farcall.serialize.context import Encoding
+
+__all__ = ["REDUCERS", "Reducer", "RpcPickler", "installed_pickler", "register_reducer", "use_rpc_pickler"]
+
+Reducer = Callable[[Any, "Encoding"], Any]
+"""``reducer(object, encoding) -> reduce tuple``, as ``__reduce_ex__`` returns it, or NotImplemented."""
+
+
+class RpcPickler(Protocol):
+    """What ``use_rpc_pickler`` accepts: a value to bytes plus a list of tensors, and back."""
+
+    def serialize(self, value: Any) -> tuple[bytes, Sequence[Any]]:
+        """Return the bytes of ``value`` and the tensors that travel beside them."""
+
+    def deserialize(self, data: bytes, tensors: Sequence[Any]) -> Any:
+        """Rebuild the value from what ``serialize`` returned."""
+
+
+# Read on every object that is not a builtin, so it is a plain dict and not a function.
+REDUCERS: dict[type[Any], Reducer] = {}
+
+_installed: RpcPickler | None = None
+
+
+def register_reducer(cls: type[Any], reducer: Reducer) -> None:
+    """Pickle instances of exactly ``cls`` by ``reducer``; the last registration counts.
+
+    The reducer may use ``encoding.peer`` (whom the message is for); the rebuild function it names may call
+    ``current_decoding().peer`` (whom it came from).
+    """
+    REDUCERS[cls] = reducer
+
+
+def installed_pickler() -> RpcPickler | None:
+    """Return the pickler installed by an active ``use_rpc_pickler`` block, or None."""
+    return _installed
+
+
+@contextmanager
+def use_rpc_pickler(pickler: RpcPickler) -> Iterator[None]:
+    """Let ``pickler`` write the functions and arguments of every call this process makes inside the block.
+
+    It counts for all threads, like in ``torch.distributed.rpc``. The callee reads such a message by the
+    pickler installed there, or, when there is none, by ``TablePickler``, which reads anything that plain
+    pickle reads (``cloudpickle`` output too).
+    """
+    global _installed
+    previous = _installed
+    _installed = pickler
+    try:
+        yield
+    finally:
+        _installed = previous

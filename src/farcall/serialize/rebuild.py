@@ -1,0 +1,303 @@
+"""Tensors and storages rebuilt from a message.
+
+Owns the functions that a pickled tensor calls, and the numbers that stand for dtypes and flags. It does not
+know how a tensor is taken apart (``tensors.py``), nor frames, nor devices other than the CPU.
+
+    rebuild_inline(bytes, dtype [, shape, strides, offset, flags])
+        the storage's bytes are here; without a shape it is all of them, one-dimensional
+    rebuild_alias(n, dtype, shape, strides, offset, flags)       another view of the n-th inline storage
+    rebuild_view(index, dtype, shape, strides, offset, flags)    a view of a storage that is out of band
+    rebuild_as(class, function, arguments, flags)                one of the above, as a subclass
+    rebuild_special(function, arguments, requires_grad, recorded)
+        sparse, quantized, nested, meta: by a function of torch
+
+Invariant: tensors are appended to ``Decoding.tensors`` in the order in which the writer met them.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from farcall.errors import SerializationError
+from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
+from farcall.serialize.spans import SegmentTable, compact_strides
+
+__all__ = [
+    "CODES",
+    "CONJUGATE",
+    "NEGATIVE",
+    "REQUIRES_GRAD",
+    "find_operator",
+    "find_script_function",
+    "load_script_module",
+    "rebuild_alias",
+    "rebuild_as",
+    "rebuild_inline",
+    "rebuild_special",
+    "rebuild_storage",
+    "rebuild_typed_storage",
+    "rebuild_view",
+    "set_attributes",
+]
+
+REQUIRES_GRAD = 1
+NEGATIVE = 2
+CONJUGATE = 4
+
+# Append only: the position is the code on the wire. Dtypes that are not here travel by name.
+_DTYPE_NAMES = [
+    *("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+DTYPES: dict[int | str, torch.dtype] = {}
+CODES: dict[torch.dtype, int | str] = {}
+
+
+def _fill_dtype_tables() -> None:
+    named = {
+        str(value).removeprefix("torch."): value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype)
+    }
+    for name, dtype in named.items():
+        if dtype not in _QUANTIZED:
+            code = _DTYPE_NAMES.index(name) if name in _DTYPE_NAMES else name
+            DTYPES[code] = dtype
+            CODES[dtype] = code
+
+
+_fill_dtype_tables()
+
+
+_frombuffer = torch.frombuffer
+_TypedStorage: Any = torch.TypedStorage
+_set_state: Any = torch._utils._set_obj_state
+
+
+@seed
+def rebuild_inline(
+    data: bytearray,
+    code: int | str,
+    shape: tuple[int, ...] | None = None,
+    strides: tuple[int, ...] = (),
+    offset: int = 0,
+    flags: int = 0,
+) -> torch.Tensor:
+    """Rebuild a tensor over memory that came inside the pickle."""
+    decoding = CURRENT.decoding or current_decoding()
+    tensor = _build_inline(decoding, data, code, shape, strides, offset)
+    return _finish(decoding, tensor, flags)
+
+
+@seed
+def rebuild_view(
+    index: int, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, flags: int
+) -> torch.Tensor:
+    """Rebuild a view of an out-of-band storage."""
+    decoding = CURRENT.decoding or current_decoding()
+    return _finish(decoding, _build_view(decoding, index, code, shape, strides, offset), flags)
+
+
+@seed
+def rebuild_as(
+    cls: type[torch.Tensor], function: Any, arguments: tuple[Any, ...], flags: int
+) -> torch.Tensor:
+    """Rebuild a subclass of Tensor, without running its constructor."""
+    decoding = current_decoding()
+    tensor = _build_bare(decoding, function, arguments)
+    if issubclass(cls, torch.nn.Parameter):
+        result: torch.Tensor = torch.Tensor._make_subclass(cls, tensor, bool(flags & REQUIRES_GRAD))
+    else:
+        result = tensor.as_subclass(cls).requires_grad_(bool(flags & REQUIRES_GRAD))
+    if decoding.tensors is not None:
+        decoding.tensors.append(result)
+    return result
+
+
+@seed
+def rebuild_alias(
+    number: int, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, flags: int
+) -> torch.Tensor:
+    """Rebuild a further view of a storage that came inside the pickle."""
+    decoding = current_decoding()
+    return _finish(decoding, _view_of(decoding.inline[number], code, shape, strides, offset), flags)
+
+
+def rebuild_special(
+    function: Any, arguments: tuple[Any, ...], requires_grad: bool, recorded: bool | None
+) -> torch.Tensor:
+    """Rebuild a tensor that torch described."""
+    decoding = current_decoding()
+    tensor: torch.Tensor = function(*arguments)
+    if requires_grad and not tensor.requires_grad:
+        tensor.requires_grad_(True)
+    if recorded and decoding.tensors is not None:
+        decoding.tensors.append(tensor)
+    return tensor
+
+
+def rebuild_storage(function: Any, arguments: tuple[Any, ...]) -> torch.UntypedStorage:
+    """Rebuild a storage sent without a tensor."""
+    return _build_bare(current_decoding(), function, arguments).untyped_storage()
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Rebuild a typed storage around its untyped one."""
+    typed: torch.TypedStorage = _TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return typed
+
+
+def load_script_module(data: Any) -> Any:
+    """Load what ``torch.jit.save`` wrote."""
+    return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+def find_script_function(qualified_name: str) -> Any:
+    """Return the TorchScript function of that name compiled in this process."""
+    function = torch.jit._state._python_cu.find_function(qualified_name)
+    if function is None:
+        raise AttributeError(f"no TorchScript function {qualified_name!r} has been compiled in this process")
+    return function
+
+
+def find_operator(name: str) -> Any:
+    """Return ``torch.ops.<namespace>.<operator>[.<overload>]``."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def set_attributes(tensor: torch.Tensor, state: Any) -> None:
+    """Give a rebuilt tensor its Python attributes; ``Tensor.__setstate__`` means something else."""
+    _set_state(tensor, state)
+
+
+def _build_bare(decoding: Decoding, function: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
+    """Rebuild without recording: the result is only the inside of another tensor or storage."""
+    tensors, decoding.tensors = decoding.tensors, None
+    try:
+        tensor: torch.Tensor = function(*arguments)
+    finally:
+        decoding.tensors = tensors
+    return tensor
+
+
+def _dtype(code: int | str) -> torch.dtype:
+    dtype = DTYPES.get(code)
+    if dtype is None:
+        name = _DTYPE_NAMES[code] if isinstance(code, int) else code
+        raise SerializationError(
+            f"the sender's torch has a dtype {name}, this one ({torch.__version__}) has not"
+        )
+    return dtype
+
+
+def _build_inline(
+    decoding: Decoding,
+    data: bytearray,
+    code: int | str,
+    shape: tuple[int, ...] | None,
+    strides: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    dtype = DTYPES.get(code) or _dtype(code)
+    if not data:
+        assert shape is not None
+        tensor = torch.empty(0, dtype=dtype, device="cpu").as_strided_(shape, strides)
+    elif shape is None:
+        tensor = _frombuffer(data, dtype=dtype)
+    elif len(data) % dtype.itemsize:
+        tensor = _view_of(_frombuffer(data, dtype=torch.uint8), code, shape, strides, offset)
+    else:
+        tensor = _frombuffer(data, dtype=dtype).as_strided_(shape, strides, offset)
+    decoding.inline.append(tensor)
+    return tensor
+
+
+def _build_view(
+    decoding: Decoding,
+    index: int,
+    code: int | str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    dtype = DTYPES.get(code) or _dtype(code)
+    key: Any = index
+    buffer: Any
+    if decoding.segments is None:
+        # Storages are counted from the end of the list: its beginning belongs to pickle's own buffers.
+        buffer = decoding.buffers[~index]
+    else:
+        key, low, buffer, compact = _find_segment(decoding, decoding.segments, index, offset * dtype.itemsize)
+        if compact:
+            strides = compact_strides(shape, strides)
+            offset = 0
+        else:
+            offset -= low // dtype.itemsize
+    first = decoding.storages.get(key)
+    if first is not None:
+        return _view_of(first, code, shape, strides, offset)
+    if buffer.__class__ is memoryview and buffer.readonly:
+        buffer = bytearray(buffer)
+    if len(buffer) % dtype.itemsize:
+        first = _aligned(_frombuffer(buffer, dtype=torch.uint8))
+        tensor = _view_of(first, code, shape, strides, offset)
+    else:
+        tensor = _aligned(_frombuffer(buffer, dtype=dtype)).as_strided_(shape, strides, offset)
+    decoding.storages[key] = tensor
+    return tensor
+
+
+def _find_segment(
+    decoding: Decoding, table: SegmentTable, index: int, low: int
+) -> tuple[tuple[int, int], int, memoryview | bytearray, bool]:
+    """Return the key, low byte, memory and compactness of the segment with byte ``low`` of a storage."""
+    buffer_number = sum(segment[1] is None for segments in table[:index] for segment in segments)
+    found: tuple[int, int] | None = None
+    for position, segment in enumerate(table[index]):
+        if segment[0] > low:
+            break
+        found = position, buffer_number
+        buffer_number += segment[1] is None
+    if found is None:
+        raise SerializationError("the message describes a tensor outside the memory it brought")
+    segment_low, inline, compact = table[index][found[0]]
+    memory = decoding.buffers[~found[1]] if inline is None else inline
+    return (index, found[0]), segment_low, memory, compact
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a copy where its memory begins at an address that kernels may not expect."""
+    return tensor if not tensor.data_ptr() % 16 else tensor.clone()
+
+
+def _view_of(
+    first: torch.Tensor, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """Return a tensor over the storage of ``first``; not a torch view of it, just as on the sender."""
+    empty = torch.empty(0, dtype=_dtype(code), device="cpu")
+    return empty.set_(first.untyped_storage(), offset, shape, strides)
+
+
+def _finish(decoding: Decoding, tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags:
+        if flags & NEGATIVE:
+            tensor = torch._neg_view(tensor)
+        if flags & CONJUGATE:
+            tensor = torch.conj(tensor)
+        if flags & REQUIRES_GRAD:
+            tensor = (
+                tensor.detach().requires_grad_(True)
+                if flags != REQUIRES_GRAD
+                else tensor.requires_grad_(True)
+            )
+    if decoding.tensors is not None:
+        decoding.tensors.append(tensor)
+    return tensor

@@ -1,0 +1,238 @@
+"""Tensors and storages taken apart for a message.
+
+Owns the descriptors: a tensor is pickled as a call of a function in ``rebuild.py``, with a dtype code, a
+shape, strides, an offset and a storage, never with its elements as Python objects. Small storages are part
+of the pickle; a large one is an index into the message's segments (``spans.py``). It does not know frames,
+nor devices other than the CPU.
+
+Invariant: tensors are appended to ``Encoding.tensors`` in the order in which the reader rebuilds them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import Any
+
+import torch
+
+from farcall.errors import SerializationError
+from farcall.serialize.context import IN_BAND_LIMIT_BYTES, Encoding
+from farcall.serialize.policy import register_reducer
+from farcall.serialize.rebuild import (
+    CODES,
+    CONJUGATE,
+    NEGATIVE,
+    REQUIRES_GRAD,
+    find_operator,
+    find_script_function,
+    load_script_module,
+    rebuild_alias,
+    rebuild_as,
+    rebuild_inline,
+    rebuild_special,
+    rebuild_storage,
+    rebuild_typed_storage,
+    rebuild_view,
+    set_attributes,
+)
+from farcall.serialize.spans import StorageRecord, copy_of
+
+__all__ = ["reduce_other", "reduce_tensor"]
+
+_strided = torch.strided
+_state_of: Any = torch._utils._get_obj_state
+_Descriptor = tuple[Any, tuple[Any, ...]]
+
+
+def reduce_tensor(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    """Describe a plain ``torch.Tensor``."""
+    if not tensor.is_cpu or tensor.layout is not _strided or tensor.dtype not in CODES or tensor.is_nested:
+        return _reduce_special(tensor, encoding)
+    if encoding.tensors is not None:
+        encoding.tensors.append(tensor)
+    descriptor = _describe(tensor, encoding, tensor.requires_grad)
+    if tensor.__dict__:
+        return (*descriptor, _state_of(tensor), None, None, set_attributes)
+    return descriptor
+
+
+def _describe(tensor: torch.Tensor, encoding: Encoding, requires_grad: bool) -> _Descriptor:
+    flags = REQUIRES_GRAD if requires_grad else 0
+    if tensor.is_neg():
+        flags |= NEGATIVE
+    dtype = tensor.dtype
+    if dtype.is_complex and tensor.is_conj():
+        flags |= CONJUGATE
+    code = CODES[dtype]
+    shape = tuple(tensor.shape)
+    strides = tensor.stride()
+    offset: Any = tensor.storage_offset()
+    storage = tensor.untyped_storage()
+    size_bytes = storage.nbytes()
+    if 0 in shape:
+        # Nothing to share: an empty tensor needs no storage, however large the one it was cut from.
+        encoding.inline_count += 1
+        return rebuild_inline, (bytearray(), code, shape, strides, 0, flags)
+    known = encoding.storages.get(storage._cdata)
+    if known is None:
+        try:
+            pointer = storage.data_ptr()
+        except RuntimeError:
+            pointer = 0
+        if not pointer:
+            return _describe_without_memory(tensor, encoding, requires_grad, size_bytes)
+        if size_bytes <= IN_BAND_LIMIT_BYTES:
+            encoding.storages[storage._cdata] = encoding.inline_count
+            encoding.inline_count += 1
+            data = copy_of(pointer, size_bytes)
+            if not flags and strides == (1,) and shape[0] * dtype.itemsize == size_bytes:
+                return rebuild_inline, (data, code)
+            return rebuild_inline, (data, code, shape, strides, offset, flags)
+        known = StorageRecord(len(encoding.records), storage)
+        encoding.storages[storage._cdata] = known
+        encoding.records.append(known)
+    elif known.__class__ is int:
+        return rebuild_alias, (known, code, shape, strides, offset, flags)
+    assert isinstance(known, StorageRecord)
+    item_bytes = dtype.itemsize
+    low = offset * item_bytes
+    if tensor.is_contiguous():
+        high = low + tensor.numel() * item_bytes
+    else:
+        high = low + item_bytes
+        for size, stride in zip(shape, strides, strict=True):
+            high += (size - 1) * stride * item_bytes
+    if high > size_bytes:
+        raise SerializationError(
+            f"a tensor of shape {shape} needs {high} bytes of its storage, which has {size_bytes}: "
+            "was the storage resized?"
+        )
+    known.views.append((low, high, dtype, shape, strides, offset))
+    return rebuild_view, (known.index, code, shape, strides, offset, flags)
+
+
+def _describe_without_memory(
+    tensor: torch.Tensor, encoding: Encoding, requires_grad: bool, size_bytes: int
+) -> _Descriptor:
+    """Describe a tensor whose storage has no address: freed by its owner, or torch's lazy zeros."""
+    if not size_bytes or not tensor._is_zerotensor():
+        raise SerializationError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory behind it: was its storage resized to 0?"
+        )
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    # The pickler does not know this copy: keep it until the message is complete, so its address stays taken.
+    encoding.kept.append(zeros)
+    return _describe(zeros, encoding, requires_grad)
+
+
+def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    """Describe a subclass: its memory like any tensor's, then its class and attributes."""
+    # A subclass may redefine what ``shape`` or ``stride()`` say; what is wanted here is the memory.
+    with torch._C.DisableTorchFunctionSubclass():
+        if (
+            not tensor.is_cpu
+            or tensor.layout is not _strided
+            or tensor.dtype not in CODES
+            or tensor.is_nested
+            or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        ):
+            return _reduce_special(tensor, encoding)
+        if encoding.tensors is not None:
+            encoding.tensors.append(tensor)
+        function, arguments = _describe(tensor, encoding, False)
+        flags = REQUIRES_GRAD if tensor.requires_grad else 0
+        state = _state_of(tensor)
+    descriptor = (rebuild_as, (type(tensor), function, arguments, flags))
+    return (*descriptor, state, None, None, set_attributes) if state else descriptor
+
+
+class _Recorded:
+    """Stands after a special tensor's parts, so that it is recorded after them, as the reader does."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _reduce_recorded(marker: _Recorded, encoding: Encoding) -> Any:
+    if encoding.tensors is not None:
+        encoding.tensors.append(marker.tensor)
+    return bool, (True,)
+
+
+def _reduce_special(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    """Let torch describe the tensor; the tensors and storages inside come back to this module."""
+    if not tensor.is_cpu and not tensor.is_meta:
+        raise SerializationError(
+            f"a tensor on {tensor.device} needs a device map to be sent; without one, send tensor.cpu()"
+        )
+    function, arguments, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    marker = None if encoding.tensors is None else _Recorded(tensor)
+    return (rebuild_special, (function, arguments, tensor.requires_grad, marker), *rest)
+
+
+def _reduce_untyped_storage(storage: torch.UntypedStorage, encoding: Encoding) -> Any:
+    if storage.device.type != "cpu":
+        raise SerializationError(f"a storage on {storage.device} needs a device map to be sent")
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return rebuild_storage, _describe(whole, encoding, False)
+
+
+def _reduce_typed_storage(storage: torch.TypedStorage, encoding: Encoding) -> Any:
+    return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def _reduce_script_module(module: torch.jit.ScriptModule, encoding: Encoding) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return load_script_module, (pickle.PickleBuffer(file.getbuffer()),)
+
+
+def _reduce_script_function(function: Any, encoding: Encoding) -> Any:
+    return find_script_function, (function.qualified_name,)
+
+
+def _reduce_operator(operator: Any, encoding: Encoding) -> Any:
+    return find_operator, (str(operator),)
+
+
+def _reduce_array(array: Any, encoding: Encoding) -> Any:
+    """Describe a numpy array; numpy itself would write one with gaps into the pickle, element by element."""
+    if array.nbytes > IN_BAND_LIMIT_BYTES and not array.flags.forc and not array.dtype.hasobject:
+        array = array.copy(order="C")
+    return array.__reduce_ex__(5)
+
+
+def reduce_other(value: Any, encoding: Encoding) -> Any:
+    """Describe instances of subclasses of what is registered here; leave all else to pickle."""
+    if isinstance(value, torch.Tensor):
+        own = type(value).__reduce_ex__
+        if own is not torch.Tensor.__reduce_ex__ and own is not torch.nn.Parameter.__reduce_ex__:
+            return NotImplemented
+        encoding.contextual = True
+        return _reduce_subclass(value, encoding)
+    if isinstance(value, torch.jit.ScriptModule):
+        return _reduce_script_module(value, encoding)
+    return NotImplemented
+
+
+def _register() -> None:
+    register_reducer(torch.Tensor, reduce_tensor)
+    register_reducer(torch.nn.Parameter, _reduce_subclass)
+    register_reducer(_Recorded, _reduce_recorded)
+    register_reducer(torch.UntypedStorage, _reduce_untyped_storage)
+    register_reducer(torch.TypedStorage, _reduce_typed_storage)
+    register_reducer(torch.jit._script.RecursiveScriptModule, _reduce_script_module)
+    register_reducer(torch.jit.ScriptFunction, _reduce_script_function)
+    register_reducer(torch._ops.OpOverload, _reduce_operator)
+    register_reducer(torch._ops.OpOverloadPacket, _reduce_operator)
+    # torch has imported numpy by now, if there is one.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        register_reducer(numpy.ndarray, _reduce_array)
+
+
+_register()

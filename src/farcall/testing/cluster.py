@@ -1,0 +1,159 @@
+"""Real processes for tests: run one function as each member of a small cluster, and hear from all of them.
+
+    results = run_cluster(3, work)          # work(rank) -> anything picklable, inside an initialised member
+
+Processes come from a fork server that has torch and farcall loaded, so that a member starts in a fraction of a second. Every
+exit code counts: a member that raises, dies or hangs fails the test, with its traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from time import monotonic
+from typing import Any
+
+_PRELOADED = ("torch", "farcall.api", "farcall.testing.cluster")
+
+
+class MemberFailed(AssertionError):
+    """A member raised, died or hung."""
+
+
+def context() -> BaseContext:
+    """The fork server all test processes come from."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(list(_PRELOADED))
+    return found
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Member:
+    """One process of a cluster."""
+
+    def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.rank = rank
+        self.result: Any = None
+        self.error: str | None = None
+        found = context()
+        self._receiving, sending = found.Pipe(duplex=False)
+        self.process = found.Process(  # type: ignore[attr-defined]
+            target=_run, args=(sending, target, tuple(args)), daemon=False
+        )
+        self.process.start()
+        sending.close()
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid or 0)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send the process a signal."""
+        os.kill(self.pid, number)
+
+    def collect(self, deadline: float) -> None:
+        """Wait for the end; afterwards ``result`` or ``error`` is set."""
+        if self._receiving.poll(max(0.0, deadline - monotonic())):
+            try:
+                self.result, self.error = self._receiving.recv()
+            except EOFError:
+                self.error = "died without a word"
+        else:
+            self.error = "did not end in time"
+        self.process.join(max(0.1, deadline - monotonic()))
+        if self.process.is_alive():
+            self.error = (self.error or "") + "\nits process did not end in time"
+            self.process.kill()
+            self.process.join()
+        elif self.process.exitcode and self.error is None:
+            self.error = f"ended with exit code {self.process.exitcode}"
+        self._receiving.close()
+
+
+def _run(sending: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        outcome = (target(*args), None)
+    except BaseException:
+        outcome = (None, traceback.format_exc())
+    sending.send(outcome)
+    sending.close()
+
+
+def _member(
+    rank: int, size: int, url: str, work: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    import farcall
+
+    farcall.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=size,
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=url, **options),
+    )
+    try:
+        result = work(rank, *args)
+    except BaseException:
+        farcall.shutdown(graceful=False)
+        raise
+    farcall.shutdown()
+    return result
+
+
+def start_cluster(
+    size: int, work: Callable[..., Any], *args: Any, url: str | None = None, **options: Any
+) -> list[Member]:
+    """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``; ``options`` are those of the node."""
+    url = url or f"tcp://127.0.0.1:{free_port()}"
+    return [Member(rank, _member, (rank, size, url, work, args, options)) for rank in range(size)]
+
+
+def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:
+    """Start ``size`` processes that run ``target(rank, *args)`` without a node."""
+    return [Member(rank, target, (rank, *args)) for rank in range(size)]
+
+
+def finish(members: Sequence[Member], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
+    """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
+    deadline = monotonic() + timeout_s
+    for member in members:
+        member.collect(deadline)
+    failed = [member for member in members if member.error and member.rank not in may_fail]
+    if failed:
+        raise MemberFailed("\n".join(f"member {member.rank}: {member.error}" for member in failed))
+    return [member.result for member in members]
+
+
+def run_cluster(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+    """Run ``work(rank, *args)`` on each of ``size`` members; their results by rank."""
+    return finish(start_cluster(size, work, *args, **options), timeout_s)
+
+
+def temporary_file_url() -> str:
+    """A ``file://`` url of a file that does not exist yet."""
+    return f"file://{tempfile.mkdtemp(prefix='farcall-test-')}/store"
+
+
+__all__ = [
+    "Member",
+    "MemberFailed",
+    "context",
+    "finish",
+    "free_port",
+    "run_cluster",
+    "start_cluster",
+    "start_processes",
+    "temporary_file_url",
+]

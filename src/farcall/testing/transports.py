@@ -1,0 +1,382 @@
+"""The conformance kit of transports: one set of checks, run over every way for bytes.
+
+    from farcall.testing.transports import check_transport
+    check_transport(lambda: memory_pair())          # all of them; raises AssertionError
+    @pytest.mark.parametrize("check", TRANSPORT_CHECKS)     # or one test for each
+
+``make_pair`` returns two connected ends. A check uses only the contract of ``Transport``, waits for
+conditions and never for a time, and closes both ends. Whoever writes a transport runs this before anything
+else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from farcall.transport.interface import (
+    WAIT_SLICE_S,
+    Buffer,
+    Transport,
+    TransportBroken,
+    TransportClosed,
+    TransportError,
+)
+
+MakePair: TypeAlias = Callable[[], tuple[Transport, Transport]]
+Check: TypeAlias = Callable[[MakePair], None]
+
+#: Nothing here takes near this long unless it hangs.
+PATIENCE_S = 30.0
+_ENOUGH_TO_FILL_ANY_PIPE = 256 << 20
+
+
+@contextmanager
+def _pair(make_pair: MakePair) -> Iterator[tuple[Transport, Transport]]:
+    left, right = make_pair()
+    try:
+        yield left, right
+    finally:
+        left.close()
+        right.close()
+
+
+def send_all(transport: Transport, buffers: Iterable[Buffer]) -> None:
+    """Send everything, in order, however partially it is taken."""
+    rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    deadline = time.monotonic() + PATIENCE_S
+    while rest:
+        assert time.monotonic() < deadline, f"{transport.describe()} takes no more bytes"
+        taken = transport.send_wait(rest, WAIT_SLICE_S)
+        while taken:
+            step = min(taken, len(rest[0]))
+            taken -= step
+            rest[0] = rest[0][step:]
+            if not len(rest[0]):
+                rest.pop(0)
+
+
+def receive_exactly(transport: Transport, size: int) -> bytearray:
+    """Receive ``size`` bytes, however they are split; fails when the peer ends before."""
+    received = bytearray(size)
+    fill(transport, memoryview(received))
+    return received
+
+
+def fill(transport: Transport, view: memoryview) -> None:
+    """Receive until ``view`` is full."""
+    deadline = time.monotonic() + PATIENCE_S
+    filled = 0
+    while filled < len(view):
+        assert time.monotonic() < deadline, f"no more bytes from {transport.describe()}"
+        count = transport.receive_wait(view[filled:], WAIT_SLICE_S)
+        assert count != 0, "the peer ended too early"
+        filled += count or 0
+
+
+def wait_for_end(transport: Transport) -> None:
+    """Wait until the peer's end is seen; fails on any byte before it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (count := transport.receive_wait(memoryview(bytearray(1)), WAIT_SLICE_S)) != 0:
+        assert count is None, "a byte came where the end was due"
+        assert time.monotonic() < deadline, "the peer's end is not seen"
+
+
+@contextmanager
+def _in_thread(work: Callable[[], None]) -> Iterator[None]:
+    """Run ``work`` beside the block; its failure is the block's."""
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "the other thread hangs"
+    if failures:
+        raise failures[0]
+
+
+def _fill_up(transport: Transport) -> int:
+    """Send until nothing more is taken; return how much was.
+
+    A network stack moves bytes to the reader's side a little later, and has room again then: so it waits for
+    that.
+    """
+    chunk = bytes(1 << 20)
+    total = 0
+    while True:
+        while taken := transport.send([chunk]):
+            total += taken
+            assert total < _ENOUGH_TO_FILL_ANY_PIPE, "send takes without bound while nobody reads"
+        if not transport.wait_writable(0.05):
+            return total
+
+
+def check_order(make_pair: MakePair) -> None:
+    """Bytes come in the order sent, both ways at once."""
+    with _pair(make_pair) as (left, right):
+        there, back = bytes(range(256)) * 64, bytes(reversed(range(256))) * 64
+        send_all(left, [there])
+        send_all(right, [back])
+        assert receive_exactly(right, len(there)) == there
+        assert receive_exactly(left, len(back)) == back
+
+
+def check_nothing_there(make_pair: MakePair) -> None:
+    """Receiving with nothing there says None at once; nothing to send takes nothing."""
+    with _pair(make_pair) as (left, right):
+        assert left.receive_into(memoryview(bytearray(10))) is None
+        assert left.send([b""]) == 0
+        assert left.send([b"", b""]) == 0
+        assert right.receive_into(memoryview(bytearray(10))) is None
+
+
+def check_scatter_gather(make_pair: MakePair) -> None:
+    """Many buffers of all kinds, empty ones among them, more than one system call may take."""
+    with _pair(make_pair) as (left, right):
+        buffers: list[Buffer] = []
+        for index in range(3000):
+            buffers += [b"", bytes([index % 256]) * (index % 7), bytearray(b"-"), memoryview(b"xyz")[1:]]
+        expected = b"".join(buffers)
+        taken = left.send(buffers)
+        assert 0 < taken <= len(expected)
+        rest = memoryview(expected)[taken:]
+        with _in_thread(lambda: send_all(left, [rest])):
+            assert receive_exactly(right, len(expected)) == expected
+
+
+def check_backpressure(make_pair: MakePair) -> None:
+    """A reader that does not read bounds what send takes; when it reads, there is room again."""
+    with _pair(make_pair) as (left, right):
+        total = _fill_up(left)
+        assert total > 0
+        total += left.send_wait([b"x"], 0.01)
+        receive_exactly(right, total)
+        assert left.wait_writable(PATIENCE_S)
+        assert left.send([b"more"]) == 4
+        assert receive_exactly(right, 4) == b"more"
+
+
+def check_room_wakes_the_sender(make_pair: MakePair) -> None:
+    """A sender that waits goes on as soon as the reader reads."""
+    with _pair(make_pair) as (left, right):
+        total = _fill_up(left)
+        with _in_thread(lambda: send_all(left, [b"z" * 100])):
+            assert receive_exactly(right, total + 100)[-100:] == b"z" * 100
+
+
+def check_many_small(make_pair: MakePair) -> None:
+    """Ten thousand small messages arrive whole and in order."""
+    messages = [index.to_bytes(4, "little") for index in range(10_000)]
+
+    def send() -> None:
+        for message in messages:
+            send_all(left, [message])
+
+    with _pair(make_pair) as (left, right), _in_thread(send):
+        assert receive_exactly(right, 4 * len(messages)) == b"".join(messages)
+
+
+def check_large(make_pair: MakePair) -> None:
+    """64 MiB pass from the sender's memory into the receiver's, nothing joined between."""
+    size = 64 << 20
+    source = memoryview(bytearray(os.urandom(1 << 16) * (size >> 16)))
+    target = memoryview(bytearray(size))
+    third = size // 3
+    with (
+        _pair(make_pair) as (left, right),
+        _in_thread(lambda: send_all(left, [source[:third], source[third : 2 * third], source[2 * third :]])),
+    ):
+        fill(right, target)
+    assert target == source
+
+
+def check_end(make_pair: MakePair) -> None:
+    """What was sent before a close still arrives, then the end, again and again."""
+    with _pair(make_pair) as (left, right):
+        send_all(left, [b"last words"])
+        left.close()
+        assert receive_exactly(right, 10) == b"last words"
+        wait_for_end(right)
+        wait_for_end(right)
+        assert not right.closed
+
+
+def check_half_end(make_pair: MakePair) -> None:
+    """After the end of one direction the other goes on."""
+    with _pair(make_pair) as (left, right):
+        left.end_sending()
+        left.end_sending()
+        wait_for_end(right)
+        send_all(right, [b"still here"])
+        assert receive_exactly(left, 10) == b"still here"
+
+
+def check_closed_by_us(make_pair: MakePair) -> None:
+    """On a side that closed, everything says Closed; closing again is nothing."""
+    with _pair(make_pair) as (left, _):
+        left.close()
+        left.close()
+        assert left.closed
+        operations: tuple[Callable[[], object], ...] = (
+            lambda: left.send([b"x"]),
+            lambda: left.send_wait([b"x"], 1.0),
+            lambda: left.receive_into(memoryview(bytearray(1))),
+            lambda: left.receive_wait(memoryview(bytearray(1)), 1.0),
+            lambda: left.receive_wait(memoryview(bytearray(1)), 0.01),
+        )
+        for operation in operations:
+            _expect(TransportClosed, operation)
+        assert left.describe()
+
+
+def check_closed_by_peer(make_pair: MakePair) -> None:
+    """Sending to a peer that is gone ends in Broken, whether it waits or not."""
+    with _pair(make_pair) as (left, right):
+        right.close()
+        deadline = time.monotonic() + PATIENCE_S
+
+        def send_until_noticed() -> None:
+            while time.monotonic() < deadline:
+                left.send_wait([b"x" * 1000], 0.01)
+
+        _expect(TransportBroken, send_until_noticed)
+        _expect(TransportBroken, lambda: left.send([b"x"]))
+
+
+def check_close_wakes_sender(make_pair: MakePair) -> None:
+    """A sender waiting for room is woken when the peer goes."""
+    with _pair(make_pair) as (left, right):
+        _fill_up(left)
+        rest = bytes(_ENOUGH_TO_FILL_ANY_PIPE)
+        with _in_thread(lambda: _expect(TransportError, lambda: send_all(left, [rest]))):
+            right.close()
+
+
+def check_interrupt_wakes(make_pair: MakePair) -> None:
+    """A thread waiting for bytes is woken by an interrupt of its own side, and told that it is closed."""
+    with _pair(make_pair) as (left, _):
+        waiting = threading.Event()
+
+        def wait_for_bytes() -> None:
+            waiting.set()
+            while True:
+                left.receive_wait(memoryview(bytearray(1)), WAIT_SLICE_S)
+
+        with _in_thread(lambda: _expect(TransportClosed, wait_for_bytes)):
+            waiting.wait(PATIENCE_S)
+            left.interrupt()
+
+
+def check_receive_wait(make_pair: MakePair) -> None:
+    """A wait is bounded by its timeout and by a slice, and ends early when a byte comes."""
+    with _pair(make_pair) as (left, right):
+        view = memoryview(bytearray(8))
+        for timeout_s in (0.0, 0.02, 10 * WAIT_SLICE_S):
+            before = time.monotonic()
+            assert left.receive_wait(view, timeout_s) is None
+            # Generous upwards, as machines are busy; yet far below the ten slices asked for.
+            assert time.monotonic() - before < min(timeout_s, WAIT_SLICE_S) + 4 * WAIT_SLICE_S
+        assert not left.wait_readable(0.01)
+        with _in_thread(lambda: send_all(right, [b"wake"])):
+            assert receive_exactly(left, 4) == b"wake"
+        send_all(right, [b"!"])
+        assert left.wait_readable(PATIENCE_S)
+        assert left.receive_wait(view, 0.0) == 1
+
+
+def check_readiness(make_pair: MakePair) -> None:
+    """A transport has a descriptor to poll, or its hooks tell of bytes, of room and of the end."""
+    with _pair(make_pair) as (left, right):
+        if left.fileno() is not None:
+            return
+        readable, writable = threading.Event(), threading.Event()
+        left.watch(readable.set, writable.set)
+        assert writable.is_set()
+        assert not readable.is_set()
+        send_all(right, [b"x"])
+        assert readable.is_set()
+        receive_exactly(left, 1)
+        total = _fill_up(left)
+        writable.clear()
+        receive_exactly(right, total)
+        assert writable.is_set()
+        readable.clear()
+        right.close()
+        assert readable.is_set()
+
+
+def check_descriptors(make_pair: MakePair) -> None:
+    """Descriptors arrive with their bytes, in order, or are refused where they cannot travel."""
+    with _pair(make_pair) as (left, right):
+        reading, writing = os.pipe()
+        try:
+            if not left.carries_descriptors:
+                _expect(ValueError, lambda: left.send([b"x"], [reading]))
+                assert right.take_descriptors() == []
+                return
+            assert left.send([b"plain"]) == 5
+            assert left.send([b"", b"with"], [writing, reading]) == 4
+            assert left.send([b"after"]) == 5
+            assert receive_exactly(right, 14) == b"plainwithafter"
+            copies = right.take_descriptors()
+            assert right.take_descriptors() == []
+            try:
+                os.write(copies[0], b"through the copy")
+                assert os.read(reading, 100) == b"through the copy"
+                assert os.fstat(copies[1]).st_ino == os.fstat(reading).st_ino
+            finally:
+                for copy in copies:
+                    os.close(copy)
+            _expect(ValueError, lambda: left.send([b""], [reading]))
+            _fill_up(left)
+            assert left.send([b"x"], [reading]) == 0
+        finally:
+            os.close(reading)
+            os.close(writing)
+
+
+def _expect(error: type[BaseException], operation: Callable[[], object]) -> None:
+    try:
+        operation()
+    except error:
+        return
+    raise AssertionError(f"{error.__name__} was not raised")
+
+
+TRANSPORT_CHECKS: tuple[Check, ...] = (
+    check_order,
+    check_nothing_there,
+    check_scatter_gather,
+    check_backpressure,
+    check_room_wakes_the_sender,
+    check_many_small,
+    check_large,
+    check_end,
+    check_half_end,
+    check_closed_by_us,
+    check_closed_by_peer,
+    check_close_wakes_sender,
+    check_interrupt_wakes,
+    check_receive_wait,
+    check_readiness,
+    check_descriptors,
+)
+
+
+def check_transport(make_pair: MakePair) -> None:
+    """Run every check over pairs made by ``make_pair``."""
+    for check in TRANSPORT_CHECKS:
+        check(make_pair)

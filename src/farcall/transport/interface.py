@@ -1,0 +1,182 @@
+"""The whole I/O contract: what a way for bytes must do, and nothing about what the bytes mean.
+
+A transport is an ordered, connected, duplex stream of bytes between two nodes. It never buffers: what the
+kernel (or the in-memory pipe) does not take stays with the caller. It knows nothing of frames, tensors or
+threads.
+
+=================  ======================================  ==========================================
+method             result                                  would block
+=================  ======================================  ==========================================
+``send``           bytes taken, maybe fewer than offered   0
+``send_wait``      the same, after waiting a little        0, after at most ``timeout_s``
+``receive_into``   bytes read; 0: the peer ended           None
+``receive_wait``   the same, after waiting a little        None, after at most ``timeout_s``
+=================  ======================================  ==========================================
+
+Operating-system errors are translated once, here: ``TransportClosed`` (this side did it) or
+``TransportBroken`` (the world did). One thread may receive while another sends; two threads must not do the
+same of these at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+#: A waiting call comes back at least this often, so that its caller can look at deadlines and signals.
+WAIT_SLICE_S = 0.25
+
+#: The most descriptors one ``send`` may carry, and the most a peer may leave untaken before it is cut off.
+MAX_DESCRIPTORS_PER_SEND = 8
+MAX_DESCRIPTORS_UNTAKEN = 64
+
+
+class TransportError(ConnectionError):
+    """Root of what a transport raises."""
+
+
+class TransportClosed(TransportError):
+    """This side closed the transport before, or while, the operation ran."""
+
+
+class TransportBroken(TransportError):
+    """The peer, or something between, broke the connection; the message says how."""
+
+
+class DialFailed(TransportError):
+    """No connection could be made to an address; the message says which and why."""
+
+
+class ListenFailed(TransportError):
+    """An address could not be listened on; the message says which and why."""
+
+
+class Transport(ABC):
+    """One end of an ordered, connected, duplex byte stream."""
+
+    __slots__ = ("__weakref__",)
+
+    #: "tcp", "unix" or "memory"
+    kind: str
+    #: True where ``send`` takes descriptors
+    carries_descriptors: bool = False
+
+    @abstractmethod
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        """Hand over the bytes of ``buffers`` in order; return how many were taken, 0 if it would block.
+
+        Empty buffers are allowed. Descriptors travel with the first byte taken: when the result is 0 they did
+        not go, and the caller offers them again; when it is positive they went and stay the caller's to
+        close.
+        """
+
+    def send_bytes(self, data: bytes) -> int:
+        """``send`` for one small message: what most calls are."""
+        return self.send((data,))
+
+    @abstractmethod
+    def send_wait(self, buffers: Sequence[Buffer], timeout_s: float) -> int:
+        """Like ``send``, but wait for room: up to ``timeout_s``, never much longer than ``WAIT_SLICE_S``."""
+
+    @abstractmethod
+    def receive_into(self, view: memoryview) -> int | None:
+        """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
+
+    @abstractmethod
+    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
+        """Like ``receive_into``, but wait for bytes: up to ``timeout_s``, never longer than ``WAIT_SLICE_S``.
+
+        None may come early; the caller looks at its deadline and asks again.
+        """
+
+    @abstractmethod
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait until ``receive_into`` has something to say; False after ``timeout_s``. Takes no byte.
+
+        A signal may interrupt this wait without harm, which cannot be said of a wait that also reads.
+        """
+
+    @abstractmethod
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Wait until ``send`` takes something or fails; False after ``timeout_s``."""
+
+    @abstractmethod
+    def close_after_fork(self) -> None:
+        """In a forked child: give back the descriptor, and leave the parent's connection alone."""
+
+    def take_descriptors(self) -> list[int]:
+        """Descriptors received so far, oldest first; they become the caller's to close.
+
+        A descriptor is here no later than the first byte of the ``send`` that carried it, in the order sent.
+        So whoever decodes the frame that announces a descriptor finds it here.
+        """
+        return []
+
+    @abstractmethod
+    def fileno(self) -> int | None:
+        """The descriptor to poll, or None: then ``on_readable`` and ``on_writable`` tell."""
+
+    def watch(self, on_readable: Callable[[], None] | None, on_writable: Callable[[], None] | None) -> None:
+        """Set the hooks of a transport without descriptor; each runs on the thread that made it ready.
+
+        A hook runs after every change from not ready to ready, and at once if it is ready now. Spurious runs
+        are allowed.
+        """
+        raise NotImplementedError(f"a {self.kind} transport is polled by its descriptor")
+
+    @abstractmethod
+    def end_sending(self) -> None:
+        """Tell the peer that no more bytes come; receiving goes on. Does nothing on an ended transport."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Wake every thread inside this transport for good, and end both directions; ``close`` must follow.
+
+        Safe from any thread. The descriptor stays reserved, so its number cannot be reused under a thread
+        that is about to read from it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End both directions and give back the descriptor. Idempotent."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once this side called ``interrupt`` or ``close``."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """For people: both ends, as in ``tcp 10.0.0.1:4000 -> 10.0.0.2:5000``."""
+
+
+class Listener(ABC):
+    """A place others can dial."""
+
+    __slots__ = ("__weakref__",)
+
+    #: What to give to ``dial``; the port is the real one even if any port was asked for.
+    address: str
+
+    @abstractmethod
+    def accept(self) -> Transport | None:
+        """The next connection, or None if there is none now; never blocks."""
+
+    @abstractmethod
+    def fileno(self) -> int | None:
+        """The descriptor to poll for reading, or None: then ``watch`` tells."""
+
+    def watch(self, on_acceptable: Callable[[], None] | None) -> None:
+        """Set the hook of a listener without descriptor."""
+        raise NotImplementedError("this listener is polled by its descriptor")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening and leave nothing behind. Idempotent."""
+
+    @abstractmethod
+    def close_after_fork(self) -> None:
+        """In a forked child: give back the descriptor; names and files are the parent's."""

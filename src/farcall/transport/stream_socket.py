@@ -1,0 +1,257 @@
+"""What TCP and unix streams share: one connected socket as a ``Transport``.
+
+The socket stays in blocking mode with a kernel-side timeout of one wait slice, set once; operations that must
+not wait pass ``MSG_DONTWAIT``. So a thread that waits for its answer does it in ONE system call, and still
+comes back to look at its deadline. (A Python socket with a timeout would poll first: two calls.) Signals
+work: the interpreter runs handlers on EINTR and then resumes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import ClassVar
+
+from farcall.transport.interface import (
+    WAIT_SLICE_S,
+    Buffer,
+    DialFailed,
+    Listener,
+    Transport,
+    TransportBroken,
+    TransportClosed,
+    TransportError,
+)
+
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+SEND_NOW = int(_DONT_WAIT | _NO_SIGNAL)
+SEND_WAITING = int(_NO_SIGNAL)
+RECEIVE_NOW = int(_DONT_WAIT)
+
+# sendmsg refuses longer lists with EMSGSIZE; the rest waits for the next call.
+_LONGEST_LIST = 1024
+if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
+    _LONGEST_LIST = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
+
+_SLICE_TIMEVAL = struct.pack("@ll", int(WAIT_SLICE_S), int(WAIT_SLICE_S % 1 * 1_000_000))
+
+# accept() reports these for connections that died in the queue, or for a passing shortage: try again later.
+_PASSING_ACCEPT_ERRORS = frozenset(
+    {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+)
+
+
+def fill_timeouts(stream: socket.socket) -> None:
+    """Make ``stream`` blocking, with both kernel timeouts at one slice."""
+    stream.settimeout(None)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE_TIMEVAL)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE_TIMEVAL)
+
+
+def wait_for(descriptor: int, event: int, timeout_s: float) -> bool:
+    """Wait until ``descriptor`` shows ``event`` (or an error, or its end); False after ``timeout_s``."""
+    poller = select.poll()
+    poller.register(descriptor, event)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000.0))
+
+
+class SocketTransport(Transport):
+    """A connected stream socket."""
+
+    __slots__ = ("_closed", "_readable", "_socket", "_writable")
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._closed = False
+        self._socket = stream
+        self._readable = select.poll()
+        self._readable.register(stream, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(stream, select.POLLOUT)
+        fill_timeouts(stream)
+
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        if descriptors:
+            raise ValueError(f"a {self.kind} transport cannot carry descriptors")
+        try:
+            if len(buffers) == 1:
+                return self._socket.send(buffers[0], SEND_NOW)
+            if len(buffers) > _LONGEST_LIST:
+                buffers = buffers[:_LONGEST_LIST]
+            return self._socket.sendmsg(buffers, (), SEND_NOW)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._translated(error, "send") from error
+
+    def send_bytes(self, data: bytes) -> int:
+        try:
+            return self._socket.send(data, SEND_NOW)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._translated(error, "send") from error
+
+    def send_wait(self, buffers: Sequence[Buffer], timeout_s: float) -> int:
+        try:
+            if timeout_s < WAIT_SLICE_S:
+                if not wait_for(self._socket.fileno(), select.POLLOUT, timeout_s):
+                    return 0
+                flags = SEND_NOW
+            else:
+                flags = SEND_WAITING
+            return self._socket.sendmsg(buffers[:_LONGEST_LIST], (), flags)
+        except BlockingIOError:
+            return 0
+        except (OSError, ValueError) as error:
+            raise self._translated(error, "send") from error
+
+    def receive_into(self, view: memoryview) -> int | None:
+        try:
+            return self._socket.recv_into(view, 0, RECEIVE_NOW) or self._ended()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self._translated(error, "receive") from error
+
+    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
+        if timeout_s < WAIT_SLICE_S:
+            return self.receive_into(view) if self._readable_within(timeout_s) else None
+        try:
+            return self._socket.recv_into(view) or self._ended()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self._translated(error, "receive") from error
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        return self._wait(self._readable, timeout_s, "receive")
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        return self._wait(self._writable, timeout_s, "send")
+
+    def _wait(self, poller: select.poll, timeout_s: float, doing: str) -> bool:
+        if self._closed:
+            raise TransportClosed(f"cannot {doing}: this side closed the {self.kind} connection")
+        return bool(poller.poll(timeout_s * 1000.0))
+
+    def close_after_fork(self) -> None:
+        self._closed = True
+        self._socket.close()  # no shutdown(): that would end the parent's connection as well
+
+    def fileno(self) -> int | None:
+        return self._socket.fileno()
+
+    def end_sending(self) -> None:
+        self._shut(socket.SHUT_WR)
+
+    def interrupt(self) -> None:
+        self._closed = True
+        self._shut(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._closed = True
+        # Without this a thread blocked in recv would sleep on: closing a descriptor does not wake it on
+        # Linux.
+        self._shut(socket.SHUT_RDWR)
+        self._socket.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def describe(self) -> str:
+        try:
+            here, there = self._socket.getsockname(), self._socket.getpeername()
+            return f"{self.kind} {self._name(here)} -> {self._name(there)}"
+        except OSError:
+            return f"{self.kind} (not connected)"
+
+    @staticmethod
+    def _name(address: object) -> str:
+        """How one end is called in ``describe``."""
+        return str(address)
+
+    def _shut(self, how: int) -> None:
+        try:
+            self._socket.shutdown(how)
+        except OSError:
+            pass  # the peer was faster, or it is closed already
+
+    def _readable_within(self, timeout_s: float) -> bool:
+        try:
+            return wait_for(self._socket.fileno(), select.POLLIN, timeout_s)
+        except (OSError, ValueError) as error:
+            raise self._translated(error, "receive") from error
+
+    def _ended(self) -> int:
+        """What zero bytes mean: the peer's end, unless this side ended the stream itself."""
+        if self._closed:
+            raise TransportClosed(f"this side closed the {self.kind} connection")
+        return 0
+
+    def _translated(self, error: Exception, doing: str) -> TransportError:
+        if self._closed:
+            return TransportClosed(f"cannot {doing}: this side closed the {self.kind} connection")
+        return TransportBroken(f"cannot {doing} over {self.describe()}: {error}")
+
+
+class SocketListener(Listener):
+    """A listening stream socket; subclasses bind it and name the transport it makes."""
+
+    __slots__ = ("_closed", "_socket", "address")
+
+    transport_class: ClassVar[type[SocketTransport]]
+
+    def __init__(self, listening: socket.socket, address: str) -> None:
+        listening.setblocking(False)
+        self._socket = listening
+        self._closed = False
+        self.address = address
+
+    def accept(self) -> Transport | None:
+        try:
+            stream, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            if self._closed:
+                raise TransportClosed(f"{self.address} no longer listens") from error
+            if error.errno in _PASSING_ACCEPT_ERRORS:
+                return None
+            raise TransportBroken(f"{self.address} cannot accept: {error}") from error
+        try:
+            return self.transport_class(stream)
+        except OSError:
+            # It died before its options could be set: the same as one that died in the queue.
+            stream.close()
+            return None
+
+    def fileno(self) -> int | None:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._closed = True
+        self._socket.close()
+
+    def close_after_fork(self) -> None:
+        self._closed = True
+        self._socket.close()
+
+
+def connect(stream: socket.socket, target: object, timeout_s: float, address: str) -> None:
+    """Connect ``stream`` within ``timeout_s`` or close it and raise ``DialFailed``, naming ``address``."""
+    try:
+        stream.settimeout(max(0.001, timeout_s))
+        stream.connect(target)  # type: ignore[arg-type]
+    except OSError as error:
+        stream.close()
+        why = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else error
+        raise DialFailed(f"cannot connect to {address}: {why}") from error
+    except BaseException:
+        stream.close()
+        raise

@@ -1,0 +1,106 @@
+"""What every test gets: repeatable property tests, and a check that nothing of ours outlives a test with
+processes.
+
+Tests in ``tests/processes`` and ``tests/faults`` open sockets, segments and threads in this very process,
+and start others. Whatever a test leaves behind fails that test, by name, rather than some later one by
+accident.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+CHECKED_FOLDERS = {"processes", "faults"}
+# Threads that the test closed may still be on their last lines, and children may not be reaped yet.
+SETTLING_S = 5.0
+OUR_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
+
+
+def threads() -> set[str]:
+    return {
+        f"thread {thread.name}" for thread in threading.enumerate() if thread is not threading.main_thread()
+    }
+
+
+def children() -> set[str]:
+    """Processes started by this one, without the helpers that multiprocessing keeps for itself."""
+    kept = {
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+    }
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, after_name = stat.read_text().split("(", 1)[1].rsplit(") ", 1)
+        except OSError:
+            continue  # it ended while we looked
+        process_id = int(stat.parent.name)
+        if int(after_name.split()[1]) == os.getpid() and process_id not in kept:
+            found.add(f"process {process_id} ({name})")
+    return found
+
+
+def descriptors() -> set[str]:
+    """Open sockets, pipes, epolls and memfds, without those that multiprocessing keeps for itself."""
+    kept = {
+        getattr(resource_tracker._resource_tracker, "_fd", None),
+        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
+    }
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue  # the descriptor of this very listing
+        if target.startswith(OUR_DESCRIPTORS) and int(entry) not in kept:
+            found.add(f"descriptor {entry} -> {target}")
+    return found
+
+
+def segments() -> set[str]:
+    """Mapped shared memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {f"mapping {line.split()[0]} {line.split(None, 5)[5]}" for line in lines if "/memfd:" in line}
+
+
+KINDS: tuple[Callable[[], set[str]], ...] = (threads, children, descriptors, segments)
+
+
+def remains(before: set[str]) -> set[str]:
+    return set().union(*(kind() for kind in KINDS)) - before
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not CHECKED_FOLDERS & set(request.node.path.parts):
+        yield
+        return
+    before = remains(set())
+    yield
+    give_up_at = time.monotonic() + SETTLING_S
+    while left := remains(before):
+        if time.monotonic() > give_up_at:
+            pytest.fail("outlived the test: " + ", ".join(sorted(left)))
+        gc.collect()
+        time.sleep(0.01)

@@ -1,0 +1,46 @@
+"""The commands, run as a user would run them, for as short a time as they allow."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def farcall_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "farcall", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_demo_ends_by_itself_and_is_readable_in_a_pipe() -> None:
+    done = farcall_command("demo", "--seconds", "2")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "every answer right" in done.stdout
+    total = re.search(r"([\d,]+) calls, every answer right", done.stdout)
+    assert total is not None
+    assert int(total[1].replace(",", "")) > 100
+    for caller in range(4):
+        assert f"worker{caller}" in done.stdout
+
+
+def test_bench_measures_all_three(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
+    places = ["--json", str(figures), "--plot", str(picture)]
+    done = farcall_command("bench", "--quick", "--rounds", "1", "--only", "^no-op$|^send 64 KiB$", *places)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(figures.read_text())
+    assert document["failures"] == []
+    assert [case["name"] for case in document["cases"]] == ["no-op", "send 64 KiB"]
+    for case in document["cases"]:
+        medians = case["statistics"]["p50"]["median"]
+        assert all(medians[contender] > 0 for contender in ("floor", "stock", "farcall"))
+    assert picture.read_text().startswith("<svg")
+
+
+def test_bench_names_its_cases_where_none_matches() -> None:
+    done = farcall_command("bench", "--only", "no such case")
+    assert done.returncode == 2
+    assert "no case matches" in done.stderr

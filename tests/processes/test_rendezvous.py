@@ -1,0 +1,288 @@
+"""Meeting over real stores: TCP and file, beside process groups, under torchrun's environment, and Ctrl-C."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import farcall.options
+from farcall.errors import BadRank, InitError, MissingPeers
+from farcall.options import RpcBackendOptions
+from farcall.runtime.rendezvous import Membership, join
+
+SOURCE = Path(farcall.options.__file__).parents[1]
+GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*GROUP_VARIABLES, "FARCALL_SECRET", "FARCALL_ADVERTISE", "FARCALL_TRANSPORTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _first_store() -> None:
+    """The first TCP store of a process makes a pipe (libuv's, for signals) that stays; it is not ours."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Future[Membership]]]:
+    with ThreadPoolExecutor(16) as pool:
+
+        def start_join(
+            name: str, rank: int, size: int, url: str, timeout_s: float = 20
+        ) -> Future[Membership]:
+            options = RpcBackendOptions(0, url, start_timeout_s=timeout_s)
+            return pool.submit(join, name, rank, size, options, [f"tcp://{name}:1"])
+
+        yield start_join
+
+
+def close(futures: list[Future[Membership]]) -> list[Membership]:
+    memberships = [future.result(40) for future in futures]
+    for membership in memberships:
+        membership.close()
+    return memberships
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tcp6", "file"])
+def test_meeting_again_and_again_at_one_place(scheme: str, start: Any, port: int, tmp_path: Path) -> None:
+    if scheme == "tcp6" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 on this machine")
+    url = {
+        "tcp": f"tcp://127.0.0.1:{port}",
+        "tcp6": f"tcp://[::1]:{port}",
+        "file": f"file://{tmp_path}/store",
+    }[scheme]
+    clusters = set()
+    for _ in range(3):
+        memberships = close([start(f"w{rank}", rank, 3, url) for rank in (2, 0, 1)])
+        assert [m.name for m in memberships[0].members] == ["w0", "w1", "w2"]
+        assert len({(m.cluster_id, m.secret) for m in memberships}) == 1
+        clusters.add(memberships[0].cluster_id)
+    assert len(clusters) == 3
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_keeps_its_store_while_others_meet_anew(start: Any, tmp_path: Path) -> None:
+    """A file outlives a meeting as long as one member holds it: the next finds the old keys."""
+    url = f"file://{tmp_path}/store"
+    first = [future.result(40) for future in [start("a", 0, 2, url), start("b", 1, 2, url)]]
+    second = close([start("a", 0, 2, url), start("b", 1, 2, url)])
+    assert {m.generation for m in first} == {0}
+    assert {m.generation for m in second} == {1}
+    for membership in first:
+        membership.close()
+
+
+def test_a_missing_member_is_named_and_the_port_is_free_again(start: Any, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    began = time.monotonic()
+    with pytest.raises(MissingPeers) as caught:
+        start("a", 0, 2, url, 0.5).result(40)
+    assert caught.value.missing == (1,)
+    assert time.monotonic() - began < 4
+    gc.collect()
+    socket.create_server(("127.0.0.1", port)).close()
+    assert len(close([start("a", 0, 2, url), start("b", 1, 2, url)])) == 2
+
+
+def test_a_missing_rank_0_is_named(start: Any, port: int) -> None:
+    with pytest.raises(MissingPeers, match=rf"rank 0 is missing.*127\.0\.0\.1:{port}") as caught:
+        start("b", 1, 2, f"tcp://127.0.0.1:{port}", 0.5).result(40)
+    assert caught.value.missing == (0,)
+
+
+def test_a_host_that_is_not_there(start: Any) -> None:
+    with pytest.raises(MissingPeers, match=r"nowhere\.invalid"):
+        start("b", 1, 2, "tcp://nowhere.invalid:29500", 0.5).result(40)
+
+
+def test_those_left_by_rank_0_say_who_was_missing(start: Any, port: int) -> None:
+    """Rank 0 gives up first and takes the store along."""
+    url = f"tcp://127.0.0.1:{port}"
+    patient = start("b", 1, 3, url, 2)
+    with pytest.raises(MissingPeers):
+        start("a", 0, 3, url, 0.7).result(40)
+    with pytest.raises(MissingPeers, match=r"missing: rank 2;.*rank 0 \(a\) came and gave up") as caught:
+        patient.result(40)
+    assert caught.value.missing == (2,)
+
+
+def test_a_store_of_this_program_at_the_port_is_used(start: Any, port: int) -> None:
+    own = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    url = f"tcp://127.0.0.1:{port}"
+    assert len(close([start("a", 0, 2, url), start("b", 1, 2, url)])) == 2
+    first, second = start("a", 0, 2, url, 3), start("z", 0, 2, url, 3)
+    outcomes = [future.exception(40) for future in (first, second)]
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["BadRank", "MissingPeers"]
+    assert isinstance(next(o for o in outcomes if isinstance(o, BadRank)), InitError)
+    del own
+
+
+# ---------------------------------------------------------------- processes of their own
+
+PRELUDE = """
+import os, sys, time, datetime
+import torch, torch.distributed as dist
+from farcall.options import RpcBackendOptions
+from farcall.runtime.rendezvous import join
+rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
+def meet(name=None):
+    options = RpcBackendOptions(0, start_timeout_s=30)
+    return join(name or f"w{rank}", -1, None, options, [])
+def group():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    one = torch.ones(1); dist.all_reduce(one); assert one.item() == size
+"""
+
+
+def run_ranks(code: str, size: int, variables: dict[str, str]) -> list[subprocess.Popen[str]]:
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(SOURCE),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[str]:
+    deadline = time.monotonic() + timeout_s
+    try:
+        outputs = [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    return outputs
+
+
+def test_the_port_is_shared_with_process_groups(port: int) -> None:
+    """Process group first or second or between, all at one MASTER_PORT."""
+    code = """
+        first = meet()
+        group()
+        second = meet()
+        dist.destroy_process_group()
+        assert second.cluster_id != first.cluster_id and second.generation == first.generation + 1
+        first.close(); second.close()
+        group()
+        third = meet()
+        dist.barrier()
+        third.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        print("done", len(third.members))
+    """
+    outputs = finish(run_ranks(code, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}))
+    assert all("done 2" in output for output in outputs)
+
+
+def test_meeting_anew_at_once_after_the_server_left(port: int) -> None:
+    """Rank 1 may find rank 0's old server for a moment: it must not get stuck there."""
+    code = """
+        for _ in range(8):
+            membership = meet()
+            if rank == 0:
+                time.sleep(0.02)
+            membership.close()
+        print("done")
+    """
+    finish(run_ranks(code, 2, {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}))
+
+
+def test_under_torchruns_environment(port: int) -> None:
+    """The agent serves the store, also for rank 0, and outlives a killed set of workers."""
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    killed = run_ranks("meet()", 2, {**variables, "WORLD_SIZE": "3"})
+    try:
+        deadline = time.monotonic() + 60
+        while not agent.check(["farcall/0/0/slot/0", "farcall/0/0/slot/1"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        for process in killed:
+            process.kill()
+            process.communicate()
+    # The same restart count: only their silence tells that they are dead.
+    outputs = finish(run_ranks("m = meet(); print('done', len(m.members))", 2, variables))
+    assert all("done 2" in output for output in outputs)
+    del agent
+
+
+def test_ctrl_c_ends_the_wait(port: int) -> None:
+    code = """
+        print("waiting", flush=True)
+        meet()
+    """
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    (process,) = run_ranks(code, 1, variables)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "waiting"
+        watcher = _wait_for_port(port)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=10)
+    finally:
+        process.kill()
+        process.wait()
+    assert watcher
+    assert "KeyboardInterrupt" in output
+    assert time.monotonic() - began < 5
+
+
+def _wait_for_port(port: int, timeout_s: float = 30) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return True
+        except OSError:
+            time.sleep(0.02)
+    return False
+
+
+def test_a_port_where_something_else_listens_is_told(start: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(InitError, match="does not answer"):
+            start("b", 1, 2, url, 0.5).result(40)

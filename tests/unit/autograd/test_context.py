@@ -1,0 +1,304 @@
+"""Contexts: recording, backward over one or more workers, errors, release. No threads, no sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.autograd.cluster import Hang, Network
+from torch.utils.checkpoint import checkpoint
+
+from farcall.autograd.context import Context
+from farcall.errors import RpcError
+from farcall.protocol.gradients import PassDone, PassId, StartPass
+
+RECEIVE_NAME = "torch::distributed::autograd::RecvRpcBackward"
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.rand(shape or (3, 3), requires_grad=True)
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network(3)
+
+
+@pytest.fixture
+def context(network: Network) -> Context:
+    return network.workers[0].new_context()
+
+
+def gradients(network: Network, context: Context, worker: int = 0) -> dict[torch.Tensor, torch.Tensor]:
+    return network.workers[worker].get_gradients(context.id)
+
+
+def test_what_crosses_is_recorded_at_both_ends(network: Network, context: Context) -> None:
+    first, second = leaf(), leaf()
+    arrived = network.move(context.id, 0, 1, [first, torch.ones(2), second])
+    total = arrived[0] + arrived[2]
+    (back,) = network.move(context.id, 1, 0, [total])
+    (request,) = context._send_functions().values()
+    assert [node.variable for node, _ in request.next_functions] == [first, second]
+    assert [index for _, index in request.next_functions] == [0, 0]
+    assert request.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
+    assert request.name() == "torch::distributed::autograd::SendRpcBackward"
+    assert context._recv_functions() == {back.grad_fn.message_id: back.grad_fn}
+    assert context._known_worker_ids() == {1}
+    there = network.workers[1].retrieve(context.id)
+    (response,) = there._send_functions().values()
+    add = response.next_functions[0][0]
+    assert add.name() == "AddBackward0"
+    assert [node.name() for node, _ in add.next_functions] == [RECEIVE_NAME] * 2
+    assert add.next_functions[0][0] == add.next_functions[1][0]
+    assert not arrived[1].requires_grad
+
+
+def test_nothing_is_recorded_where_nothing_needs_a_gradient(network: Network, context: Context) -> None:
+    network.move(context.id, 0, 1, [torch.ones(2)])
+    with torch.no_grad():
+        (arrived,) = network.move(context.id, 0, 1, [leaf()])
+    assert context._send_functions() == {}
+    assert context._known_worker_ids() == {1}
+    assert network.workers[1].retrieve(context.id)._recv_functions() == {}
+    assert arrived.grad_fn is None
+
+
+def test_gradients_are_in_the_context_and_not_in_grad(network: Network, context: Context) -> None:
+    first, second = leaf(), leaf()
+    a, b = network.move(context.id, 0, 1, [first, second])
+    (product,) = network.move(context.id, 1, 0, [a @ b])
+    network.workers[0].backward(context.id, [product.sum()])
+    expected = torch.autograd.grad((first @ second).sum(), [first, second])
+    found = gradients(network, context)
+    torch.testing.assert_close([found[first], found[second]], list(expected))
+    assert first.grad is None
+    assert second.grad is None
+
+
+def test_an_unused_result_neither_hangs_nor_counts(network: Network, context: Context) -> None:
+    first = leaf()
+    network.move(context.id, 1, 0, network.move(context.id, 0, 1, [first]))
+    network.workers[0].backward(context.id, [(first * 3).sum()])
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 3.0))
+
+
+def test_one_round_trip_costs_two_gradients_a_start_and_a_done(network: Network, context: Context) -> None:
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [leaf()]))
+    network.workers[0].backward(context.id, [back.sum()])
+    kinds = [type(letter).__name__ for _, _, letter in network.log]
+    assert kinds == ["StartPass", "Gradient", "Gradient", "PassDone"]
+
+
+def test_a_call_to_oneself(network: Network, context: Context) -> None:
+    first = leaf()
+    (here,) = network.move(context.id, 0, 0, [first])
+    (back,) = network.move(context.id, 0, 0, [here * first])
+    network.workers[0].backward(context.id, [back.sum()])
+    torch.testing.assert_close(gradients(network, context)[first], 2 * first.detach())
+
+
+def test_passes_add_up(network: Network, context: Context) -> None:
+    first = leaf()
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [first]))
+    loss = back.sum()
+    network.workers[0].backward(context.id, [loss], retain_graph=True)
+    network.workers[0].backward(context.id, [loss])
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 2.0))
+
+
+def test_sparse_gradients(network: Network, context: Context) -> None:
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    both = torch.nn.Embedding(10, 3, sparse=True)
+    (rows,) = network.move(context.id, 1, 0, [table(torch.tensor([1, 1, 4])) + both(torch.tensor([2, 2, 2]))])
+    (more,) = network.move(context.id, 1, 0, [both.weight * 2])
+    network.workers[0].backward(context.id, [rows.sum() + more.sum()])
+    found = gradients(network, context, 1)
+    assert found[table.weight].is_sparse
+    assert found[table.weight].to_dense()[1].tolist() == [2, 2, 2]
+    assert found[both.weight][2].tolist() == [5, 5, 5]
+
+
+def test_a_sparse_tensor_crosses(network: Network, context: Context) -> None:
+    matrix = torch.eye(3).to_sparse().requires_grad_()
+    (there,) = network.move(context.id, 0, 1, [matrix])
+    (back,) = network.move(context.id, 1, 0, [there * 2])
+    network.workers[0].backward(context.id, [torch.sparse.sum(back)])
+    assert gradients(network, context)[matrix].to_dense().sum() == 6
+
+
+def test_in_place_operations_on_what_arrived(network: Network, context: Context) -> None:
+    first = leaf()
+    (there,) = network.move(context.id, 0, 1, [first])
+    there.mul_(3)
+    there += 1
+    (back,) = network.move(context.id, 1, 0, [there])
+    network.workers[0].backward(context.id, [back.sum()])
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 3.0))
+
+
+def test_hooks_of_leaves_see_the_whole_gradient_once(network: Network, context: Context) -> None:
+    first = leaf()
+    seen: list[torch.Tensor] = []
+    first.register_hook(lambda gradient: (seen.append(gradient), gradient * 10)[1])
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [first]))
+    network.workers[0].backward(context.id, [(back + first).sum()])
+    assert torch.equal(torch.stack(seen), torch.full((1, 3, 3), 2.0))
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 20.0))
+
+
+def test_hooks_of_accumulators_run_after(network: Network, context: Context) -> None:
+    first = leaf()
+    twice = first + first
+    seen: list[Any] = []
+    twice.grad_fn.next_functions[0][0].register_hook(
+        lambda results, given: seen.append((results, given[0].sum()))
+    )
+    network.workers[0].backward(context.id, [twice.sum()])
+    assert seen == [((), torch.tensor(18.0))]
+
+
+def test_hooks_of_a_module_around_a_remote_call(network: Network, context: Context) -> None:
+    """A residual connection: the module's output is used here and sent away, so its node runs alone."""
+    module = torch.nn.Linear(3, 3)
+    seen: list[Any] = []
+    module.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].clone()))
+    inner = module(leaf())
+    (there,) = network.move(context.id, 0, 1, [inner])
+    (back,) = network.move(context.id, 1, 0, [there * 2])
+    network.workers[0].backward(context.id, [(back + inner).sum()])
+    assert len(seen) == 1
+    assert torch.equal(seen[0], torch.full((3, 3), 3.0))
+    assert torch.equal(gradients(network, context)[module.bias], torch.full((3,), 9.0))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(network: Network, context: Context, reentrant: bool) -> None:
+    outer, inner = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    start = leaf()
+
+    def deep(value: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: inner(x).relu(), value, use_reentrant=reentrant) * 2
+
+    def run(value: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: deep(outer(x)).sin(), value, use_reentrant=reentrant)
+
+    (there,) = network.move(context.id, 0, 1, [start])
+    (back,) = network.move(context.id, 1, 0, [run(there)])
+    network.workers[0].backward(context.id, [back.sum()])
+    found = gradients(network, context, 1)
+    parameters = [*outer.parameters(), *inner.parameters()]
+    assert all(parameter.grad is None for parameter in parameters)
+    plain = deep(outer(start)).sin().sum() if not reentrant else run(start).sum()
+    plain.backward()
+    for parameter in parameters:
+        torch.testing.assert_close(found[parameter], parameter.grad)
+    torch.testing.assert_close(gradients(network, context)[start], start.grad)
+
+
+def test_a_gradient_has_memory_of_its_own(network: Network, context: Context) -> None:
+    first, second = leaf(), leaf()
+    network.workers[0].backward(context.id, [(first + second).sum()])
+    found = gradients(network, context)
+    assert found[first].data_ptr() != found[second].data_ptr()
+    assert found[first].is_contiguous()
+
+
+def test_a_message_that_arrives_after_the_pass_began(network: Network, context: Context) -> None:
+    first = leaf()
+    there = network.workers[1]
+    here = network.workers[0]
+    message_id = here.attach_send(context, 1, [first])
+    assert message_id is not None
+    copy = first.detach().clone().requires_grad_()
+    network.possible.append(
+        lambda: there.attach_receive(there.find_or_create(context.id), 0, message_id, [copy])
+    )
+    here.backward(context.id, [(first * 2).sum()])
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 2.0))
+
+
+def test_a_message_that_is_declined(network: Network, context: Context) -> None:
+    first = leaf()
+    there, here = network.workers[1], network.workers[0]
+    message_id = here.attach_send(context, 1, [first])
+    assert message_id is not None
+    with pytest.raises(Hang):
+        here.backward(context.id, [(first * 2).sum()])
+    there.decline(there.find_or_create(context.id), 0, message_id)
+    network.drain()
+    here.backward(context.id, [(first * 3).sum()])
+
+
+def test_a_timeout_names_whom_it_waited_for(network: Network, context: Context) -> None:
+    first = leaf()
+    assert network.workers[0].attach_send(context, 2, [first]) is not None
+    with pytest.raises(RpcError, match="timed out"):
+        network.workers[0].backward(context.id, [(first * 2).sum()], timeout_s=5.0)
+    network.drain()
+    assert all(worker.debug_info()["num_current_backward_passes"] == "0" for worker in network.workers)
+
+
+@pytest.mark.parametrize(
+    ("roots", "text"),
+    [
+        ([], "No tensors provided for gradient computation"),
+        ([torch.rand(3, 3)], "requires_grad not set on"),
+        ([torch.rand(3, 3, requires_grad=True)], "is not a scalar, all roots need to be scalar"),
+        ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
+    ],
+)
+def test_roots_that_cannot_be(
+    network: Network, context: Context, roots: list[torch.Tensor], text: str
+) -> None:
+    with pytest.raises(RpcError, match=text):
+        network.workers[0].backward(context.id, roots)
+
+
+@pytest.mark.parametrize(("context_id", "roots"), [(0, None), (None, None), (0, [1])])
+def test_arguments_of_the_wrong_type(network: Network, context_id: Any, roots: Any) -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        network.workers[0].backward(context_id, roots)
+
+
+def test_unknown_and_nested_contexts(network: Network, context: Context) -> None:
+    with pytest.raises(RpcError, match="Could not find autograd context with id: 100"):
+        network.workers[0].backward(100, [(leaf() * 2).sum()])
+    with pytest.raises(RpcError, match="Already have an autograd context id for this thread"):
+        network.workers[0].new_context()
+    network.workers[0].release(context.id)
+    with pytest.raises(RpcError, match="no autograd context"):
+        network.workers[0].current()
+    assert not network.workers[0].is_valid(context.id)
+
+
+def test_ids_begin_with_the_worker(network: Network) -> None:
+    context = network.workers[2].new_context()
+    assert context.id >> 48 == 2
+    assert network.workers[2].max_id() == (2 << 48) | ((1 << 48) - 1)
+
+
+def test_a_released_context_ends_its_pass_and_names_its_peers(network: Network, context: Context) -> None:
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [leaf()]))
+    network.possible.append(lambda: network.workers[0].release(context.id))
+    network.workers[1].release(context.id)
+    with pytest.raises(RpcError, match=f"Could not find autograd context with id: {context.id}"):
+        network.workers[0].backward(context.id, [back.sum()])
+    network.drain()
+    assert network.workers[0].debug_info()["num_autograd_contexts"] == "0"
+    assert network.workers[1].debug_info()["num_autograd_contexts"] == "0"
+
+
+def test_a_start_for_a_context_not_heard_of_is_answered(network: Network) -> None:
+    pass_id = PassId(0, 0)
+    network.workers[1].deliver(0, [StartPass(7, pass_id, (0, 1))])
+    network.drain()
+    assert [letter for _, _, letter in network.log] == [PassDone(7, pass_id)]
+
+
+def test_plain_backward_into_a_receive_says_what_to_do(network: Network, context: Context) -> None:
+    (there,) = network.move(context.id, 0, 1, [leaf()])
+    with pytest.raises(RuntimeError, match=r"farcall\.autograd\.backward"):
+        there.sum().backward()

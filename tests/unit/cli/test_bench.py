@@ -1,0 +1,143 @@
+"""The benchmark's arithmetic: medians, ratios within a round, verdicts, and what is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+
+import pytest
+from rich.console import Console
+
+from farcall.cli.bench import measure
+from farcall.cli.bench.cases import CASES
+from farcall.cli.bench.driver import CONTENDERS
+from farcall.cli.bench.plot import as_svg
+from farcall.cli.bench.report import as_json, figure, print_results, print_verdicts
+from farcall.cli.bench.results import Results
+from farcall.cli.bench.targets import TARGETS, Verdict, judge
+
+
+def results_of(case_name: str, statistic: str, **values: Iterable[float]) -> Results:
+    results = Results([CASES[case_name]])
+    for contender, rounds in values.items():
+        for value in rounds:
+            results.record(CASES[case_name], contender, {statistic: value})
+    return results
+
+
+def verdict_of(results: Results, text: str) -> Verdict:
+    return next(verdict for verdict in judge(results) if verdict.text == text)
+
+
+def test_ratio_is_taken_within_a_round() -> None:
+    results = results_of("no-op", "p50", stock=[100, 400], farcall=[10, 80])
+    assert results.times_better(CASES["no-op"], "farcall", "stock", "p50") == [10, 5]
+
+
+def test_higher_may_be_better() -> None:
+    results = results_of("send 1 MiB", "p50", stock=[2.0], farcall=[6.0])
+    assert results.times_better(CASES["send 1 MiB"], "farcall", "stock", "p50") == [3]
+
+
+def test_failed_contender_keeps_no_rounds() -> None:
+    results = results_of("no-op", "p50", stock=[100], farcall=[10])
+    results.fail(CASES["no-op"], "farcall", "it broke")
+    assert results.median("no-op", "farcall", "p50") is None
+    assert results.median("no-op", "stock", "p50") == 100
+
+
+@pytest.mark.parametrize(("farcall_us", "held"), [(20, True), (21, False)])
+def test_promise_against_stock(farcall_us: float, held: bool) -> None:
+    verdict = verdict_of(results_of("no-op", "p50", stock=[100], farcall=[farcall_us]), "no-op p50")
+    assert verdict.held is held
+
+
+@pytest.mark.parametrize(("farcall_us", "held"), [(80, True), (81, False)])
+def test_promise_against_the_floor(farcall_us: float, held: bool) -> None:
+    results = results_of("no-op", "p50", floor=[40], farcall=[farcall_us])
+    verdict = verdict_of(results, "no-op p50 against a raw ping-pong")
+    assert verdict.held is held
+    assert verdict.value == pytest.approx(farcall_us / 40)
+
+
+@pytest.mark.parametrize(("many", "held"), [(34, True), (35, False)])
+def test_promise_about_descriptors(many: float, held: bool) -> None:
+    results = Results(CASES.values())
+    results.record(CASES["descriptors, 4 nodes"], "farcall", {"count": 10})
+    results.record(CASES["descriptors, 16 nodes"], "farcall", {"count": many})
+    assert verdict_of(results, "descriptors of a node").held is held
+
+
+def test_promise_of_a_failed_case_is_broken_and_of_a_missing_one_unknown() -> None:
+    results = results_of("no-op", "p50", stock=[100])
+    results.fail(CASES["no-op"], "farcall", "it broke")
+    assert verdict_of(results, "no-op p50").held is False
+    assert verdict_of(results, "1 MiB echo").held is None
+
+
+def test_every_promise_is_about_cases_that_exist() -> None:
+    assert {case for target in TARGETS for case in target.cases} <= set(CASES)
+
+
+def test_what_is_written_can_be_read() -> None:
+    results = results_of("no-op", "p50", floor=[40, 42], stock=[400, 410], farcall=[60, 410])
+    results.fail(CASES["send 1 MiB"], "stock", "a <reason>")
+    verdicts = judge(results)
+    document = json.loads(as_json(results, verdicts, rounds=2))
+    (case,) = document["cases"]
+    assert case["statistics"]["p50"]["rounds"]["farcall"] == [60, 410]
+    assert document["failures"] == [{"case": "send 1 MiB", "contender": "stock", "reason": "a <reason>"}]
+    assert len(document["targets"]) == len(TARGETS)
+    ElementTree.fromstring(as_svg(results))
+    ElementTree.fromstring(as_svg(Results([])))
+
+
+def test_tables_name_every_contender_and_failure() -> None:
+    results = results_of("no-op", "p50", floor=[40], stock=[400], farcall=[60])
+    results.fail(CASES["send 1 MiB"], "farcall", "[it] broke")
+    output = io.StringIO()
+    console = Console(width=120, file=output)
+    print_results(console, results, rounds=1)
+    print_verdicts(console, judge(results))
+    text = output.getvalue()
+    assert all(name in text for name in CONTENDERS)
+    assert "[it] broke" in text
+    assert "6.67x" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.01234, "0.0123"), (7.777, "7.78"), (99.4, "99.4"), (38123.0, "38,123")],
+)
+def test_figures_have_three_digits(value: float | None, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_percentiles() -> None:
+    ordered = list(range(100))
+    assert measure.percentile(ordered, 0.5) == 50
+    assert measure.percentile(ordered, 0.99) == 99
+    assert measure.percentile([7], 0.99) == 7
+
+
+def test_slow_operations_are_sampled_all_the_same() -> None:
+    assert len(measure.sample_ns(lambda: None, budget_s=0.0)) >= measure.MIN_SAMPLES
+
+
+def test_rate_keeps_the_window_full_and_waits_for_everything() -> None:
+    class Future:
+        def __init__(self) -> None:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+
+        def wait(self) -> None:
+            nonlocal under_way
+            under_way -= 1
+
+    under_way = most = 0
+    statistics = measure.rate(8)(Future, 0.01)
+    assert (most, under_way) == (8, 0)
+    assert statistics["rate"] > 0

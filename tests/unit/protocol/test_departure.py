@@ -1,0 +1,418 @@
+"""Leaving together, one rule at a time: machines joined by a list of messages, and a clock to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from farcall.protocol.departure import (
+    ACKNOWLEDGE_GRACE_S,
+    LOST_LINK_GRACE_S,
+    MAX_LATE_NAMED,
+    STATUS_INTERVAL_S,
+    Departure,
+    DepartureState,
+    Effect,
+    Event,
+    Finished,
+    Late,
+    LocalBusy,
+    LocalEntered,
+    LocalIdle,
+    LogWaiting,
+    PeerGone,
+    Received,
+    Send,
+    TimedOut,
+)
+from farcall.protocol.messages import (
+    DepartureAcknowledged,
+    DepartureProbe,
+    DepartureReleased,
+    DepartureReport,
+)
+
+
+class Cluster:
+    """Some machines, the messages between them, and what else they asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.now = 100.0
+        members = {rank: f"worker{rank}" for rank in range(count)}
+        self.nodes = {rank: Departure(rank, members) for rank in members}
+        self.wire: list[tuple[int, Send]] = []
+        self.asked: dict[int, list[Effect]] = {rank: [] for rank in members}
+        self.cut: set[frozenset[int]] = set()
+
+    def feed(self, rank: int, event: Event) -> None:
+        self.carry_out(rank, self.nodes[rank].handle(event, self.now))
+
+    def carry_out(self, rank: int, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.wire.append((rank, effect))
+            else:
+                self.asked[rank].append(effect)
+
+    def deliver(self) -> None:
+        """Until nobody has anything left to say."""
+        while self.wire:
+            sender, send = self.wire.pop(0)
+            if send.rank in self.nodes and frozenset((sender, send.rank)) not in self.cut:
+                self.feed(send.rank, Received(sender, send.message))
+
+    def enter(self, *ranks: int, timeout_s: float = 0, activity: int = 0) -> None:
+        for rank in ranks:
+            self.feed(rank, LocalIdle(activity))
+            self.feed(rank, LocalEntered(timeout_s))
+        self.deliver()
+
+    def kill(self, rank: int) -> None:
+        """As all others see it, at once."""
+        del self.nodes[rank]
+        for other in self.nodes:
+            self.feed(other, PeerGone(rank))
+
+    def advance(self, seconds: float) -> None:
+        """Turn the clock, stopping at each deadline on the way."""
+        end = self.now + seconds
+        while True:
+            due = {rank: at for rank, node in self.nodes.items() if (at := node.next_deadline()) is not None}
+            first = min(due, key=due.__getitem__, default=None)
+            if first is None or due[first] > end:
+                break
+            self.now = due[first]
+            self.carry_out(first, self.nodes[first].handle_deadline(self.now))
+            self.deliver()
+        self.now = end
+
+    def finished(self) -> set[int]:
+        return {rank for rank, effects in self.asked.items() if Finished() in effects}
+
+
+def test_all_leave_once_all_have_entered() -> None:
+    cluster = Cluster(4)
+    cluster.enter(0, 1, 3)
+    assert cluster.finished() == set()
+    cluster.enter(2)
+    assert cluster.finished() == {0, 1, 2, 3}
+    assert {node.state for node in cluster.nodes.values()} == {DepartureState.FINISHED}
+    assert all(node.next_deadline() is None for node in cluster.nodes.values())
+    assert all(effects == [Finished()] for effects in cluster.asked.values())
+
+
+def test_one_alone_leaves_at_once() -> None:
+    cluster = Cluster(1)
+    cluster.enter(0)
+    assert cluster.finished() == {0}
+
+
+def test_nobody_is_idle_before_it_was_said() -> None:
+    cluster = Cluster(1)
+    cluster.feed(0, LocalEntered(0))
+    assert cluster.finished() == set()
+    cluster.feed(0, LocalIdle(0))
+    assert cluster.finished() == {0}
+
+
+@pytest.mark.parametrize("busy", [0, 2])
+def test_a_busy_member_is_waited_for(busy: int) -> None:
+    cluster = Cluster(3)
+    cluster.feed(busy, LocalBusy(2))
+    cluster.feed(busy, LocalEntered(0))
+    cluster.enter(*({0, 1, 2} - {busy}))
+    assert cluster.finished() == set()
+    cluster.feed(busy, LocalIdle(2))
+    cluster.deliver()
+    assert cluster.finished() == {0, 1, 2}
+
+
+def test_work_between_the_two_looks_needs_a_third() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(1, LocalIdle(5))
+    cluster.feed(1, LocalEntered(0))
+    sender, report = cluster.wire.pop()
+    cluster.feed(0, Received(sender, report.message))
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1)]
+    cluster.feed(1, LocalBusy(1))
+    cluster.feed(1, LocalIdle(6))  # idle at both looks, but not in between
+    cluster.feed(1, Received(0, cluster.wire.pop()[1].message))
+    cluster.feed(0, Received(1, cluster.wire.pop()[1].message))
+    assert cluster.nodes[0].state is DepartureState.WAITING
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(2)]
+    cluster.deliver()
+    assert cluster.finished() == {0, 1}
+
+
+def test_who_was_busy_when_probed_reports_once_idle() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(1, LocalIdle(5))
+    cluster.feed(1, LocalEntered(0))
+    cluster.feed(1, LocalBusy(1))
+    cluster.deliver()
+    assert cluster.finished() == set()
+    cluster.feed(1, LocalIdle(6))
+    assert len(cluster.wire) == 1
+    cluster.deliver()
+    assert cluster.finished() == {0, 1}
+
+
+def test_becoming_idle_again_costs_no_message_while_nobody_asked() -> None:
+    cluster = Cluster(3)
+    cluster.enter(1)
+    for activity in range(10):
+        cluster.feed(1, LocalBusy(1))
+        cluster.feed(1, LocalIdle(activity))
+    assert cluster.wire == []
+
+
+def test_the_coordinators_own_work_stops_the_round() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(1, LocalIdle(0))
+    cluster.feed(1, LocalEntered(0))
+    sender, report = cluster.wire.pop()
+    cluster.feed(0, Received(sender, report.message))
+    cluster.feed(0, LocalBusy(1))
+    cluster.deliver()
+    assert cluster.finished() == set()
+    cluster.feed(0, LocalIdle(1))
+    cluster.deliver()
+    assert cluster.finished() == {0, 1}
+
+
+# --- duplicates and disorder ---------------------------------------------------------------------------
+
+
+def report(sequence: int, round_number: int = 0, calls: int = 0, activity: int = 0) -> DepartureReport:
+    return DepartureReport(sequence, round_number, True, calls, activity, [], False)
+
+
+def test_an_old_report_does_not_replace_a_newer_one() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(0, Received(1, report(2, calls=3)))
+    cluster.feed(0, Received(1, report(1)))
+    assert cluster.wire == []
+    cluster.feed(0, Received(1, report(3)))
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1)]
+
+
+def test_an_answer_to_an_old_round_does_not_end_the_new_one() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(0, Received(1, report(1)))
+    cluster.feed(0, Received(1, report(2, round_number=1, activity=1)))
+    cluster.feed(0, Received(1, report(3, round_number=1, activity=1)))
+    assert cluster.nodes[0].state is DepartureState.WAITING
+    cluster.feed(0, Received(1, report(4, round_number=2, activity=1)))
+    assert cluster.nodes[0].state is DepartureState.RELEASING
+
+
+def test_who_is_released_stays_so_and_passes_it_on() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1, 2)
+    for message in (DepartureProbe(7), report(9)):
+        assert cluster.nodes[2].handle(Received(1, message), 0) == [Send(1, DepartureReleased())]
+    again = cluster.nodes[2].handle(Received(0, DepartureReleased()), 0)
+    assert again == [Send(0, DepartureAcknowledged())]
+    assert cluster.nodes[2].handle(LocalEntered(1), 0) == []
+    assert cluster.finished() == {0, 1, 2}
+
+
+def test_a_release_means_nothing_to_one_that_never_entered() -> None:
+    cluster = Cluster(2)
+    cluster.feed(1, Received(0, DepartureReleased()))
+    assert cluster.nodes[1].state is DepartureState.WORKING
+    assert cluster.wire == []
+
+
+# --- the dead ------------------------------------------------------------------------------------------
+
+
+def test_a_dead_member_is_not_waited_for() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    cluster.kill(2)
+    cluster.deliver()
+    assert cluster.finished() == {0, 1}
+
+
+def test_a_death_before_shutdown_counts_too() -> None:
+    cluster = Cluster(3)
+    cluster.kill(0)
+    cluster.enter(1, 2)
+    assert cluster.finished() == {1, 2}
+
+
+def test_nobody_is_released_before_all_know_of_a_death() -> None:
+    """Requests of the dead may still lie in the link of one that has not noticed."""
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    del cluster.nodes[2]
+    cluster.feed(0, PeerGone(2))
+    cluster.deliver()
+    assert cluster.finished() == set()
+    cluster.advance(STATUS_INTERVAL_S)
+    assert LogWaiting((Late("worker1", "has not noticed yet that worker2 is gone"),), 0) in cluster.asked[0]
+    cluster.feed(1, PeerGone(2))
+    cluster.deliver()
+    assert cluster.finished() == {0, 1}
+
+
+def test_the_last_one_left_leaves() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.feed(0, Received(1, report(1)))
+    assert cluster.nodes[0].state is DepartureState.WAITING
+    cluster.kill(1)  # between the two looks
+    assert cluster.finished() == {0}
+
+
+def test_the_next_smallest_takes_over() -> None:
+    cluster = Cluster(4)
+    cluster.enter(0, 1, 2)
+    cluster.kill(0)
+    cluster.deliver()
+    assert cluster.nodes[3].coordinator == 1
+    cluster.enter(3)
+    assert cluster.finished() == {1, 2, 3}
+
+
+def test_a_coordinator_that_dies_while_releasing() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    cluster.feed(2, LocalIdle(0))
+    cluster.feed(2, LocalEntered(0))
+    while cluster.nodes[0].state is not DepartureState.RELEASING:
+        sender, send = cluster.wire.pop(0)
+        cluster.feed(send.rank, Received(sender, send.message))
+    cluster.wire = [(0, Send(2, DepartureReleased()))]  # worker1 never hears it from worker0
+    cluster.kill(0)
+    cluster.deliver()
+    assert cluster.finished() == {1, 2}
+
+
+def test_two_that_lost_their_link_do_not_block_the_rest() -> None:
+    cluster = Cluster(4)
+    cluster.cut.add(frozenset((0, 3)))
+    cluster.feed(0, PeerGone(3))
+    cluster.feed(3, PeerGone(0))
+    cluster.enter(0, 1, 3)
+    assert cluster.finished() == set()
+    cluster.enter(2)
+    assert cluster.finished() == {0, 1, 2, 3}
+
+
+def test_lost_links_that_leave_no_coordinator_are_waited_for_only_so_long() -> None:
+    cluster = Cluster(4)
+    for one, other in ((0, 3), (1, 2)):
+        cluster.cut.add(frozenset((one, other)))
+        cluster.feed(one, PeerGone(other))
+        cluster.feed(other, PeerGone(one))
+    cluster.enter(0, 1, 2, 3)
+    cluster.advance(LOST_LINK_GRACE_S - 0.1)
+    assert cluster.finished() == set()
+    cluster.advance(STATUS_INTERVAL_S)
+    assert cluster.finished() == {0, 1, 2, 3}
+
+
+def test_a_member_that_hangs_after_its_last_answer_holds_nobody_up_for_long() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    cluster.feed(2, LocalIdle(0))
+    cluster.feed(2, LocalEntered(0))
+    while cluster.nodes[0].state is not DepartureState.RELEASING:
+        sender, send = cluster.wire.pop(0)
+        cluster.feed(send.rank, Received(sender, send.message))
+    cluster.cut.add(frozenset((0, 2)))
+    cluster.deliver()
+    assert cluster.finished() == {1}
+    cluster.advance(ACKNOWLEDGE_GRACE_S)
+    assert cluster.finished() == {0, 1}
+
+
+# --- who is late ---------------------------------------------------------------------------------------
+
+
+def test_the_bound_names_who_is_late_and_why_on_every_node() -> None:
+    cluster = Cluster(4)
+    cluster.feed(2, LocalBusy(3))
+    cluster.feed(2, LocalEntered(0))
+    cluster.enter(0, 1, timeout_s=2)
+    cluster.advance(1.9)
+    assert not any(isinstance(effect, TimedOut) for effect in cluster.asked[0] + cluster.asked[1])
+    cluster.advance(0.1)
+    late = (Late("worker2", "still has 3 calls in flight"), Late("worker3", "has not called shutdown"))
+    for rank in (0, 1):
+        assert cluster.asked[rank][-1] == TimedOut(late, 0)
+        assert cluster.nodes[rank].state is DepartureState.TIMED_OUT
+        assert cluster.nodes[rank].next_deadline() is None
+    assert str(late[1]) == "worker3 has not called shutdown"
+
+
+def test_who_gave_up_says_nothing_more_and_is_excluded_once_gone() -> None:
+    cluster = Cluster(3)
+    cluster.enter(1, timeout_s=1)
+    cluster.advance(1)
+    cluster.enter(0, 2)
+    assert cluster.finished() == set()
+    cluster.kill(1)
+    cluster.deliver()
+    assert cluster.finished() == {0, 2}
+
+
+def test_without_a_bound_the_user_is_told_every_few_seconds() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    cluster.advance(10 * STATUS_INTERVAL_S)
+    for rank in (0, 1):
+        assert cluster.asked[rank] == [LogWaiting((Late("worker2", "has not called shutdown"),), 0)] * 10
+
+
+def test_a_coordinator_that_has_not_entered_is_named() -> None:
+    cluster = Cluster(2)
+    cluster.enter(1, timeout_s=1)
+    cluster.advance(1)
+    assert cluster.asked[1][-1] == TimedOut((Late("worker0", "has not called shutdown"),), 0)
+
+
+def test_a_coordinator_that_hangs_is_named() -> None:
+    cluster = Cluster(2)
+    cluster.cut.add(frozenset((0, 1)))
+    cluster.enter(1)
+    cluster.advance(2 * STATUS_INTERVAL_S)
+    assert cluster.asked[1] == [LogWaiting((Late("worker0", "does not answer"),), 0)]
+
+
+def test_a_member_that_hangs_before_its_last_answer_is_named() -> None:
+    cluster = Cluster(3)
+    cluster.enter(0, 1)
+    cluster.feed(0, Received(2, report(1)))
+    cluster.cut.add(frozenset((0, 2)))
+    cluster.deliver()
+    cluster.advance(STATUS_INTERVAL_S)
+    assert cluster.asked[0] == [LogWaiting((Late("worker2", "does not answer"),), 0)]
+
+
+def test_a_fresh_count_of_calls_is_told() -> None:
+    cluster = Cluster(3)
+    cluster.feed(2, LocalBusy(5))
+    cluster.feed(2, LocalEntered(0))
+    cluster.enter(0, 1)
+    cluster.feed(2, LocalBusy(1))
+    cluster.advance(2 * STATUS_INTERVAL_S)
+    assert cluster.asked[1][-1] == LogWaiting((Late("worker2", "still has 1 call in flight"),), 0)
+
+
+def test_a_large_cluster_names_some_and_counts_the_rest() -> None:
+    cluster = Cluster(MAX_LATE_NAMED + 12)
+    cluster.enter(0, 1, timeout_s=1)
+    cluster.advance(1)
+    for rank in (0, 1):
+        last = cluster.asked[rank][-1]
+        assert isinstance(last, TimedOut)
+        assert (len(last.late), last.unnamed_count) == (MAX_LATE_NAMED, 10)

@@ -1,0 +1,104 @@
+"""Control messages: what goes in comes out, and nothing else comes in."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from farcall.errors import NetworkError
+from farcall.protocol import messages
+from farcall.protocol.messages import (
+    BlocksReleased,
+    CallCancelled,
+    DepartureAcknowledged,
+    DepartureProbe,
+    DepartureReleased,
+    DepartureReport,
+    DepartureStatus,
+    Goodbye,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    SegmentAccepted,
+    SegmentOffered,
+    SegmentRefused,
+    SegmentRetired,
+    decode_message,
+    encode_message,
+)
+
+EXAMPLES = [
+    Ping(nonce=2**63),
+    Pong(nonce=0),
+    Goodbye(reason="shutdown"),
+    SegmentOffered(segment_id=7, size_bytes=1 << 40),
+    SegmentAccepted(segment_id=7),
+    SegmentRefused(segment_id=7, reason="no memory"),
+    SegmentRetired(segment_id=7),
+    BlocksReleased(blocks=[(7, 0), (7, 1 << 33)]),
+    CallCancelled(call_id=99),
+    DepartureReport(3, 2, True, 0, 1234, [4, 5], False),
+    DepartureProbe(round=3),
+    DepartureStatus(late=[(1, "has not called shutdown")], unnamed_count=2),
+    DepartureReleased(),
+    DepartureAcknowledged(),
+]
+
+
+def test_every_message_has_an_example() -> None:
+    assert {type(example) for example in EXAMPLES} == set(get_args(Message))
+
+
+def test_every_message_is_exported() -> None:
+    assert {kind.__name__ for kind in get_args(Message)} <= set(messages.__all__)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    for view in (bytes, bytearray, memoryview):
+        assert decode_message(view(encode_message(message))) == message
+
+
+def test_a_message_is_an_array_that_starts_with_its_tag() -> None:
+    assert msgspec.msgpack.decode(encode_message(BlocksReleased([(1, 2)]))) == [13, [[1, 2]]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [99, 1],  # no such tag
+        ["Ping", 1],
+        [1],  # a field is missing
+        [1, 1, 1],  # one too many
+        [1, "one"],
+        [13, [[1, 2, 3]]],
+        {"nonce": 1},
+        1,
+        None,
+    ],
+)
+def test_wrong_content_is_a_protocol_error(content: object) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_message(msgspec.msgpack.encode(content))
+    assert isinstance(caught.value, NetworkError)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x92\x01",  # truncated
+        encode_message(Ping(1)) + b"\x00",
+        b"\x92\x03\xa2\xff\xff",  # a text that is not UTF-8
+        b"\x92\x0d\xdd\xff\xff\xff\xff",  # announces four billion blocks
+        b"\x91" * 60_000,
+        b"\x92\x0d" + b"\x91" * 60_000,
+    ],
+    ids=["empty", "truncated", "trailing", "not UTF-8", "huge", "deep", "deep inside"],
+)
+def test_broken_bytes_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_message(data)

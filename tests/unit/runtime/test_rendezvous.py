@@ -1,0 +1,409 @@
+"""The meeting over a store in memory, places and addresses: several ranks as threads, no sockets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
+from farcall.options import RpcBackendOptions
+from farcall.runtime import addresses, meeting, rendezvous, stores
+from farcall.runtime.members import MemberRecord, Slot, as_text
+from farcall.runtime.rendezvous import Membership, find_meeting_place, join
+
+PLACE = "file:///nowhere/in/particular"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One store in memory that every ``join`` of a test meets at."""
+    shared = dist.HashStore()
+    monkeypatch.setattr(meeting, "open_store", lambda place, deadline, cancelled: shared)
+    monkeypatch.setattr(meeting, "_DEAD_S", 0.6)
+    monkeypatch.setattr(meeting, "_BEAT_S", 0.1)
+    return shared
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Future[Membership]]]:
+    """Start a ``join`` on a thread of its own."""
+    with ThreadPoolExecutor(32) as pool:
+
+        def start_join(
+            name: str, rank: int, world_size: int, timeout_s: float = 10, **more: Any
+        ) -> Future[Membership]:
+            options = RpcBackendOptions(0, PLACE, start_timeout_s=timeout_s, **more)
+            return pool.submit(join, name, rank, world_size, options, [f"tcp://{name}:1"], "token")
+
+        yield start_join
+
+
+def settle(futures: list[Future[Membership]]) -> list[Membership | BaseException]:
+    return [future.exception(30) or future.result(30) for future in futures]
+
+
+def joined(futures: list[Future[Membership]]) -> list[Membership]:
+    return [future.result(30) for future in futures]
+
+
+# ---------------------------------------------------------------- agreement
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+def test_everybody_gets_the_same_table(store: Any, start: Any, size: int) -> None:
+    memberships = joined([start(f"w{rank}", rank, size) for rank in reversed(range(size))])
+    tables = [m.members for m in memberships]
+    assert all(table == tables[0] for table in tables)
+    assert [(m.name, m.rank, m.addresses, m.host_token) for m in tables[0]] == [
+        (f"w{rank}", rank, (f"tcp://w{rank}:1",), "token") for rank in range(size)
+    ]
+    assert len({m.cluster_id for m in memberships}) == 1
+    assert len({m.secret for m in memberships}) == 1
+    assert len(memberships[0].secret) == 32
+    assert sorted(m.rank for m in memberships) == list(range(size))
+    assert len({record.incarnation for record in tables[0]}) == size
+
+
+def test_the_secret_is_not_left_in_the_store(store: Any, start: Any) -> None:
+    first, _ = joined([start("a", 0, 2), start("b", 1, 2)])
+    left = {key: store.get(key) for key in ("farcall/0/generation", "farcall/0/0/outcome")}
+    assert store.num_keys() == len(left)
+    assert not any(first.secret.hex().encode() in value for value in left.values())
+    assert first.secret.hex() not in repr(first)
+
+
+def test_a_configured_secret_is_used_and_never_written(store: Any, start: Any) -> None:
+    written: list[str] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                written.extend(str(argument) for argument in args)
+                return getattr(store, name)(*args)
+
+            return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "open_store", lambda *_: Recorder())
+        one, two = joined([start(n, r, 2, secret="known to all of us") for r, n in enumerate("ab")])
+    assert one.secret == two.secret == b"known to all of us"
+    assert one.cluster_id
+    assert not any("known to all" in text or b"known to all".hex() in text for text in written)
+
+
+def test_meeting_again_is_another_generation(store: Any, start: Any) -> None:
+    seen = [joined([start("a", 0, 2), start("b", 1, 2)])[0] for _ in range(5)]
+    assert [m.generation for m in seen] == [0, 1, 2, 3, 4]
+    assert len({m.cluster_id for m in seen}) == 5
+    assert len({m.secret for m in seen}) == 5
+
+
+def test_another_size_and_another_rank_the_next_time(store: Any, start: Any) -> None:
+    joined([start("a", 0, 2), start("b", 1, 2)])
+    again = joined([start("b", 0, 3), start("c", 1, 3), start("a", 2, 3)])
+    assert [m.name for m in again[0].members] == ["b", "c", "a"]
+
+
+def test_one_runs_ahead_into_the_next_meeting(store: Any, start: Any) -> None:
+    def twice(rank: int) -> list[Membership]:
+        return [start(f"w{rank}", rank, 3).result(30) for _ in range(10)]
+
+    with ThreadPoolExecutor(3) as pool:
+        results = [future.result(60) for future in [pool.submit(twice, rank) for rank in range(3)]]
+    for meetings in zip(*results, strict=True):
+        assert len({m.cluster_id for m in meetings}) == 1
+
+
+# ---------------------------------------------------------------- disagreement
+
+
+def test_a_duplicate_name_fails_everybody_and_a_retry_works(store: Any, start: Any) -> None:
+    for outcome in settle([start("same", 0, 3), start("other", 1, 3), start("same", 2, 3)]):
+        assert isinstance(outcome, DuplicateName)
+        assert "'same' is not unique: ranks 0 and 2" in str(outcome)
+    assert len(joined([start("x", 0, 3), start("y", 1, 3), start("z", 2, 3)])[0].members) == 3
+
+
+def test_a_duplicate_name_is_named_even_if_others_are_missing(store: Any, start: Any) -> None:
+    start("same", 1, 3, 1)
+    with pytest.raises(DuplicateName, match="ranks 0 and 1"):
+        start("same", 0, 3, 0.3).result(30)
+
+
+def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, start: Any) -> None:
+    first = start("first", 1, 3)
+    zero = start("zero", 0, 3)
+    wait_until(lambda: store.check(["farcall/0/0/slot/1"]))
+    with pytest.raises(BadRank, match=r"rank 1 is taken: another process, 'first'.*'second'"):
+        start("second", 1, 3).result(30)
+    assert [m.name for m in joined([start("two", 2, 3), zero, first])[0].members] == ["zero", "first", "two"]
+
+
+def test_sizes_that_differ_are_told_to_all(store: Any, start: Any) -> None:
+    for outcome in settle([start("a", 0, 2), start("b", 1, 3)]):
+        assert isinstance(outcome, BadRank)
+        assert "world_size=2" in str(outcome)
+        assert "world_size=3" in str(outcome)
+
+
+def test_a_size_that_differs_is_told_where_a_member_waits_for_more(store: Any, start: Any) -> None:
+    outcomes = settle([start("a", 0, 3, 0.4), start("b", 1, 2, 1)])
+    assert isinstance(outcomes[0], BadRank)
+    assert "world_size=2" in str(outcomes[0])
+
+
+def test_a_secret_at_one_only_is_told_to_all(store: Any, start: Any) -> None:
+    for outcome in settle([start("a", 0, 2), start("b", 1, 2, secret="known to b only")]):
+        assert isinstance(outcome, InitError)
+        assert "rank 1 (b) a secret" in str(outcome)
+        assert "FARCALL_SECRET" in str(outcome)
+
+
+# ---------------------------------------------------------------- absence
+
+
+def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: Any) -> None:
+    began = time.monotonic()
+    outcomes = settle([start("a", 0, 4, 0.5), start("c", 2, 4, 0.5)])
+    assert time.monotonic() - began < 2.5
+    for outcome in outcomes:
+        assert isinstance(outcome, MissingPeers)
+        assert outcome.missing == (1, 3)
+        assert "missing: rank 1, rank 3" in str(outcome)
+    assert len(joined([start(f"w{rank}", rank, 4) for rank in range(4)])[0].members) == 4
+
+
+def test_who_is_patient_meets_the_others_later(store: Any, start: Any) -> None:
+    """One gives up; the other goes on waiting and meets whoever comes afterwards, also who tries again."""
+    patient = start("patient", 1, 3, 10)
+    with pytest.raises(MissingPeers) as caught:
+        start("hasty", 0, 3, 0.3).result(30)
+    assert caught.value.missing == (2,)
+    members = joined([patient, start("hasty", 0, 3), start("late", 2, 3)])[0].members
+    assert [m.name for m in members] == ["hasty", "patient", "late"]
+
+
+def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any) -> None:
+    patient = start("patient", 1, 3, 1.0)
+    with pytest.raises(MissingPeers):
+        start("hasty", 0, 3, 0.3).result(30)
+    with pytest.raises(MissingPeers, match=r"missing: rank 2; rank 0 \(hasty\) came and gave up") as caught:
+        patient.result(30)
+    assert caught.value.missing == (2,)
+
+
+def stale_slot(name: str, rank: int, world_size: int) -> str:
+    return as_text(
+        Slot(MemberRecord(name, rank, ("tcp://dead:1",), "", "dead"), world_size, False, "dead", "00")
+    )
+
+
+def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> None:
+    """All ranks of an earlier job were killed while they waited: their records are still in the store."""
+    for rank in range(2):
+        store.set(f"farcall/0/0/slot/{rank}", stale_slot(f"dead{rank}", rank, 3))
+    members = joined([start(f"w{rank}", rank, 3) for rank in (2, 1, 0)])[0].members
+    assert [m.name for m in members] == ["w0", "w1", "w2"]
+
+
+def test_a_dead_record_never_completes_a_table(store: Any, start: Any) -> None:
+    store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
+    with pytest.raises(MissingPeers, match="not everybody answers") as caught:
+        start("alive", 0, 2, 0.5).result(30)
+    assert caught.value.missing == ("dead",)
+
+
+def test_a_store_that_breaks_is_opened_again(monkeypatch: pytest.MonkeyPatch, store: Any, start: Any) -> None:
+    broken = dist.HashStore()
+    opened: list[int] = []
+
+    class Breaking:
+        def __getattr__(self, name: str) -> Any:
+            if len(opened) == 1 and broken.add("calls", 1) > 12:
+                raise RuntimeError("Connection was likely closed\nand a long stack")
+            return getattr(broken, name)
+
+    def open_store(place: stores.MeetingPlace, *_: object) -> Any:
+        if place.rank == 1:
+            opened.append(1)
+            if len(opened) == 1:
+                return Breaking()
+        return store
+
+    monkeypatch.setattr(meeting, "open_store", open_store)
+    assert len(joined([start("a", 0, 2), start("b", 1, 2)])) == 2
+    assert len(opened) == 2
+
+
+def test_a_store_that_stays_away_is_told_in_time(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    def open_store(*_: object) -> Any:
+        raise stores.StoreLost("Connection refused\nstack")
+
+    monkeypatch.setattr(meeting, "open_store", open_store)
+    with pytest.raises(MissingPeers, match=r"the store went away \(Connection refused\)") as caught:
+        start("b", 1, 2, 0.3).result(30)
+    assert caught.value.missing == (0,)
+
+
+def test_a_store_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
+    released = threading.Event()
+
+    def open_store(*_: object) -> Any:
+        released.wait(30)
+        raise stores.StoreLost("too late")
+
+    monkeypatch.setattr(meeting, "open_store", open_store)
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.2)
+    try:
+        with pytest.raises(InitError, match="does not answer"):
+            start("b", 1, 2, 0.3).result(30)
+    finally:
+        released.set()
+
+
+def test_no_thread_is_left(store: Any, start: Any) -> None:
+    joined([start("a", 0, 2), start("b", 1, 2)])
+    settle([start("a", 0, 2, 0.1)])
+    assert not [thread for thread in threading.enumerate() if thread.name == "farcall-rendezvous"]
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 128])
+def test_a_bad_name_is_refused_before_anything_happens(name: str) -> None:
+    with pytest.raises(ValueError, match="names are"):
+        join(name, 0, 1, RpcBackendOptions(), [])
+
+
+# ---------------------------------------------------------------- places
+
+ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
+
+
+def test_the_environment_gives_all() -> None:
+    place = find_meeting_place(-1, None, "env://", ENV)
+    assert (place.rank, place.world_size, place.host, place.port) == (1, 4, "host", 29500)
+    assert not place.hosted_by_agent
+    assert place.name == "host:29500"
+
+
+def test_arguments_win_over_the_environment() -> None:
+    place = find_meeting_place(2, 3, "env://", ENV)
+    assert (place.rank, place.world_size) == (2, 3)
+
+
+def test_torchrun_hosts_the_store_and_counts_restarts() -> None:
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    place = find_meeting_place(-1, None, "env://", {**ENV, **elastic})
+    assert place.hosted_by_agent
+    assert place.attempt == "2"
+
+
+def test_the_url_gives_all() -> None:
+    place = find_meeting_place(-1, None, "tcp://[::1]:1234?rank=0&world_size=2", {})
+    assert (place.rank, place.world_size, place.host, place.port) == (0, 2, "::1", 1234)
+    assert place.name == "[::1]:1234"
+    assert find_meeting_place(0, 2, "tcp://h:1?rank=0", {}).rank == 0
+    place = find_meeting_place(1, 2, "file:///tmp/there", {})
+    assert (place.host, place.path) == (None, "/tmp/there")
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "url", "environ", "error", "text"),
+    [
+        (-1, None, "env://", {}, BadRank, "environment variable RANK expected"),
+        (0, None, "env://", {}, BadRank, "set WORLD_SIZE"),
+        (0, 1, "env://", {}, ValueError, "MASTER_ADDR"),
+        (0, 1, "env://", {"MASTER_ADDR": "h"}, ValueError, "MASTER_PORT"),
+        (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "x"}, ValueError, "from 1 to 65535"),
+        (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),
+        (-1, 1, "env://", {**ENV, "RANK": "one"}, BadRank, "whole number"),
+        (-1, 2, "tcp://h:1", ENV, BadRank, "rank parameter missing"),
+        (0, None, "tcp://h:1", ENV, BadRank, "world_size parameter missing"),
+        (0, 2, "tcp://h:1?rank=1", {}, BadRank, "give it once"),
+        (0, 3, "tcp://h:1?world_size=2", {}, BadRank, "give it once"),
+        (2, 2, "tcp://h:1", {}, BadRank, "from 0 to 1"),
+        (-2, 2, "tcp://h:1", {}, BadRank, "negative"),
+        (0, 0, "tcp://h:1", {}, BadRank, "at least 1"),
+        ("0", 1, "tcp://h:1", {}, BadRank, "must be an int"),
+    ],
+)
+def test_nonsense_says_what_to_set(
+    rank: Any, size: Any, url: str, environ: dict[str, str], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        find_meeting_place(rank, size, url, environ)
+
+
+def test_a_file_in_a_directory_that_is_not_there_is_told_at_once() -> None:
+    with pytest.raises(InitError, match="no directory /not/there"):
+        join("a", 0, 1, RpcBackendOptions(init_method="file:///not/there/store"), [])
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def test_the_users_word_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "farcall"):
+        assert addresses.choose_host("my.host", "127.0.0.1").host == "my.host"
+    assert "advertising my.host" in caplog.text
+
+
+@pytest.mark.parametrize("store_host", ["127.0.0.1", "localhost"])
+def test_a_store_on_loopback_gives_loopback(store_host: str) -> None:
+    assert addresses.is_loopback(addresses.choose_host(None, store_host).host)
+
+
+def test_ipv6_loopback_gives_ipv6() -> None:
+    if not addresses.is_local("::1"):
+        pytest.skip("no IPv6 on this machine")
+    assert addresses.choose_host(None, "::1").host == "::1"
+
+
+def test_the_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"far": "10.1.2.3", "192.0.2.1": "10.9.9.9"}
+    monkeypatch.setattr(addresses, "_leaving_for", routes.get)
+    assert addresses.choose_host(None, "far").host == "10.1.2.3"
+
+
+def test_a_host_name_that_means_loopback_here_gives_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps a machine's own name to 127.0.1.1; the others see another address behind it."""
+    routes = {"myself": "127.0.1.1", "192.0.2.1": "10.9.9.9"}
+    monkeypatch.setattr(addresses, "_leaving_for", routes.get)
+    assert addresses.choose_host(None, "myself").host == "10.9.9.9"
+
+
+def test_a_machine_without_network_gives_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_leaving_for", lambda host: None)
+    monkeypatch.setattr(addresses, "_resolve", lambda host: [])
+    assert addresses.choose_host(None, None).host == "127.0.0.1"
+
+
+def test_loopback_and_a_far_store_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(addresses, "is_local", lambda host: False)
+    addresses.choose_host("127.0.0.1", "10.0.0.7")
+    assert "FARCALL_ADVERTISE" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_what_is_listened_on_and_what_is_told() -> None:
+    assert addresses.listening_addresses(("tcp",), "10.0.0.1") == ["tcp://*:0"]
+    assert addresses.listening_addresses(("tcp",), "::1") == ["tcp://[::1]:0"]
+    assert addresses.listening_addresses(("unix", "tcp"), "127.0.0.1") == ["unix:", "tcp://127.0.0.1:0"]
+    assert addresses.advertised_address("tcp://*:5", "fd00::1") == "tcp://[fd00::1]:5"
+    assert addresses.advertised_address("tcp://127.0.0.1:5", "127.0.0.1") == "tcp://127.0.0.1:5"
+    assert addresses.advertised_address("unix:@x", "h") == "unix:@x"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)

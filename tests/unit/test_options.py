@@ -1,0 +1,135 @@
+"""Options are complete and valid once they exist; what is refused says what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import farcall.options
+from farcall.options import RpcBackendOptions
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_TRANSPORTS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_defaults() -> None:
+    options = RpcBackendOptions()
+    assert options.rpc_timeout == 60.0
+    assert options.init_method == "env://"
+    assert options.num_worker_threads == 16
+    assert options.allowed_transports == ("unix", "tcp")
+    assert options.secret_bytes is None
+    assert options.advertise is None
+
+
+def test_timeout_and_place_may_be_positional_the_rest_not() -> None:
+    options = RpcBackendOptions(5, "file:///tmp/x")
+    assert (options.rpc_timeout, options.init_method) == (5.0, "file:///tmp/x")
+    with pytest.raises(TypeError):
+        RpcBackendOptions(5, "file:///tmp/x", 4)  # type: ignore[misc]
+
+
+def test_options_are_frozen_and_replace_checks_again() -> None:
+    options = RpcBackendOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.rpc_timeout = 5  # type: ignore[misc]
+    assert options.replace(rpc_timeout=5).rpc_timeout == 5.0
+    with pytest.raises(ValueError, match="rpc_timeout"):
+        options.replace(rpc_timeout=-1)
+
+
+@pytest.mark.parametrize(("rpc_timeout", "expected"), [(0, 60.0), (0.5, 60.0), (60, 60.0), (600, 600.0)])
+def test_starting_takes_a_minute_or_the_longer_call_timeout(rpc_timeout: float, expected: float) -> None:
+    assert RpcBackendOptions(rpc_timeout).start_deadline_s == expected
+
+
+def test_start_timeout_wins() -> None:
+    assert RpcBackendOptions(600, start_timeout_s=3).start_deadline_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"rpc_timeout": -1}, ValueError, "0 means no timeout"),
+        ({"rpc_timeout": float("nan")}, ValueError, "finite"),
+        ({"rpc_timeout": float("inf")}, ValueError, "0 means no timeout"),
+        ({"rpc_timeout": timedelta(seconds=3)}, TypeError, r"pass 3\.0"),
+        ({"rpc_timeout": "3"}, TypeError, "number of seconds"),
+        ({"rpc_timeout": True}, TypeError, "number of seconds"),
+        ({"start_timeout_s": 0}, ValueError, "more than 0"),
+        ({"init_method": 3}, TypeError, "must be a str"),
+        ({"init_method": "localhost"}, ValueError, "env://"),
+        ({"init_method": "tcp://localhost"}, ValueError, "tcp://host:port"),
+        ({"init_method": "tcp://localhost:port"}, ValueError, "not a url"),
+        ({"init_method": "file://"}, ValueError, "path"),
+        ({"num_worker_threads": 0}, ValueError, "at least 1"),
+        ({"num_worker_threads": 1.5}, TypeError, "must be an int"),
+        ({"shared_memory": 1}, TypeError, "True or False"),
+        ({"shared_memory_limit_bytes": -1}, ValueError, "at least 1"),
+        ({"send_backlog_limit_bytes": 0}, ValueError, "at least 1"),
+        ({"advertise": "host:80"}, ValueError, "without a port"),
+        ({"advertise": "10.0.0.1:80"}, ValueError, "no port"),
+        ({"advertise": "two words"}, ValueError, "host name"),
+        ({"advertise": 3}, TypeError, "must be a str"),
+        ({"secret": 12345678}, TypeError, "str or bytes"),
+        ({"transports": []}, ValueError, "unix, tcp"),
+        ({"transports": ["uv"]}, ValueError, "unix, tcp"),
+        ({"transports": 3}, TypeError, "sequence"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        RpcBackendOptions(**arguments)
+
+
+def test_a_short_secret_is_refused_without_being_told() -> None:
+    with pytest.raises(ValueError, match="at least 8 bytes") as caught:
+        RpcBackendOptions(secret="hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_secret_is_not_shown_but_travels_with_pickle() -> None:
+    options = RpcBackendOptions(secret="correct horse")
+    assert "horse" not in repr(options)
+    assert pickle.loads(pickle.dumps(options)).secret_bytes == b"correct horse"
+
+
+def test_environment_stands_behind_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_ADVERTISE", "[fe80::1]")
+    monkeypatch.setenv("FARCALL_SECRET", "from the environment")
+    monkeypatch.setenv("FARCALL_TRANSPORTS", "tcp")
+    options = RpcBackendOptions()
+    assert options.advertise == "fe80::1"
+    assert options.secret_bytes == b"from the environment"
+    assert options.allowed_transports == ("tcp",)
+    given = RpcBackendOptions(advertise="h1", secret=b"from an argument", transports=["tcp", "unix"])
+    assert given.advertise == "h1"
+    assert given.secret_bytes == b"from an argument"
+    assert given.allowed_transports == ("unix", "tcp")
+
+
+def test_nonsense_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_TRANSPORTS", "tcp, pigeon")
+    with pytest.raises(ValueError, match="FARCALL_TRANSPORTS"):
+        RpcBackendOptions()
+
+
+def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARCALL_SECRET", "")
+    assert RpcBackendOptions().secret is None
+
+
+def test_options_do_without_torch() -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('torch' in sys.modules)"
+    source = farcall.options.__file__
+    done = subprocess.run([sys.executable, "-S", "-c", code, source], timeout=60, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,84 @@
+"""Every transport keeps the one contract."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from farcall.testing.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
+from farcall.transport.address import dial, listen
+from farcall.transport.interface import Buffer, Transport
+from farcall.transport.memory import MemoryTransport, memory_pair
+
+PATIENCE_S = 10.0
+
+
+def dialled_pair(address: str) -> tuple[Transport, Transport]:
+    listener = listen(address)
+    try:
+        near = dial(listener.address.replace("*", "127.0.0.1"), PATIENCE_S)
+        far = listener.accept()
+        assert far is not None
+        return near, far
+    finally:
+        listener.close()
+
+
+def stuttering_pair() -> tuple[Transport, Transport]:
+    """Takes and gives a few bytes at a time."""
+    left, right = memory_pair(capacity_bytes=64 * 1024)
+    left.largest_send, right.largest_send = 40_000, 17
+    left.largest_receive, right.largest_receive = 11, 50_000
+    return left, right
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def over(address: str) -> MakePair:
+    return lambda: dialled_pair(address)
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 loopback here")
+WAYS = [
+    pytest.param(over("tcp://127.0.0.1:0"), id="tcp-v4"),
+    pytest.param(over("tcp://[::1]:0"), id="tcp-v6", marks=needs_ipv6),
+    pytest.param(over("tcp://*:0"), id="tcp-any"),
+    pytest.param(over("unix:"), id="unix"),
+    pytest.param(over("memory:"), id="memory"),
+    pytest.param(stuttering_pair, id="memory-stuttering"),
+]
+
+
+@pytest.mark.parametrize("make_pair", WAYS)
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_contract(check: Check, make_pair: Callable[[], tuple[Transport, Transport]]) -> None:
+    check(make_pair)
+
+
+class Insatiable(MemoryTransport):
+    """A faulty transport: it says that it takes everything."""
+
+    __slots__ = ()
+
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        super().send(buffers)
+        return sum(map(len, buffers))
+
+
+def test_the_kit_finds_a_fault() -> None:
+    def make_pair() -> tuple[Transport, Transport]:
+        left, right = memory_pair()
+        left.__class__ = Insatiable
+        return left, right
+
+    with pytest.raises(AssertionError, match="without bound"):
+        check_backpressure(make_pair)
