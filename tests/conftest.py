@@ -38,9 +38,7 @@ OUR_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 
 
 def threads() -> set[str]:
-    return {
-        f"thread {thread.name}" for thread in threading.enumerate() if thread is not threading.main_thread()
-    }
+    return {f"thread {thread.name}" for thread in threading.enumerate() if thread is not threading.main_thread()}
 
 
 def children() -> set[str]:

@@ -206,10 +206,7 @@ def _after_fork() -> None:
     _slot.lock = threading.Lock()
     if node is not None:
         _slot.node = None
-        _slot.why_none = (
-            "this process was forked from a worker; call init_rpc here to make it a worker of its own"
-        )
-        node.close_after_fork()
+        _slot.why_none = "this process was forked from a worker; call init_rpc here to make it a worker of its own"
 
 
 atexit.register(_leave_at_exit)

@@ -36,6 +36,7 @@ DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_NUM_WORKER_THREADS: Final = 16
 DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
+DEFAULT_BUSY_WAIT_S: Final = 150e-6
 DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
@@ -69,6 +70,8 @@ class RpcBackendOptions:
         start_timeout_s: how long ``init_rpc`` waits for the other members. Default: 60 s, or
             ``rpc_timeout`` where that is longer (a short call timeout says nothing about
             how long processes take to start).
+        busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
+            sleeps; it stops by itself where that does not pay. 0 means never.
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -83,10 +86,12 @@ class RpcBackendOptions:
     shared_memory: bool = field(default=True, kw_only=True)
     shared_memory_limit_bytes: int = field(default=DEFAULT_SHARED_MEMORY_LIMIT_BYTES, kw_only=True)
     start_timeout_s: float | None = field(default=None, kw_only=True)
+    busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
     send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
 
     def __post_init__(self) -> None:
         self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
+        self._set("busy_wait_s", _check_seconds("busy_wait_s", self.busy_wait_s, "0 means never"))
         if self.start_timeout_s is not None:
             seconds = _check_seconds("start_timeout_s", self.start_timeout_s, "leave it out for the default")
             if seconds == 0:
@@ -135,9 +140,7 @@ def _from_environment(value: Any, variable: str) -> Any:
 
 def _check_seconds(name: str, value: object, remedy: str) -> float:
     if isinstance(value, timedelta):
-        raise TypeError(
-            f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}"
-        )
+        raise TypeError(f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
     seconds = float(value)
@@ -165,8 +168,7 @@ def _check_init_method(value: object) -> str:
         raise ValueError(f"init_method {value!r} is not a url: {error}") from None
     if not parts.scheme or "://" not in value:
         raise ValueError(
-            f"init_method {value!r} is not a url: "
-            "use 'env://', 'tcp://host:port' or 'file:///path/of/a/new/file'"
+            f"init_method {value!r} is not a url: use 'env://', 'tcp://host:port' or 'file:///path/of/a/new/file'"
         )
     if parts.scheme == "tcp" and (not parts.hostname or port is None):
         raise ValueError(f"init_method {value!r} lacks a host or a port: use 'tcp://host:port'")
@@ -215,7 +217,6 @@ def _check_transports(value: object) -> tuple[str, ...] | None:
         raise TypeError(f"transports must be a sequence of names, not {type(value).__name__}")
     if not value or any(name not in TRANSPORTS for name in value):
         raise ValueError(
-            f"transports (or {ENV_TRANSPORTS}) must be one or more of {', '.join(TRANSPORTS)}, "
-            f"not {list(value)!r}"
+            f"transports (or {ENV_TRANSPORTS}) must be one or more of {', '.join(TRANSPORTS)}, not {list(value)!r}"
         )
     return tuple(name for name in TRANSPORTS if name in value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import operator
 import threading
@@ -389,6 +390,7 @@ def test_every_destination_callable_and_error() -> None:
 
 def define_on_rank_0(rank: int) -> None:
     if rank == 0:
+
         def only_here() -> int:
             return 1
 
@@ -426,12 +428,9 @@ def leave_in_the_middle(rank: int) -> None:
     with_callbacks = [
         farcall.rpc_async(to, Gate.wait, (f"never {rank}",)).then(lambda done: done.wait()) for to in ("w0", "w1")
     ]
-    farcall._all_gather(None)
-    if rank == 1:
-        farcall.rpc_async("w0", Gate.wait, ("w1 may leave",)).wait()
+    with contextlib.suppress(PeerDead):  # w0 may leave before its last answer is out
+        farcall._all_gather(None)
     farcall.shutdown(graceful=False)
-    if rank == 0:
-        Gate.open("w1 may leave")
     for name in ("never 0", "never 1"):
         Gate.open(name)
     # Nobody is left waiting, callbacks or not.

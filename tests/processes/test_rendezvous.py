@@ -49,9 +49,7 @@ def port() -> int:
 def start() -> Iterator[Callable[..., Future[Membership]]]:
     with ThreadPoolExecutor(16) as pool:
 
-        def start_join(
-            name: str, rank: int, size: int, url: str, timeout_s: float = 20
-        ) -> Future[Membership]:
+        def start_join(name: str, rank: int, size: int, url: str, timeout_s: float = 20) -> Future[Membership]:
             options = RpcBackendOptions(0, url, start_timeout_s=timeout_s)
             return pool.submit(join, name, rank, size, options, [f"tcp://{name}:1"])
 

@@ -30,10 +30,7 @@ def send_numbers(transport: Transport, *numbers: int) -> None:
 
 def receive_numbers(transport: Transport, count: int) -> list[int]:
     data = receive_exactly(transport, count * NUMBER_BYTES)
-    return [
-        int.from_bytes(data[start : start + NUMBER_BYTES], "little")
-        for start in range(0, len(data), NUMBER_BYTES)
-    ]
+    return [int.from_bytes(data[start : start + NUMBER_BYTES], "little") for start in range(0, len(data), NUMBER_BYTES)]
 
 
 def echo_sums(address: str) -> None:

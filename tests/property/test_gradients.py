@@ -155,11 +155,7 @@ class Program:
                     torch.testing.assert_close(got, wanted)
         for leaf in self.leaves:
             worker = self.network.workers[leaf.worker]
-            found = (
-                worker.get_gradients(self.context_id).get(leaf.here)
-                if worker.is_valid(self.context_id)
-                else None
-            )
+            found = worker.get_gradients(self.context_id).get(leaf.here) if worker.is_valid(self.context_id) else None
             assert leaf.here.grad is None
             if leaf.twin.grad is None:
                 assert found is None
@@ -173,11 +169,7 @@ class Program:
 
     def check_messages(self, times: int) -> None:
         """Every send heard exactly once in each pass."""
-        sends = sum(
-            len(w.retrieve(self.context_id).sends)
-            for w in self.network.workers
-            if w.is_valid(self.context_id)
-        )
+        sends = sum(len(w.retrieve(self.context_id).sends) for w in self.network.workers if w.is_valid(self.context_id))
         heard = Counter(
             (letter.pass_id, letter.message_id)
             for source, target, letter in self.network.log
@@ -233,9 +225,7 @@ def test_contexts_at_the_same_time_do_not_mix(seed: int, world_size: int, steps:
     for program in programs:
         torch.autograd.backward(program.twin_roots)
     for program in programs[1:]:
-        network.possible.append(
-            lambda program=program: network.workers[0].backward(program.context_id, program.roots)
-        )
+        network.possible.append(lambda program=program: network.workers[0].backward(program.context_id, program.roots))
     network.workers[0].backward(programs[0].context_id, programs[0].roots)
     network.drain()
     for program in programs:
@@ -244,9 +234,7 @@ def test_contexts_at_the_same_time_do_not_mix(seed: int, world_size: int, steps:
 
 @settings(max_examples=100)
 @given(seeds, st.integers(2, 4), st.integers(10, 40))
-def test_an_error_anywhere_reaches_the_origin_and_leaves_nothing(
-    seed: int, world_size: int, steps: int
-) -> None:
+def test_an_error_anywhere_reaches_the_origin_and_leaves_nothing(seed: int, world_size: int, steps: int) -> None:
     network, (program,) = build(seed, world_size, steps)
     torch.autograd.backward(program.twin_roots, retain_graph=True)
     ran = [name for name in Counted.runs if name[1] == "twin"]

@@ -65,9 +65,7 @@ cuts = st.lists(st.integers(0, 1 << 16), max_size=30)
 
 
 @given(cuts, cuts, st.binary(max_size=100))
-def test_any_split_gives_the_same_end(
-    dialer_cuts: list[int], listener_cuts: list[int], frames: bytes
-) -> None:
+def test_any_split_gives_the_same_end(dialer_cuts: list[int], listener_cuts: list[int], frames: bytes) -> None:
     dialer, listener = pair()
     answer, _, _ = feed(listener, split(dialer.start(), listener_cuts))
     proof, _, _ = feed(dialer, split(answer, dialer_cuts))

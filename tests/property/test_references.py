@@ -27,11 +27,7 @@ class ReferenceMachine(RuleBasedStateMachine):
         return alive[index % len(alive)]
 
     def fork(self, index: int) -> tuple[int, Fork]:
-        held = [
-            (me, fork)
-            for me in sorted(self.cluster.members)
-            for fork in self.cluster.members[me].held.values()
-        ]
+        held = [(me, fork) for me in sorted(self.cluster.members) for fork in self.cluster.members[me].held.values()]
         return held[index % len(held)]
 
     def somebody_holds(self) -> bool:
@@ -115,6 +111,4 @@ class ReferenceMachine(RuleBasedStateMachine):
 
 
 TestReferences = ReferenceMachine.TestCase
-TestReferences.settings = settings(
-    settings(), max_examples=max(settings().max_examples, 300), stateful_step_count=40
-)
+TestReferences.settings = settings(settings(), max_examples=max(settings().max_examples, 300), stateful_step_count=40)

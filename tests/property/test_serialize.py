@@ -41,9 +41,7 @@ def views(draw, base):
         if tensor.dim() == 0:
             step = draw(st.sampled_from(["unsqueeze", "same"]))
         else:
-            step = draw(
-                st.sampled_from(["slice", "select", "transpose", "unsqueeze", "expand", "conj", "same"])
-            )
+            step = draw(st.sampled_from(["slice", "select", "transpose", "unsqueeze", "expand", "conj", "same"]))
         if step == "unsqueeze":
             tensor = tensor.unsqueeze(0)
         elif step == "conj":
@@ -92,9 +90,7 @@ leaves = (
 structures = st.recursive(
     leaves,
     lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
-        | st.tuples(inner, inner)
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4) | st.tuples(inner, inner)
     ),
     max_leaves=12,
 )

@@ -61,9 +61,7 @@ class Cluster:
 
     def __init__(self, size: int) -> None:
         self.now = 0.0
-        self.members: dict[int, Member] = {
-            me: Member(me, list(range(1, size + 1))) for me in range(1, size + 1)
-        }
+        self.members: dict[int, Member] = {me: Member(me, list(range(1, size + 1))) for me in range(1, size + 1)}
         self.newest = size
         self.packets: list[Packet] = []
         self.untold: list[tuple[int, int]] = []  # (live member, death it has not heard of)
@@ -153,9 +151,7 @@ class Cluster:
                     known = machine.receive(fork, packet.sender)
                     self.travelling.get(fork.ref, {}).pop(fork.fork_id, None)
                     if known:
-                        assert fork.ref not in self.freed or fork.owner not in self.members, (
-                            f"{fork} came too late"
-                        )
+                        assert fork.ref not in self.freed or fork.owner not in self.members, f"{fork} came too late"
                         self.hold(packet.receiver, fork)
             case message:
                 if isinstance(message, Inquire) and packet.sender not in member.knows_dead:
@@ -258,9 +254,7 @@ class Cluster:
                         self.freed.add(ref)
                 case NeverCreated(ref):
                     assert ref not in member.values, f"{ref} has a value, and is said to have none"
-                    justified = (
-                        ref.created_on in member.knows_dead or ref in self.withdrawn or ref in self.freed
-                    )
+                    justified = ref.created_on in member.knows_dead or ref in self.withdrawn or ref in self.freed
                     assert justified, f"{ref} is given up though its creator lives"
                     assert ref not in self.created or ref in self.freed, f"{ref} was created"
                     member.values[ref] = "error"

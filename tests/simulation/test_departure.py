@@ -53,9 +53,7 @@ class SimulatedNode:
     entered: bool = False
     finished: bool = False
     activity: int = 0
-    waiting_for: dict[int, tuple[int, Serving | None]] = field(
-        default_factory=dict
-    )  # call -> callee, for whom
+    waiting_for: dict[int, tuple[int, Serving | None]] = field(default_factory=dict)  # call -> callee, for whom
     serving: int = 0
     lost: set[int] = field(default_factory=set)  # peers whose link has ended, as seen here
 

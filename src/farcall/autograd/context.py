@@ -90,9 +90,7 @@ class Context:
 
     # --- passes -------------------------------------------------------------------------------------------
 
-    def originate(
-        self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None
-    ) -> LocalPass:
+    def originate(self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None) -> LocalPass:
         """Make a pass that starts here."""
         port = self._contexts.port
         with self.lock:

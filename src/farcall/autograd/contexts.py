@@ -36,9 +36,7 @@ class Contexts:
         watch_replicas()
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
-        self._released: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # the latest ones: letters may still be on their way
+        self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: letters may still be on their way
         self._first_id = port.worker_id << _ID_BITS
         self._next_context_id = self._first_id
         self._next_message_id = self._first_id
@@ -65,9 +63,7 @@ class Contexts:
     def current(self) -> Context:
         context = self.current_or_none()
         if context is None:
-            raise RpcError(
-                "this thread is in no autograd context; use: with farcall.autograd.context() as context_id"
-            )
+            raise RpcError("this thread is in no autograd context; use: with farcall.autograd.context() as context_id")
         return context
 
     def exchange_current(self, context: Context | None) -> Context | None:
@@ -256,13 +252,9 @@ def _checked_roots(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
         if not root.requires_grad:
             raise RpcError(f"requires_grad not set on root {number}: no gradient can start there")
         if root.numel() != 1:
-            raise RpcError(
-                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
-            )
+            raise RpcError(f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
         if root.grad_fn is None:
-            raise RpcError(
-                f"root {number} does not have a valid gradient function: it is a leaf, not a result"
-            )
+            raise RpcError(f"root {number} does not have a valid gradient function: it is a leaf, not a result")
         edge = (root.grad_fn, root.output_nr)
         edges[edge] = add_gradients(edges.get(edge), torch.ones_like(root, requires_grad=False))
     return edges

@@ -133,9 +133,7 @@ class Phases:
         "unheard",
     )
 
-    def __init__(
-        self, sources: Iterable[Sequence[Edge]], context_id: int, keep_graph: bool, leaves: Leaves
-    ) -> None:
+    def __init__(self, sources: Iterable[Sequence[Edge]], context_id: int, keep_graph: bool, leaves: Leaves) -> None:
         self._context_id = context_id
         self._keep_graph = keep_graph
         self._leaves = leaves
@@ -311,8 +309,7 @@ class Phases:
         inner: Leaves = {}
         if run_whole(roots, self._context_id, False, inner):
             raise RuntimeError(
-                "torch.utils.checkpoint with use_reentrant=True cannot contain remote calls; "
-                "pass use_reentrant=False"
+                "torch.utils.checkpoint with use_reentrant=True cannot contain remote calls; pass use_reentrant=False"
             )
         found = [inner.pop(node, None) for node, _ in inputs]
         for node, gradient in inner.items():

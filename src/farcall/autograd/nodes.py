@@ -126,9 +126,7 @@ def _call_checkpoint(node: Any, gradients: Gradients, run_inner: RunInner) -> Gr
     def diverted(*arguments: Any) -> Any:
         recomputed = function(*arguments)
         outputs = list(recomputed) if isinstance(recomputed, tuple) else [recomputed]
-        places = [
-            i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        places = [i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad]
         inputs = [value for value in arguments if isinstance(value, torch.Tensor)]
         stands = _Divert.apply([outputs[place] for place in places], run_inner, *inputs)  # type: ignore[no-untyped-call]
         for place, stand in zip(places, stands, strict=True):

@@ -114,9 +114,7 @@ class LocalPass:
         self._unanswered: dict[Node, None] = dict.fromkeys(context.receives.values())
         self._outbox: dict[int, list[Letter]] = {}
         for sender, message_id in context.declined:
-            self._outbox.setdefault(sender, []).append(
-                Gradient(context.id, machine.pass_id, message_id, None)
-            )
+            self._outbox.setdefault(sender, []).append(Gradient(context.id, machine.pass_id, message_id, None))
         self._inbox: list[tuple[int, Gradients | None]] = []
         self._leaves: Leaves = {}
         self._phases: Phases | None = None

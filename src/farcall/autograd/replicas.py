@@ -68,6 +68,8 @@ class _Deliver(torch.autograd.Function):
 
 def reduce_gradients(leaves: LeafGradients) -> LeafGradients:
     """Replace gradients of replicated parameters by what their reducers make of them."""
+    if not _replicas:
+        return leaves
     for replica, lock in list(_replicas.items()):
         if replica.require_backward_grad_sync:
             leaves = _reduced(replica, lock, leaves)

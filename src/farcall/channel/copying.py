@@ -37,9 +37,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
             piece = source[start : start + _PIECE_BYTES]
             target[start : start + len(piece)] = piece
     elif size >= _WORTH_MANY_CORES_BYTES and _cores >= _CORES_TO_SPARE:
-        torch.frombuffer(target, dtype=torch.uint8, count=size).copy_(
-            torch.frombuffer(source, dtype=torch.uint8)
-        )
+        torch.frombuffer(target, dtype=torch.uint8, count=size).copy_(torch.frombuffer(source, dtype=torch.uint8))
     else:
         # The two stand-ins also keep the memory from being released while the copy runs without the lock.
         to, origin = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)

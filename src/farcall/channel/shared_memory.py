@@ -159,9 +159,7 @@ class SegmentPool:
                 self._drop(block)
         if wrong is not None and not self._complained:
             self._complained = True
-            logger.warning(
-                "peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong
-            )
+            logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
 
     def release_all(self, peer: Hashable) -> None:
         """The peer is gone, and its mappings with it: take back all it held, forget what it was offered."""
@@ -228,9 +226,7 @@ class SegmentPool:
         """What is in use, here or by peers."""
         with self._lock:
             self._drop_orphans()
-            return sum(
-                block.capacity for segment in self._segments.values() for block in segment.live.values()
-            )
+            return sum(block.capacity for segment in self._segments.values() for block in segment.live.values())
 
     # -- tensors of the user
 

@@ -31,9 +31,7 @@ Answer = Callable[[Any], Any]
 class Body(Protocol):
     """What a member runs. Must be a module-level function: it is pickled by name."""
 
-    def __call__(
-        self, rank: int, size: int, directory: str, *arguments: Any
-    ) -> AbstractContextManager[Answer]: ...
+    def __call__(self, rank: int, size: int, directory: str, *arguments: Any) -> AbstractContextManager[Answer]: ...
 
 
 class TeamError(Exception):
@@ -142,9 +140,7 @@ class Team:
                 os.kill(process.pid, number)
 
 
-def _member(
-    body: Body, rank: int, size: int, directory: str, pipe: Connection, arguments: tuple[Any, ...]
-) -> None:
+def _member(body: Body, rank: int, size: int, directory: str, pipe: Connection, arguments: tuple[Any, ...]) -> None:
     # The fork server ends with the driver. A frozen member could not see that, so the kernel is asked to see
     # to it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -71,9 +71,7 @@ ACKNOWLEDGE_GRACE_S: Final = 5.0  # the work is done by then: a hung member must
 LOST_LINK_GRACE_S: Final = 30.0  # far longer than it takes a kernel to tell all peers of a process's end
 MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
 
-DepartureMessage = (
-    DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
-)
+DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
 
 
 class DepartureState(Enum):

@@ -73,8 +73,8 @@ class Ticket(NamedTuple):
 Piece: TypeAlias = bytes | memoryview
 Frame: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, Sequence[memoryview | Ticket]]
 """As decoded: some buffers may be tickets."""
-Arrived: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, Sequence[memoryview]]
-"""As handed to those who read payloads: every buffer is memory."""
+Arrived: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, list[memoryview] | tuple[()]]
+"""As handed to those who read payloads: every buffer is memory. Whoever has rebuilt the value clears the list."""
 Allocate: TypeAlias = Callable[[int], memoryview]
 
 
@@ -108,9 +108,7 @@ def encode_frame(
 ) -> list[Piece]:
     """One frame as pieces to be sent in order. Small neighbours are joined, large ones stay where they are."""
     head: list[Piece] = [
-        HEADER.pack(
-            MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), len(buffers), 0
-        )
+        HEADER.pack(MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), len(buffers), 0)
     ]
     for buffer in buffers:
         if isinstance(buffer, Ticket):
@@ -193,9 +191,7 @@ class FrameDecoder:
                 unpack_header(staging, start)
             )
             if magic != MAGIC or version != VERSION or not REQUEST <= kind <= CONTROL:
-                raise FrameError(
-                    f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame"
-                )
+                raise FrameError(f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame")
             if buffer_count == 0:
                 after_function = start + 40 + function_len
                 after_notes = after_function + notes_len

@@ -97,9 +97,7 @@ class RefusalReason(StrEnum):
 class Refused(HandshakeRefused):
     """``HandshakeRefused`` with its ``reason``, and the ``farewell`` (or nothing) to send before closing."""
 
-    def __init__(
-        self, message: str, reason: RefusalReason = RefusalReason.MALFORMED, farewell: bytes = b""
-    ) -> None:
+    def __init__(self, message: str, reason: RefusalReason = RefusalReason.MALFORMED, farewell: bytes = b"") -> None:
         super().__init__(message, Delivery.NOT_SENT)
         self.reason = reason
         self.farewell = farewell
@@ -161,9 +159,7 @@ class Handshake:
     that must answer (or dial); None lets any member of the cluster in.
     """
 
-    def __init__(
-        self, role: Role, me: Identity, secret: bytes, nonce: bytes, expected_peer: str | None = None
-    ) -> None:
+    def __init__(self, role: Role, me: Identity, secret: bytes, nonce: bytes, expected_peer: str | None = None) -> None:
         if not secret:
             raise ValueError("the shared secret must not be empty")
         if len(nonce) != NONCE_BYTES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from farcall.errors import NetworkError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.remote.answer import read_answer
 from farcall.remote.future import Future
@@ -47,11 +48,17 @@ def call_async(
     kwargs: Mapping[str, Any] | None,
     timeout_s: float,
 ) -> Future[Any]:
-    """Call ``func`` on ``to``; the future holds its result. Errors of the arguments are raised here."""
+    """Call ``func`` on ``to``; the future holds its result, or the error of the network.
+
+    Errors of the arguments are raised here.
+    """
     peer = node.peer(to)
     function, payload, buffers = _encode(peer, func, args, kwargs)
     future: Future[Any] = Future(node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
-    node.calls.send(future, function, b"", payload, buffers)
+    try:
+        node.calls.send(future, function, b"", payload, buffers)
+    except (NetworkError, RpcTimeout) as error:
+        future.on_failure(error)  # like any other end of the link: a loop over workers is not torn by a dead one
     return future
 
 

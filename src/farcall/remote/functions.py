@@ -18,9 +18,11 @@ R = TypeVar("R")
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark ``fn``, which returns a ``torch.futures.Future``: the caller gets the future's value, when it is there.
 
-    The thread that ran ``fn`` is free meanwhile. Works with ``@staticmethod`` and ``@classmethod`` above it
-    (``@staticmethod`` first, then ``@async_execution``), and on methods used through a reference.
+    The thread that ran ``fn`` is free meanwhile. Works together with ``@staticmethod`` and ``@classmethod``, in either
+    order, and on methods used through a reference.
     """
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(async_execution(fn.__func__))
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

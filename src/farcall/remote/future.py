@@ -146,3 +146,6 @@ class _Completion:
             frame, future._frame = future._frame, None
             assert frame is not None
             future.complete(frame)
+
+    def drop(self) -> None:
+        self.run(False)  # whoever waits for the future must not wait for good

@@ -116,6 +116,9 @@ class _Unfinished:
         error = RpcTimeout(f"{self._why} in a gather of {len(group)} workers; missing: {missing}")
         self._gather.future.set_exception(error)  # type: ignore[arg-type]
 
+    def drop(self) -> None:
+        self.run(False)
+
 
 @async_execution
 def _contribute(

@@ -99,17 +99,13 @@ def is_local(host: str) -> bool:
 def _host_towards(store_host: str) -> AdvertisedHost:
     found = _leaving_for(store_host)
     if is_loopback(store_host):
-        return AdvertisedHost(
-            found or _LOOPBACK, f"the store is at {store_host}, so everybody is on this machine"
-        )
+        return AdvertisedHost(found or _LOOPBACK, f"the store is at {store_host}, so everybody is on this machine")
     if found is not None and not is_loopback(found):
         return AdvertisedHost(found, f"the local address that reaches the store's host {store_host}")
     # Many systems map their own host name to 127.0.1.1. Others see another address behind that name.
     outward = _outward()
     if outward is not None:
-        return AdvertisedHost(
-            outward, f"the store's host {store_host} is loopback seen from here; this is the way out"
-        )
+        return AdvertisedHost(outward, f"the store's host {store_host} is loopback seen from here; this is the way out")
     return AdvertisedHost(found or _LOOPBACK, "this machine has no other address")
 
 

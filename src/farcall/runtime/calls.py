@@ -146,15 +146,17 @@ class CallTable:
         finally:
             self._executor.unpark(worker)
 
-    def exchange(self, call: SyncCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]) -> None:
+    def exchange(
+        self, call: SyncCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]
+    ) -> None:
         """Send the request of ``call`` and block until it is done; at its deadline, fail it."""
         abdicate()
         worker = self._executor.current_worker()
         if worker is not None:
             self._executor.park(worker)
         peer = call.peer
-        call_id = self.register(call)
         try:
+            call_id = self.register(call)
             peer.send(REQUEST, 0, call_id, function, notes, payload, buffers, call.deadline, False, call)
             if not call.arrived:
                 if peer.broken:
@@ -166,23 +168,29 @@ class CallTable:
                         raise self.timed_out(call)
                     call.lock.acquire()  # claimed a moment ago by another thread, which is about to release it
         except BaseException:
-            self.claim(call_id)  # not sent, or interrupted: nobody waits for the answer any more
+            # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
+            # Python function: another Ctrl-C may come.
+            self._pending.pop(call.call_id, None)
+            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
             raise
         finally:
             if worker is not None:
                 self._executor.unpark(worker)
 
-    def send(self, call: PendingCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]) -> None:
+    def send(
+        self, call: PendingCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]
+    ) -> None:
         """Send the request of ``call``, whose outcome somebody else waits for; if that fails, nothing is left behind."""
-        call_id = self.register(call)
         try:
+            call_id = self.register(call)
             call.peer.send(REQUEST, 0, call_id, function, notes, payload, buffers, call.deadline)
+            if call.peer.broken:
+                self._fail_lost(call)
+            self.watch_deadline(call)
         except BaseException:
-            self.claim(call_id)
+            self._pending.pop(call.call_id, None)  # as above
+            self._loop.attend_by(0.0)
             raise
-        if call.peer.broken:
-            self._fail_lost(call)
-        self.watch_deadline(call)
 
     def _fail_lost(self, call: PendingCall) -> None:
         """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""

@@ -204,9 +204,7 @@ def dial_member(
                     logger.info("%s cannot be reached over %s: %s", name, address, error)
                 continue
             try:
-                return transport, _prove(
-                    transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S)
-                )
+                return transport, _prove(transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S))
             except TransportError as error:
                 failure = error
                 transport.close()

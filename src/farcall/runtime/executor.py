@@ -51,6 +51,9 @@ class Task(Protocol):
     def run(self, more: bool) -> None:
         """Run it. ``more``: other tasks wait behind this one, so its answer need not be flushed at once."""
 
+    def drop(self) -> None:
+        """The executor stopped before it could run: tell whoever waits for it. On any thread."""
+
 
 class _Worker:
     __slots__ = ("executor", "hunting", "lock", "parked", "thread")
@@ -73,7 +76,7 @@ class Executor:
         size: int,
         attend_by: Callable[[float], None],
         on_io_thread: Callable[[], bool] = lambda: False,
-        before_idle: Callable[[], None] = lambda: None,
+        before_idle: Callable[[], object] = lambda: None,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
@@ -128,27 +131,46 @@ class Executor:
         else:
             self._attend_by(monotonic() + TICK_S)
 
-    def before_sleep(self) -> None:
-        """On the I/O thread, about to sleep: see to what was submitted."""
+    def before_sleep(self) -> bool:
+        """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
         if self._tasks:
             self._attend_by(monotonic() + TICK_S)
             if self._hunters == 0:
                 self._rouse()
+            return True
+        return self._hunters > 0
 
     def _rouse(self) -> None:
         """Wake an idle worker, or start one if the pool may grow."""
         with self._lock:
-            if not self._started or self._stopping:
-                return
-            if self._idle:
+            if self._stopping or not self._started:
+                stopped = self._stopping
+            elif self._idle:
+                stopped = False
                 worker = self._idle.pop()
                 worker.hunting = True
                 self._hunters += 1
                 worker.lock.release()
             elif len(self._workers) - self._parked < self._size:
+                stopped = False
                 self._spawn()
             else:
+                stopped = False
                 self._attend_by(monotonic() + TICK_S)
+        if stopped:
+            self._drop_tasks()
+
+    def _drop_tasks(self) -> None:
+        """After the end nobody runs what is queued, but whoever waits for it must not wait for good."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            try:
+                task.drop()
+            except Exception:
+                logger.exception("a task could not be dropped; please report this")
 
     def _spawn(self) -> None:
         worker = _Worker(self)
@@ -259,13 +281,13 @@ class Executor:
         """End idle workers and wait for the others; the names of those still inside user functions are returned."""
         with self._lock:
             self._stopping = True
-            self._tasks.clear()
             idle, self._idle = self._idle, []
             for worker in idle:
                 worker.hunting = True
                 self._hunters += 1
                 worker.lock.release()
             workers = list(self._workers)
+        self._drop_tasks()
         deadline = monotonic() + timeout_s
         stuck = []
         for worker in workers:

@@ -67,8 +67,10 @@ class Standby:
 
     def end(self, ticket: Ticket) -> bool:
         """The function returned. False: the role was taken away meanwhile."""
+        if not claim(ticket):
+            return False  # and by now _running may be that of the thread that took over
         self._running = None
-        return claim(ticket)
+        return True
 
     def _rouse(self) -> None:
         self._asleep = False
@@ -110,6 +112,7 @@ class Standby:
             role = ticket.pop()
         except IndexError:
             return  # it returned this moment
+        self._running = None  # before anybody else can be the I/O thread
         try:
             role.pass_on()
         except Exception:

@@ -17,6 +17,8 @@ from farcall.runtime.loop import NEVER, Loop
 
 logger = logging.getLogger("farcall")
 
+POKE_DELAY_S = 0.005
+
 LocalState = Callable[[], tuple[int, int]]
 """(calls in flight here, activity counter), consistent with each other."""
 
@@ -39,7 +41,9 @@ class Leaving:
         self._told: tuple[int, int] | None = None
         self._done = threading.Event()
         self.entered = False
-        self.late: tuple[str, ...] | None = None
+        self.late: tuple[str, ...] = ()
+        """Who was waited for when the time was up, and why; perhaps "... more" last."""
+        self.late_names: tuple[str, ...] = ()
 
     def enter(self, timeout_s: float) -> tuple[str, ...]:
         """Wait until everyone agrees to leave; return who is late if ``timeout_s`` (0: no bound) passes first."""
@@ -51,12 +55,15 @@ class Leaving:
         self._loop.call_soon(begin)
         while not self._done.wait(1.0):
             pass  # in slices: Ctrl-C ends this wait on every platform
-        return self.late or ()
+        return self.late
 
     def poke(self) -> None:
-        """Something ended here: if this node is leaving, look again. From any thread; cheap while it is not."""
+        """Something ended here: if this node is leaving, look again soon. From any thread.
+
+        Not at once: many workers spend their life in shutdown(), serving calls, and each of these ends here.
+        """
         if self.entered:
-            self._loop.attend_by(0.0)
+            self._loop.attend_by(monotonic() + POKE_DELAY_S)
 
     def on_message(self, rank: int, message: DepartureMessage) -> None:
         """A departure message came from ``rank``."""
@@ -80,6 +87,9 @@ class Leaving:
         now = monotonic()
         self._tell_local(now)
         self._carry_out(self._machine.handle(event, now))
+        deadline = self._machine.next_deadline()
+        if deadline is not None:
+            self._loop.attend_by(deadline)
 
     def _tell_local(self, now: float) -> None:
         state = self._local_state()
@@ -100,7 +110,9 @@ class Leaving:
                 case departure.LogWaiting(late, more):
                     logger.warning("shutdown waits: %s", _named(late, more))
                 case departure.TimedOut(late, more):
+                    self.late_names = tuple(one.name for one in late)
                     self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())
+                    self.late = self.late or ("the last acknowledgements",)
                     self._done.set()
 
 

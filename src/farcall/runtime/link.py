@@ -33,6 +33,7 @@ from farcall.runtime import shield
 from farcall.runtime.executor import Task
 from farcall.runtime.inline import Ticket, claim
 from farcall.runtime.loop import NEVER, READ, WRITE, Loop, loop_of_thread
+from farcall.runtime.spin import Spin
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 logger = logging.getLogger("farcall")
@@ -58,16 +59,18 @@ class Link:
         "_decoder",
         "_descriptor",
         "_frames",
+        "_full",
         "_loop",
         "_on_broken",
         "_on_frame",
         "_outbox",
         "_queued_bytes",
         "_read_lock",
-        "_room",
         "_silenced",
-        "_ticket",
+        "_spin",
+        "_told",
         "_unsent",
+        "_waiting",
         "_write_lock",
         "bytes_received",
         "bytes_sent",
@@ -84,6 +87,7 @@ class Link:
         on_broken: Callable[[str], None],
         backlog_limit_bytes: int,
         allocate: Allocate = allocate_plainly,
+        busy_wait_s: float = 0.0,
     ) -> None:
         self.peer = peer
         self.transport = transport
@@ -98,14 +102,16 @@ class Link:
         self._descriptor = transport.fileno()
         self._outbox: deque[bytes] = deque()
         self._unsent: deque[memoryview] = deque()
-        self._blocked = False
+        self._blocked = False  # the I/O thread is to write what the kernel did not take
+        self._full = False  # the kernel takes no more at the moment, whoever writes
         self._queued_bytes = 0
         self._silenced = False
-        self._ticket: Ticket | None = None
+        self._spin = Spin(busy_wait_s)
+        self._told = False
         self._broken: str | None = None
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
-        self._room = threading.Condition()
+        self._waiting: deque[threading.Lock] = deque()
 
     @property
     def broken(self) -> str | None:
@@ -124,9 +130,7 @@ class Link:
                     self._frames.extend(self._decoder.received(len(chunk)))
             self._loop.call_soon(self._read)
         if self._descriptor is None:
-            self.transport.watch(
-                lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self._write)
-            )
+            self.transport.watch(lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self._write))
         else:
             self._loop.watch(self._descriptor, self._on_event)
 
@@ -143,18 +147,25 @@ class Link:
         self._outbox.append(data)
         if not more:
             self.flush()
-            if self._blocked and not urgent:
+            if self._full and not urgent:
                 self._wait_for_room(len(data), deadline)
 
     def flush(self) -> None:
         """Send what is in the outbox; never waits."""
-        while self._outbox and not self._blocked:
-            if not self._write_lock.acquire(False):
-                return  # the holder looks at the outbox again after it let go
-            try:
-                self._drain()
-            finally:
-                self._write_lock.release()
+        mine = shield.of_thread()
+        mine.depth += 1
+        try:
+            while self._outbox and not self._blocked:
+                if not self._write_lock.acquire(False):
+                    return  # the holder looks at the outbox again after it let go
+                try:
+                    self._drain()
+                finally:
+                    self._write_lock.release()
+        finally:
+            mine.depth -= 1
+            if mine.held is not None:
+                shield.deliver()
 
     def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER) -> None:
         """Send one frame of large pieces, waiting until the kernel has all of it."""
@@ -163,9 +174,12 @@ class Link:
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
             self._unsent.extend(mine)
-            if not self._write_out(deadline):
+            try:
+                if not self._write_out(deadline):
+                    raise RpcTimeout(f"{self.peer.name} did not take a message of {_size(mine)} bytes in time")
+            except BaseException:
                 self._take_back(mine)
-                raise RpcTimeout(f"{self.peer.name} did not take a message of {_size(mine)} bytes in time")
+                raise
         finally:
             self._unlock_after_writing()
 
@@ -176,15 +190,14 @@ class Link:
             self._unsent.extend(map(memoryview, self._take_outbox()))
             taken = 0
             while not taken and self._write_out(deadline):
-                shield.enter()
-                try:
-                    taken = self.transport.send((data,), (descriptor,))
-                    if 0 < taken < len(data):
-                        self._unsent.append(memoryview(data)[taken:])
-                finally:
-                    shield.leave()
+                taken = self.transport.send((data,), (descriptor,))
+                self.bytes_sent += taken
+                if 0 < taken < len(data):
+                    self._unsent.append(memoryview(data)[taken:])
                 if not taken:
-                    self.transport.wait_writable(WAIT_SLICE_S)
+                    if monotonic() >= deadline:
+                        break
+                    self._wait_writable(WAIT_SLICE_S)
             if not taken:
                 raise RpcTimeout(f"{self.peer.name} took no bytes in time")
         except TransportError as error:
@@ -193,21 +206,33 @@ class Link:
             self._unlock_after_writing()
 
     def _lock_for_writing(self, deadline: float) -> None:
-        if not self._write_lock.acquire(True, _bounded(deadline - monotonic())):
-            raise RpcTimeout(f"{self.peer.name} did not take the bytes queued before this message in time")
-        if self._broken is not None:
-            self._write_lock.release()
-            raise self.dead(Delivery.NOT_SENT)
+        """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
+        mine = shield.of_thread()
+        mine.depth += 1
+        try:
+            if not self._write_lock.acquire(False):
+                abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
+                while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
+                    if monotonic() >= deadline:
+                        raise RpcTimeout(f"{self.peer.name} did not take the bytes queued before this message in time")
+                    shield.pause(mine)
+            if self._broken is not None:
+                self._write_lock.release()
+                raise self.dead(Delivery.NOT_SENT)
+        except BaseException:
+            shield.leave()
+            raise
         if self._blocked:
             self._set_blocked(False)  # this thread goes on with what the I/O thread was to send
 
     def _unlock_after_writing(self) -> None:
         if self._unsent and self._broken is None:
-            self._set_blocked(
-                True
-            )  # interrupted or out of time in the middle of a frame: the I/O thread goes on
+            self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
+        else:
+            self._has_room()
         self._write_lock.release()
         self.flush()
+        shield.leave()
 
     def _write_out(self, deadline: float) -> bool:
         """Under the write lock: send all that is unsent, waiting for room. False: the deadline came first."""
@@ -217,10 +242,23 @@ class Link:
                     remaining = deadline - monotonic()
                     if remaining <= 0:
                         return False
-                    self.transport.wait_writable(min(WAIT_SLICE_S, remaining))
+                    self._full = True  # who queues small frames meanwhile must not do so without bound
+                    self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
             raise self._broke(error) from error
         return True
+
+    def _wait_writable(self, timeout_s: float) -> None:
+        """Inside a shielded section: wait for the kernel; Ctrl-C may end this wait."""
+        abdicate()
+        mine = shield.of_thread()
+        depth, mine.depth = mine.depth, 0
+        try:
+            if mine.held is not None:
+                shield.deliver()
+            self.transport.wait_writable(timeout_s)
+        finally:
+            mine.depth = depth
 
     def _take_back(self, mine: list[memoryview]) -> None:
         """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread."""
@@ -229,36 +267,28 @@ class Link:
                 self._unsent.pop()
 
     def _send_some(self) -> bool:
-        """Under the write lock: one system call. False: the kernel takes nothing now."""
+        """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
         unsent = self._unsent
-        shield.enter()
-        try:
-            taken = self.transport.send([unsent[index] for index in range(min(len(unsent), 64))])
-            self.bytes_sent += taken
-            if not taken:
-                return False
-            while unsent and taken >= len(unsent[0]):
-                taken -= len(unsent.popleft())
-            if taken:
-                unsent[0] = unsent[0][taken:]
-            return True
-        finally:
-            shield.leave()
+        taken = self.transport.send([unsent[index] for index in range(min(len(unsent), 64))])
+        self.bytes_sent += taken
+        if not taken:
+            return False
+        while unsent and taken >= len(unsent[0]):
+            taken -= len(unsent.popleft())
+        if taken:
+            unsent[0] = unsent[0][taken:]
+        return True
 
     def _drain(self) -> None:
-        """Under the write lock: send the outbox as far as the kernel takes it now."""
+        """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
         try:
             while self._outbox and not self._unsent:
-                shield.enter()
-                try:
-                    outbox = self._outbox
-                    data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
-                    taken = self.transport.send_bytes(data)
-                    self.bytes_sent += taken
-                    if taken < len(data):
-                        self._unsent.append(memoryview(data)[taken:])
-                finally:
-                    shield.leave()
+                outbox = self._outbox
+                data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
+                taken = self.transport.send_bytes(data)
+                self.bytes_sent += taken
+                if taken < len(data):
+                    self._unsent.append(memoryview(data)[taken:])
             while self._unsent and self._send_some():
                 pass
             if self._unsent:
@@ -272,27 +302,59 @@ class Link:
 
     def _set_blocked(self, blocked: bool) -> None:
         self._blocked = blocked
+        if blocked:
+            self._full = True
         if self._descriptor is not None:
             self._loop.want_write(self._descriptor, blocked)
-        if not blocked:
-            with self._room:
-                self._queued_bytes = 0
-                self._room.notify_all()
+
+    def _has_room(self) -> None:
+        """Nothing waits for the kernel any more."""
+        if self._full:
+            self._full = False
+            self._queued_bytes = 0
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        waiting = self._waiting
+        while waiting:
+            try:
+                waiting.popleft().release()
+            except IndexError:
+                return  # another thread was faster
 
     def _wait_for_room(self, size_bytes: int, deadline: float) -> None:
         """After a small frame was queued behind a full kernel: wait if too much is queued already."""
         if self._loop.on_thread() or getattr(_reading, "link", None) is not None:
             return  # readers never wait for room: the peer may be waiting for them to read
-        with self._room:
-            self._queued_bytes += size_bytes
-            while self._blocked and self._queued_bytes > self._backlog_limit and self._broken is None:
-                if (
-                    not self._room.wait(_bounded(min(WAIT_SLICE_S, deadline - monotonic())))
-                    and monotonic() >= deadline
-                ):
-                    raise RpcTimeout(
-                        f"{self.peer.name} does not read: {self._queued_bytes} bytes wait to be sent"
-                    )
+        self._queued_bytes += size_bytes
+        self._wait_while(
+            lambda: self._full and self._queued_bytes > self._backlog_limit and self._broken is None, deadline
+        )
+        if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
+            raise RpcTimeout(f"{self.peer.name} does not read: {self._queued_bytes} bytes wait to be sent")
+
+    def _wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Sleep while ``condition`` holds, looking again at each ``_wake_waiting``, until ``deadline`` at most.
+
+        Not a Condition: Ctrl-C in the middle of that would leave its lock behind.
+        """
+        mine = shield.of_thread()
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiting.append(gate)
+        while condition():  # after the line above: whoever changes it from now on opens the gate
+            remaining = deadline - monotonic()
+            if remaining <= 0:
+                return
+            depth, mine.depth = mine.depth, 0
+            try:
+                if mine.held is not None:
+                    shield.deliver()
+                opened = gate.acquire(True, _bounded(min(WAIT_SLICE_S, remaining)))
+            finally:
+                mine.depth = depth
+            if opened:
+                self._waiting.append(gate)
 
     def _write(self) -> None:
         """On the I/O thread: the kernel has room again."""
@@ -300,7 +362,13 @@ class Link:
             try:
                 # Unblocked first: who appends to the outbox from now on will try to flush.
                 self._set_blocked(False)
+                before = self.bytes_sent
                 self._drain()
+                self._queued_bytes = max(0, self._queued_bytes - (self.bytes_sent - before))
+                if not self._blocked:
+                    self._has_room()
+                elif self._queued_bytes <= self._backlog_limit:
+                    self._wake_waiting()
             finally:
                 self._write_lock.release()
             self.flush()
@@ -338,13 +406,16 @@ class Link:
 
         Returns early, with nothing arrived, where another thread reads or the role was given up.
         """
-        shield.enter()
+        mine = shield.of_thread()
+        mine.depth += 1
         try:
             if self._begin_helping():
-                self._read_until(awaited, deadline)
+                self._read_until(awaited, deadline, mine)
         finally:
             self._end_reading()
-            shield.leave()
+            mine.depth -= 1
+            if mine.held is not None:
+                shield.deliver()
 
     def exchange(self, data: bytes, awaited: Awaited, deadline: float) -> None:
         """Send one small frame and read on this thread until ``awaited``, its answer, has arrived: the hot path.
@@ -352,15 +423,18 @@ class Link:
         Like ``send`` and ``help_until``, but the role is taken before the frame goes: otherwise a quick answer would wake
         the I/O thread, too.
         """
-        shield.enter()
+        mine = shield.of_thread()
+        mine.depth += 1
         try:
             helping = self._begin_helping()
             self.send(data, deadline)
             if helping:
-                self._read_until(awaited, deadline)
+                self._read_until(awaited, deadline, mine)
         finally:
             self._end_reading()
-            shield.leave()
+            mine.depth -= 1
+            if mine.held is not None:
+                shield.deliver()
 
     def _begin_helping(self) -> bool:
         """Take the role of the reader if it is free, and tell the poller to leave this link alone."""
@@ -371,21 +445,26 @@ class Link:
         self._loop.silence(self._descriptor)
         return True
 
-    def _read_until(self, awaited: Awaited, deadline: float) -> None:
+    def _read_until(self, awaited: Awaited, deadline: float, mine: shield.Shield) -> None:
         """As the reader, and shielded: read until ``awaited`` has arrived."""
         transport, decoder = self.transport, self._decoder
         try:
             if self._frames and not self._deliver():
                 return
             while not awaited.arrived and self._broken is None:
-                remaining = deadline - monotonic()
+                now = monotonic()
+                remaining = deadline - now
                 if remaining <= 0:
                     return
+                if remaining > WAIT_SLICE_S:
+                    remaining = WAIT_SLICE_S
+                depth, mine.depth = mine.depth, 0  # Ctrl-C may end the wait, and nothing else in here
                 try:
-                    shield.leave()  # Ctrl-C may end the wait, and nothing else in here
-                    readable = transport.wait_readable(remaining if remaining < WAIT_SLICE_S else WAIT_SLICE_S)
+                    if mine.held is not None:
+                        shield.deliver()
+                    readable = self._spin.wait(transport.wait_readable, now, remaining)
                 finally:
-                    shield.enter()
+                    mine.depth = depth
                 if readable:
                     count = transport.receive_into(decoder.writable())
                     if count is not None and not self._take(count):
@@ -431,20 +510,18 @@ class Link:
 
         False: it was not, and another thread is the I/O thread now.
         """
-        self._ticket = ticket = self._loop.standby.begin(self)
+        _reading.ticket = ticket = self._loop.standby.begin(self)
         try:
             task.run(bool(self._frames))
         finally:
             kept = self._loop.standby.end(ticket)
-            if kept:
-                self._ticket = None
-            else:
+            _reading.ticket = None
+            if not kept:
                 _reading.link = None  # another thread reads on: do not touch the link any more
         return kept
 
     def pass_on(self) -> None:
         """The I/O thread is stuck in a function that runs inline: another one reads on. By the standby thread."""
-        self._ticket = None
         self._read_lock.release()
         if self._frames:
             self._loop.call_soon(self._read)
@@ -457,8 +534,7 @@ class Link:
         if self._broken is None:
             self._broken = reason
             self.transport.interrupt()
-            with self._room:
-                self._room.notify_all()
+            self._wake_waiting()
             self._loop.call_soon(self._tell_broken)
 
     def _broke(self, error: Exception) -> PeerDead:
@@ -466,6 +542,9 @@ class Link:
         return self.dead(Delivery.UNKNOWN)
 
     def _tell_broken(self) -> None:
+        if self._told:
+            return  # two threads found out at the same moment
+        self._told = True
         self.close()
         self._on_broken(self._broken or "closed")
 
@@ -487,8 +566,7 @@ class Link:
 
     def wait_closed(self, deadline: float) -> None:
         """Wait until the peer ended its side, too: closing before that could destroy what we sent last."""
-        with self._room:
-            self._room.wait_for(lambda: self._broken is not None, max(0.0, deadline - monotonic()))
+        self._wait_while(lambda: self._broken is None, deadline)
 
     def dead(self, delivery: Delivery) -> PeerDead:
         """The error for a call over this broken link."""
@@ -501,8 +579,7 @@ class Link:
         self.transport.interrupt()  # wakes whoever sits in a system call on it
         if self._descriptor is not None:
             self._loop.forget(self._descriptor)
-        with self._room:
-            self._room.notify_all()
+        self._wake_waiting()
         with self._write_lock:
             self._unsent.clear()
             self._outbox.clear()
@@ -522,9 +599,10 @@ def abdicate() -> None:
     """To be called by a thread about to block: if it is reading a link, somebody else must read on."""
     link: Link | None = getattr(_reading, "link", None)
     if link is not None:
-        ticket = link._ticket
+        # Of this thread, not of the link: another one may be the I/O thread by now and run a function, too.
+        ticket: Ticket | None = getattr(_reading, "ticket", None)
         if ticket is not None:
-            link._ticket = None
+            _reading.ticket = None
             if not claim(ticket):
                 _reading.link = None  # taken away already
                 return

@@ -29,6 +29,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 
 from farcall.runtime.inline import Standby
+from farcall.runtime.spin import Spin
 
 logger = logging.getLogger("farcall")
 
@@ -129,7 +130,8 @@ class _Selector:
 class Loop:
     """One I/O thread with its poller."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, busy_wait_s: float = 0.0) -> None:
+        self._spin = Spin(busy_wait_s)
         self._poller: _Epoll | _Selector = _Epoll() if hasattr(select, "epoll") else _Selector()
         self.can_silence = self._poller.can_silence
         self._handlers: dict[int, EventHandler] = {}
@@ -137,7 +139,7 @@ class Loop:
         self._interest_lock = threading.Lock()
         self._soon: deque[Callable[[], object]] = deque()
         self._tickers: list[Ticker] = []
-        self._before_sleep: list[Callable[[], None]] = []
+        self._before_sleep: list[Callable[[], bool]] = []
         self._next_wake = 0.0
         self._running = True
         self._wake_read, self._wake_write = os.pipe()
@@ -147,6 +149,8 @@ class Loop:
         self._name = f"farcall-io-{name}"
         self._ident = 0
         self._former: list[threading.Thread] = []
+        self.on_thread_start: Callable[[], None] = lambda: None
+        """Called first on each thread that becomes the I/O thread."""
         self.standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
 
@@ -170,8 +174,11 @@ class Loop:
         self._tickers.append(ticker)
         self.attend_by(0.0)
 
-    def before_sleep(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` on the I/O thread before each sleep; it must be quick."""
+    def before_sleep(self, hook: Callable[[], bool]) -> None:
+        """Call ``hook`` on the I/O thread before each sleep; it must be quick.
+
+        It says whether other threads have work to do now: then this one leaves the interpreter to them.
+        """
         self._before_sleep.append(hook)
 
     def watch(self, descriptor: int, handler: EventHandler, events: int = READ) -> None:
@@ -244,7 +251,8 @@ class Loop:
         self.wake()
         self.standby.stop()
         for thread in self._former:
-            thread.join(0.5)
+            if thread is not threading.current_thread():
+                thread.join(0.5)
         if self._thread.is_alive() and not self.on_thread():
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -268,6 +276,7 @@ class Loop:
         me = threading.current_thread()
         self._ident = _get_ident()
         _io.loop = self
+        self.on_thread_start()
         while self._running and self._thread is me:
             now = monotonic()
             if now >= self._next_wake:
@@ -279,13 +288,20 @@ class Loop:
                     wake_at = min(wake_at, self._guarded(ticker.tick, now, NEVER))
                 if wake_at < self._next_wake:
                     self._next_wake = wake_at
+                if self._thread is not me:
+                    return  # a ticker's callback blocked, and handed over
+            others_work = False
             for hook in self._before_sleep:
-                hook()
+                others_work = hook() or others_work
             if self._soon:
                 timeout_s = 0.0
             else:
                 timeout_s = max(0.0, self._next_wake - now)
-            for descriptor, events in self._poller.poll(timeout_s):
+            if others_work or timeout_s == 0.0:
+                found = self._poller.poll(timeout_s)
+            else:
+                found = self._spin.wait(self._poller.poll, now, timeout_s)
+            for descriptor, events in found:
                 if descriptor == self._wake_read:
                     self._drain_wakes()
                     continue

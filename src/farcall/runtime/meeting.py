@@ -256,9 +256,7 @@ class Meeting:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
             other = read_slot(holder).record.name
-            raise BadRank(
-                f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still"
-            )
+            raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
@@ -320,9 +318,7 @@ class Meeting:
             self._clear_up(len(slots))
         check_agreement(slots)
         secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
-        return Agreement(
-            [slot.record for slot in slots], slots[0].cluster_id, secret, self._generation, self._open
-        )
+        return Agreement([slot.record for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
         """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
@@ -390,9 +386,7 @@ class Meeting:
         gone = [f"rank {rank} ({name})" for rank, name in sorted(self._gave_up.items()) if rank not in ranks]
         earlier = f"; {', '.join(gone)} came and gave up" if gone else ""
         if self._generation and not self._gave_up:
-            earlier += (
-                f"; {self._generation} earlier groups met there: is this process started a second time?"
-            )
+            earlier += f"; {self._generation} earlier groups met there: is this process started a second time?"
         return MissingPeers(
             f"{self._me.name} (rank {self._me.rank} of {self.place.world_size}) waited {self._timeout_s:g} s "
             f"at {self.place.name}; missing: {', '.join(named) or 'nobody known'}{why}{earlier}",

@@ -77,13 +77,10 @@ def check_agreement(slots: Sequence[Slot]) -> None:
         record = slot.record
         if record.name in by_name:
             raise DuplicateName(
-                f"worker name {record.name!r} is not unique: ranks {by_name[record.name]} and {record.rank} "
-                "both use it"
+                f"worker name {record.name!r} is not unique: ranks {by_name[record.name]} and {record.rank} both use it"
             )
         by_name[record.name] = record.rank
-    _check_same(
-        slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size"
-    )
+    _check_same(slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size")
     _check_same(
         slots,
         lambda slot: "a secret" if slot.has_secret else "no secret",
@@ -92,9 +89,7 @@ def check_agreement(slots: Sequence[Slot]) -> None:
     )
 
 
-def _check_same(
-    slots: Sequence[Slot], say: Callable[[Slot], str], error: type[InitError], remedy: str
-) -> None:
+def _check_same(slots: Sequence[Slot], say: Callable[[Slot], str], error: type[InitError], remedy: str) -> None:
     for slot in slots:
         if say(slot) != say(slots[0]):
             one, other = slots[0].record, slot.record

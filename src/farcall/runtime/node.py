@@ -13,9 +13,12 @@ may live in one process.
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -29,6 +32,7 @@ from farcall.errors import (
     MissingPeers,
     NotInitialized,
     PeerDead,
+    RpcError,
     ShutdownTimeout,
     UnknownWorker,
 )
@@ -44,7 +48,7 @@ from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.doors import Door, dial_member
 from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving
-from farcall.runtime.link import Link
+from farcall.runtime.link import Link, abdicate
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.rendezvous import MemberRecord, Membership, find_meeting_place, join
@@ -57,10 +61,31 @@ RECEIVE_POOL_BYTES = 1 << 30
 TRIM_EVERY_S = 10.0
 RELEASE_DELAY_S = 0.01
 STOP_S = 5.0
+HANDLED_ANYWHERE = (messages.BlocksReleased, messages.SegmentAccepted)
+"""Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
 
 
 P = TypeVar("P")
+
+
+class _Write:
+    """A message that the I/O thread may not write itself, because that can mean waiting; a task."""
+
+    quick = False
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+
+    def run(self, more: bool) -> None:
+        try:
+            self._write()
+        except RpcError as error:
+            logger.info("a message was not sent: %s", error)
+
+
 _thread = threading.local()
+_started: weakref.WeakSet[Node] = weakref.WeakSet()
+"""Nodes that hold descriptors: a forked child must let go of its copies of those."""
 
 
 def node_of_thread() -> Node | None:
@@ -126,18 +151,17 @@ class Node:
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
         deadline = monotonic() + self.options.start_deadline_s
-        shield.install()
-        self._loop = Loop(self._name)
-        self.pool = (
-            SegmentPool(self.options.shared_memory_limit_bytes) if self.options.shared_memory else None
-        )
+        self._shielded = shield.install()
+        _started.add(self)
+        self._loop = Loop(self._name, self.options.busy_wait_s)
+        self.pool = SegmentPool(self.options.shared_memory_limit_bytes) if self.options.shared_memory else None
         self._memory = ReceivePool(RECEIVE_POOL_BYTES)
         self.executor = Executor(
             self._name,
             self.options.num_worker_threads,
             self._loop.attend_by,
             self._loop.on_thread,
-            before_idle=lambda: self.server.flush(),
+            before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
         self.calls = CallTable(self._loop, self.executor)
@@ -162,8 +186,8 @@ class Node:
         self.membership = membership
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
-        myself = SelfPeer(self.info, self._on_message, self._memory)
-        self._peers[self._name] = self._peers[self.info.id] = myself
+        self._myself = SelfPeer(self.info, self._on_message, self._memory)
+        self._peers[self._name] = self._peers[self.info.id] = self._myself
         self._leaving = Leaving(
             self.info.id,
             {member.rank: member.name for member in membership.members},
@@ -175,6 +199,7 @@ class Node:
         for ticker in (self.calls, self.executor, self._leaving, self._door, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
+        self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
 
@@ -209,11 +234,7 @@ class Node:
         if missing:
             whys = [
                 f"{member.name} (rank {member.rank})"
-                + (
-                    f": {why}"
-                    if (why := failures.get(member.rank) or self._door.refusals.get(member.name))
-                    else ""
-                )
+                + (f": {why}" if (why := failures.get(member.rank) or self._door.refusals.get(member.name)) else "")
                 for member in missing
             ]
             raise MissingPeers(
@@ -234,7 +255,8 @@ class Node:
             if member.rank == peer.rank and member.name == peer.name:
                 if member.incarnation != peer.process_token:
                     return f"{peer.name} is another process than the one that joined"
-                if peer.rank in self._remotes:
+                before = self._remotes.get(peer.rank)
+                if before is not None and (self._state != "starting" or before.link.broken is None):
                     return f"{peer.name} is connected already"
                 return None
         return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"
@@ -249,6 +271,7 @@ class Node:
             identity.process_token,
             self.pool if shared else None,
             SegmentMap(self._on_release) if shared else None,
+            self._write_later,
         )
         peer.link = Link(
             info,
@@ -258,6 +281,7 @@ class Node:
             partial(self._on_broken, peer),
             self.options.send_backlog_limit_bytes,
             self._memory.take,
+            self.options.busy_wait_s,
         )
         logger.info("%s is connected to %s over %s", self._name, info.name, transport.describe())
         with self._linked:
@@ -271,18 +295,20 @@ class Node:
         if self._state != "running":
             return
         self._state = "leaving"
+        abdicate()
+        agreed = False
         late: tuple[str, ...] = ()
         try:
             if graceful:
+                self.server.on_answered = self._leaving.poke
+                self.membership.close()  # before all agree: afterwards a new store may be opened at its port
                 late = self._leaving.enter(timeout_s)
+                agreed = not late
         finally:
-            self._end(
-                Cancelled(f"{self._name} shut down before the answer came"), linger=graceful and not late
-            )
+            self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
         if late:
             raise ShutdownTimeout(
-                f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}",
-                [one.partition(" ")[0] for one in late],
+                f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
             )
 
     def part(self, kind: Callable[[Node], P]) -> P:
@@ -308,6 +334,16 @@ class Node:
 
     def _end(self, why: Cancelled, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
+        shield.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
+        try:
+            self._stop_all(why, linger)
+        finally:
+            _started.discard(self)
+            if self._shielded:
+                shield.uninstall()
+            shield.unseal()
+
+    def _stop_all(self, why: Cancelled, linger: bool) -> None:
         self._state = "ended"
         remotes = list(self._remotes.values())
         for peer in remotes:
@@ -319,6 +355,12 @@ class Node:
                 peer.link.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
+        for peer in remotes:
+            peer.link.close()
+        if hasattr(self, "membership"):
+            self._myself.ended = why
+            self.membership.close()
+        # Now that no call can be made any more: one registered after this sweep sees that its peer is gone.
         self.calls.fail_all(lambda call: why)
         stuck = self.executor.stop(STOP_S if linger else 0.5)
         if stuck:
@@ -327,23 +369,35 @@ class Node:
             self.server.stop(STOP_S)
         self._loop.stop()
         for peer in remotes:
-            peer.link.close()
             peer.close()
         if self._door is not None:
             self._door.close()
         if self.pool is not None:
             self.pool.close()
         self._memory.close()
-        shield.uninstall()
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of what belongs to the parent, without telling anybody."""
         self._state = "forked"
+        _thread.node = None
+        if hasattr(self, "membership") and self.membership.store is not None:
+            # Its threads exist in the parent only, and its destructor would wait for them for good.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))
+            self.membership.close()
         for peer in self._remotes.values():
             peer.link.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
         self._loop.close_after_fork()
+
+    def _before_idle(self) -> None:
+        """A worker has nothing to do now."""
+        self.server.flush()
+        if self._leaving.entered:
+            self._leaving.poke()
+
+    def _write_later(self, write: Callable[[], None]) -> None:
+        self.executor.submit(_Write(write))
 
     def _own_thread(self) -> None:
         _thread.node = self
@@ -366,9 +420,7 @@ class Node:
         if self._state not in ("running", "leaving"):
             return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
         if not isinstance(to, str | int | WorkerInfo):
-            return TypeError(
-                f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}"
-            )
+            return TypeError(f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}")
         known = ", ".join(info.name for info in self.workers()[:16])
         return UnknownWorker(f"unknown destination worker {to!r}: the members are {known}")
 
@@ -381,10 +433,7 @@ class Node:
     def _on_frame(self, peer: RemotePeer, frame: Frame) -> None:
         """Route one frame. On the thread that reads the link: it must not block."""
         if frame[0] == CONTROL:
-            if self._loop.on_thread():
-                self._on_control(peer, frame)
-            else:
-                self._loop.call_soon(lambda: self._on_control(peer, frame))
+            self._on_control(peer, frame)
             return
         if frame[6]:
             try:
@@ -410,7 +459,11 @@ class Node:
         except messages.ProtocolError as error:
             peer.link.abort(str(error))
             return
-        self._controls[type(message)](peer, message)
+        handle = self._controls[type(message)]
+        if type(message) in HANDLED_ANYWHERE or self._loop.on_thread():
+            handle(peer, message)
+        else:
+            self._loop.call_soon(lambda: handle(peer, message))
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         peer.leaving = True
@@ -428,9 +481,7 @@ class Node:
         how = "has left" if peer.leaving else f"is gone: {reason}"
 
         def lost(call: PendingCall) -> PeerDead:
-            return PeerDead(
-                f"{peer.info.name} {how}; whether the call ran there is unknown", Delivery.UNKNOWN
-            )
+            return PeerDead(f"{peer.info.name} {how}; whether the call ran there is unknown", Delivery.UNKNOWN)
 
         self.calls.fail_all(lost, peer)
         for hook in self._gone_hooks:
@@ -441,7 +492,7 @@ class Node:
 
     def tick(self, now: float) -> float:
         """On the I/O thread: send releases that nobody took along, and give back memory unused for long."""
-        for peer in self._remotes.values():
+        for peer in list(self._remotes.values()):  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
         if now >= self._next_trim:
@@ -462,6 +513,19 @@ class Node:
         """(calls in flight, activity): read until no call began in between."""
         while True:
             activity = self.calls.last_id + self.server.last_accepted
-            in_flight = len(self.calls) + len(self.server.active) + self.executor.waiting + self.executor.busy
+            # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
+            served = max(len(self.server.active), self.executor.waiting + self.executor.busy)
+            in_flight = len(self.calls) + served
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity
+
+
+def _after_fork() -> None:
+    """In a forked child: whatever nodes there were, they are the parent's."""
+    for node in list(_started):
+        node.close_after_fork()
+    _started.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from farcall.channel.copying import copy_bytes
 from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool, SegmentRefused
 from farcall.errors import Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import CONTROL, LARGE_BYTES, Arrived, Frame, Ticket, encode_frame, encode_small
+from farcall.protocol.frames import CONTROL, LARGE_BYTES, Arrived, Frame, Piece, Ticket, encode_frame, encode_small
 from farcall.runtime.executor import Task
+from farcall.runtime import shield
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
 
@@ -90,14 +93,13 @@ class Peer:
 class SelfPeer(Peer):
     """This node, as the target of its own calls."""
 
-    __slots__ = ("_memory", "_on_message")
+    __slots__ = ("_memory", "_on_message", "ended")
 
-    def __init__(
-        self, info: WorkerInfo, on_message: Callable[[Peer, Arrived], None], memory: ReceivePool
-    ) -> None:
+    def __init__(self, info: WorkerInfo, on_message: Callable[[Peer, Arrived], None], memory: ReceivePool) -> None:
         self.info = info
         self._on_message = on_message
         self._memory = memory
+        self.ended: RpcError | None = None
 
     def send(
         self,
@@ -113,7 +115,11 @@ class SelfPeer(Peer):
         awaited: Awaited | None = None,
     ) -> None:
         copies = [self._copy(buffer) for buffer in buffers]
-        self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))
+        shield.enter()  # Ctrl-C must not leave a request behind that is counted and never runs
+        try:
+            self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))
+        finally:
+            shield.leave()
 
     def _copy(self, buffer: memoryview) -> memoryview:
         if buffer.nbytes < LARGE_BYTES:
@@ -128,10 +134,19 @@ class SelfPeer(Peer):
     def help_until(self, awaited: Awaited, deadline: float) -> None:
         pass
 
+    @property
+    def broken(self) -> bool:
+        return self.ended is not None
+
+    def lost(self, delivery: Delivery) -> RpcError:
+        assert self.ended is not None
+        return self.ended
+
+
 class RemotePeer(Peer):
     """Another member, with its link and, on one host, the shared segments of both sides."""
 
-    __slots__ = ("_accepted", "_pool", "incarnation", "leaving", "link", "segments")
+    __slots__ = ("_accepted", "_pool", "_write_later", "incarnation", "leaving", "link", "segments")
 
     def __init__(
         self,
@@ -139,14 +154,18 @@ class RemotePeer(Peer):
         incarnation: str,
         pool: SegmentPool | None,
         segments: SegmentMap | None,
+        write_later: Callable[[Callable[[], None]], None],
     ) -> None:
+        """``write_later`` runs a write that may have to wait on some worker thread."""
         self.info = info
+        self._write_later = write_later
         self.incarnation = incarnation
         self.leaving = False
         self.segments = segments
         self.link: Link
         self._pool = pool
         self._accepted: set[int] = set()
+        self._descriptors: deque[int] = deque()
 
     def send(
         self,
@@ -165,19 +184,26 @@ class RemotePeer(Peer):
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if not buffers and len(payload) < LARGE_BYTES:
             data = encode_small(kind, flags, call_id, function, notes, payload)
-            if awaited is not None:
-                self.link.exchange(data, awaited, deadline)
-            else:
-                self.link.send(data, deadline, more)
-            return
-        placed = [self._place(buffer, deadline) for buffer in buffers]
-        pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
-        if len(pieces) == 1:
-            self.link.send(bytes(pieces[0]), deadline, more)
+        else:
+            placed = [self._place(buffer, deadline) for buffer in buffers]
+            pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+            if len(pieces) > 1:
+                self._send_pieces(pieces, deadline)
+                if awaited is not None:
+                    self.link.help_until(awaited, deadline)
+                return
+            data = bytes(pieces[0])
+        if awaited is not None:
+            self.link.exchange(data, awaited, deadline)
+        else:
+            self.link.send(data, deadline, more)
+
+    def _send_pieces(self, pieces: Sequence[Piece], deadline: float) -> None:
+        """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
+        if self.link.on_io_thread():
+            self._write_later(partial(self.link.send_pieces, pieces, deadline))
         else:
             self.link.send_pieces(pieces, deadline)
-        if awaited is not None:
-            self.link.help_until(awaited, deadline)
 
     def flush(self) -> None:
         self.link.flush()
@@ -221,15 +247,24 @@ class RemotePeer(Peer):
                 segment_id, offset = found
                 if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
                     return Ticket(size, segment_id, offset)
-        block = pool.allocate(size)
-        if block is None:
-            return buffer
-        if not self._usable(block.segment_id, deadline):
-            pool.free(block)
-            return buffer
-        copy_bytes(block.view, buffer)
-        pool.hand_over(block, self)
-        return Ticket(size, block.segment_id, block.offset)
+        shield.enter()  # or Ctrl-C would leave a block behind that nobody frees
+        try:
+            block = pool.allocate(size)
+            if block is None:
+                return buffer
+            try:
+                usable = self._usable(block.segment_id, deadline)
+            except BaseException:
+                pool.free(block)
+                raise
+            if not usable:
+                pool.free(block)
+                return buffer
+            copy_bytes(block.view, buffer)
+            pool.hand_over(block, self)
+            return Ticket(size, block.segment_id, block.offset)
+        finally:
+            shield.leave()
 
     def _usable(self, segment_id: int, deadline: float) -> bool:
         """May tickets name this segment? If the peer does not know it yet, offer it."""
@@ -238,16 +273,15 @@ class RemotePeer(Peer):
         assert self._pool is not None
         offer = self._pool.offer(segment_id, self)
         if offer is not None:
-            frame = encode_small(
-                CONTROL,
-                0,
-                0,
-                b"",
-                b"",
-                messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size)),
-            )
-            self.link.send_with_descriptor(frame, offer.descriptor, deadline)
+            if self.link.on_io_thread():
+                self._write_later(partial(self._send_offer, offer, NEVER))
+            else:
+                self._send_offer(offer, deadline)
         return False
+
+    def _send_offer(self, offer: Offer, deadline: float) -> None:
+        message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
+        self.link.send_with_descriptor(encode_small(CONTROL, 0, 0, b"", b"", message), offer.descriptor, deadline)
 
     def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
         """The peer has mapped a segment of ours."""
@@ -255,27 +289,25 @@ class RemotePeer(Peer):
 
     def on_segment_refused(self, message: messages.SegmentRefused) -> None:
         """The peer cannot map ours: everything goes inline from now on."""
-        logger.info(
-            "%s takes no shared memory (%s): tensors go over the socket", self.info.name, message.reason
-        )
+        logger.info("%s takes no shared memory (%s): tensors go over the socket", self.info.name, message.reason)
         self._pool = None
 
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
         """Map a segment of the peer's. On the I/O thread."""
-        descriptors = self.link.transport.take_descriptors()
+        # Several offers may have come with one read: each takes the first descriptor, in the order sent.
+        self._descriptors.extend(self.link.transport.take_descriptors())
         try:
-            if self.segments is None:
-                raise SegmentRefused("shared memory is switched off here")
-            if not descriptors:
+            if not self._descriptors:
                 raise SegmentRefused("its descriptor did not come along")
-            self.segments.attach(message.segment_id, descriptors.pop(0), message.size_bytes)
+            descriptor = self._descriptors.popleft()
+            if self.segments is None:
+                os.close(descriptor)
+                raise SegmentRefused("shared memory is switched off here")
+            self.segments.attach(message.segment_id, descriptor, message.size_bytes)
         except (SegmentRefused, OSError) as error:
             self.control(messages.SegmentRefused(message.segment_id, str(error)))
         else:
             self.control(messages.SegmentAccepted(message.segment_id))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
     def on_segment_retired(self, message: messages.SegmentRetired) -> None:
         """The peer no longer uses a segment of its own: unmap it."""
@@ -315,6 +347,8 @@ class RemotePeer(Peer):
 
     def close(self) -> None:
         """The link is gone: take back what the peer held."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
         if self._pool is not None:
             self._pool.release_all(self)
         if self.segments is not None:

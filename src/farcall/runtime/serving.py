@@ -20,6 +20,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Arrived
+from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
 from farcall.runtime.executor import Executor
 from farcall.runtime.peers import Peer
 from farcall.serialize import decode, decode_function, encode, encode_failure
@@ -59,6 +60,8 @@ class Server:
         self._lock = threading.Lock()
         self._next_number = itertools.count(1).__next__
         self.last_accepted = 0
+        self.on_answered: Callable[[], None] | None = None
+        """Called after each answer; set once the node is leaving."""
 
     @property
     def active(self) -> list[Request]:
@@ -76,14 +79,13 @@ class Server:
         self._active[peer.info.id, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
-        if self._quick.get(function) and not frame[6] and len(frame[5]) < LARGE_BYTES and function not in self._waits:
-            request.inline = True
+        if self._quick.get(function) and function not in self._waits:
             kept = peer.run_inline(request)
             if kept is not None:
                 if not kept:
                     self._waits.add(function)
+                    self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
-            request.inline = False
         self._executor.submit(request)
 
     def cancel(self, peer: Peer, call_id: int) -> None:
@@ -92,18 +94,21 @@ class Server:
         if request is not None:
             request.cancelled = True
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Send the answers that were held back to travel together."""
         while self._corked:
             try:
                 peer = self._corked.pop()
             except KeyError:
-                return
+                break
             peer.flush()
+        return False
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
         self._active.pop((request.peer.info.id, request.frame[2]), None)
+        if self.on_answered is not None:
+            self.on_answered()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
         """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
@@ -127,13 +132,17 @@ class Server:
         if loop is None or thread is None:
             return
 
-        def cancel_all() -> None:
-            for task in asyncio.all_tasks(loop):
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            loop.call_soon(loop.stop)
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout_s)
+            loop.stop()
 
-        loop.call_soon_threadsafe(cancel_all)
+        ending = asyncio.run_coroutine_threadsafe(end(), loop)
         thread.join(timeout_s)
+        ending.cancel()
         if not thread.is_alive():
             loop.close()
 
@@ -141,14 +150,13 @@ class Server:
 class Request:
     """One request, from its arrival to its answer. A task of the executor."""
 
-    __slots__ = ("cancelled", "frame", "function_name", "inline", "peer", "server", "started_at", "thread_id")
+    __slots__ = ("cancelled", "frame", "function_name", "peer", "server", "started_at", "thread_id")
 
     def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
         self.server = server
         self.peer = peer
         self.frame = frame
         self.cancelled = False
-        self.inline = False
         self.function_name = ""
         self.started_at = 0.0
         self.thread_id = 0
@@ -177,6 +185,8 @@ class Request:
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             # The request keeps no buffer: an argument that the function drops is freed at once.
             self.frame = (*self.frame[:5], b"", ())
+            if buffers:
+                buffers.clear()  # the reader's frames further up the stack hold the same list
             del buffers, payload
             result = func(*args, **kwargs) if kwargs else func(*args)
             del args, kwargs
@@ -191,6 +201,10 @@ class Request:
                 server._quick[function] = perf_counter() - started < QUICK_S
         self.answer(result, more)
 
+    def drop(self) -> None:
+        """The node ended first."""
+        self.server.answered(self)
+
     def answer(self, result: Any, more: bool = False) -> None:
         """Send ``result`` to the caller."""
         server = self.server
@@ -201,13 +215,10 @@ class Request:
             return
         del result
         hold_back = more and self.quick and not buffers
+        self._send(RESPONSE, payload, buffers, hold_back)
         if hold_back:
+            # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
             server._corked.add(self.peer)
-        if self.inline and (buffers or len(payload) >= LARGE_BYTES):
-            # Writing much may mean waiting for the peer, and the I/O thread never waits.
-            server._executor.submit(_LargeAnswer(self, payload, buffers))
-        else:
-            self._send(RESPONSE, payload, buffers, hold_back)
 
     def _fail(self, error: BaseException) -> None:
         payload, buffers = encode_failure(error, self.server.worker, self.peer)
@@ -217,16 +228,14 @@ class Request:
         try:
             self.peer.send(kind, 0, self.frame[2], b"", b"", payload, buffers, more=more)
         except RpcError as error:
-            logger.info(
-                "the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error
-            )
+            logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
         finally:
             self.server.answered(self)
 
     def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
         if inspect.iscoroutine(result):
             self.server.run_coroutine(result, self._on_done)
-        elif isinstance(result, torch.futures.Future):
+        elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
             result.add_done_callback(self._on_done)
         else:
             raise RuntimeError(
@@ -236,27 +245,11 @@ class Request:
 
     def _on_done(self, future: Any) -> None:
         try:
-            value = future.value() if isinstance(future, torch.futures.Future) else future.result()
+            value = future.value() if isinstance(future, torch._C.Future) else future.result()
         except BaseException as error:
             self._fail(error)
             return
         self.answer(value)
-
-
-class _LargeAnswer:
-    """An answer to be written by a worker thread."""
-
-    __slots__ = ("buffers", "payload", "request")
-
-    quick = False
-
-    def __init__(self, request: Request, payload: bytes, buffers: Sequence[memoryview]) -> None:
-        self.request = request
-        self.payload = payload
-        self.buffers = buffers
-
-    def run(self, more: bool) -> None:
-        self.request._send(RESPONSE, self.payload, self.buffers, False)
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:
@@ -264,5 +257,5 @@ def _answers_later(func: Callable[..., Any], result: Any) -> bool:
 
 
 def is_async_execution(func: Callable[..., Any]) -> bool:
-    """Did `async_execution` mark ``func``?"""
-    return hasattr(func, ASYNC_MARK)
+    """Did `async_execution` mark ``func``, or what it is a partial of?"""
+    return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))

@@ -2,8 +2,9 @@
 
 Threads of the user read and write sockets themselves. A ``KeyboardInterrupt`` raised between "the kernel took 700
 bytes" and "we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread is inside
-such a section (``enter`` .. ``leave``: microseconds, never a wait) our SIGINT handler keeps the signal, and
-``leave`` passes it to the handler that was there before.
+such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler keeps the signal, and
+``leave`` passes it to the handler that was there before. Taking a lock is such a section, too: between the call that
+takes it and the ``try`` behind it there is room for a signal.
 
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
 A handler that the program installs later replaces ours, and takes the risk with it: a torn link is then reported as broken.
@@ -11,6 +12,7 @@ A handler that the program installs later replaces ours, and takes the risk with
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -20,58 +22,109 @@ _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
 
 
-class _Shield:
-    __slots__ = ("before", "depth", "held", "users")
+class Shield:
+    """How deep a thread is inside sections that may not be cut, and the signal that came meanwhile."""
+
+    __slots__ = ("before", "depth", "held", "sealed", "users")
 
     def __init__(self) -> None:
         self.depth = 0
+        self.sealed = 0
         self.held: tuple[int, FrameType | None] | None = None
         self.users = 0
         self.before: Any = None
 
 
-_state = _Shield()
+_state = Shield()
+_other_threads = Shield()
+
+
+def of_thread() -> Shield:
+    """The shield of the calling thread; that of other threads than the main one is a dummy.
+
+    To be used without calls, since the interpreter looks for signals at each one: ``depth += 1`` begins a section;
+    ``depth -= 1`` and, if something is ``held``, ``deliver()`` end it.
+    """
+    return _state if _get_ident() == _main_thread else _other_threads
 
 
 def enter() -> None:
-    """Begin a section that SIGINT may not cut. On other threads than the main one it costs a comparison."""
-    if _get_ident() == _main_thread:
-        _state.depth += 1
+    """Begin a section that SIGINT may not cut."""
+    of_thread().depth += 1
 
 
 def leave() -> None:
     """End the section; a signal that came meanwhile is handled now."""
-    if _get_ident() == _main_thread:
-        # Never below 0: an interrupt between two lines of a caller may have skipped an enter().
-        _state.depth = max(0, _state.depth - 1)
-        if _state.held is not None and _state.depth == 0:
-            held, _state.held = _state.held, None
-            _handle(*held)
+    shield = of_thread()
+    shield.depth -= 1
+    if shield.held is not None:
+        deliver()
+
+
+def seal() -> None:
+    """Like ``enter``, but even the waits inside cannot be cut: for the end of a node, whose waits are bounded."""
+    of_thread().sealed += 1
+
+
+def unseal() -> None:
+    """End what ``seal`` began."""
+    shield = of_thread()
+    shield.sealed -= 1
+    if shield.held is not None:
+        deliver()
+
+
+def deliver() -> None:
+    """Handle the signal that is held, unless an outer section is still under way."""
+    if _state.depth == _state.sealed == 0 and _state.held is not None and _get_ident() == _main_thread:
+        held, _state.held = _state.held, None
+        _handle(*held)
+
+
+def pause(shield: Shield) -> None:
+    """Inside a section, at a point where it may be cut: let a held signal through."""
+    if shield.held is not None:
+        depth, shield.depth = shield.depth, 0
+        try:
+            deliver()
+        finally:
+            shield.depth = depth
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    if _state.depth:
+    if _state.depth or _state.sealed:
         _state.held = (number, frame)
     elif callable(_state.before):
         _state.before(number, frame)
 
 
-def install() -> None:
-    """Put our handler before the current one; a no-op off the main thread, or where SIGINT is ignored."""
+def install() -> bool:
+    """Put our handler before the current one, where that can be done; True: ``uninstall`` must follow."""
     if _get_ident() != _main_thread:
-        return
+        return False  # Python lets no other thread do that
     _state.users += 1
     current = signal.getsignal(signal.SIGINT)
     if current is not _handle and callable(current):
         _state.before = current
         signal.signal(signal.SIGINT, _handle)
+    return True
 
 
 def uninstall() -> None:
-    """Put the former handler back once no node needs ours."""
-    if _get_ident() != _main_thread or _state.users == 0:
-        return
-    _state.users -= 1
-    if _state.users == 0 and signal.getsignal(signal.SIGINT) is _handle:
+    """Put the former handler back once no node needs ours. Off the main thread ours stays: it does no harm."""
+    _state.users = max(0, _state.users - 1)
+    if _get_ident() == _main_thread and _state.users == 0 and signal.getsignal(signal.SIGINT) is _handle:
         signal.signal(signal.SIGINT, _state.before)
         _state.before = None
+
+
+def _after_fork() -> None:
+    """In a forked child the forking thread is the main thread, and no node needs the handler yet."""
+    global _main_thread
+    _main_thread = _get_ident()
+    _state.depth = _state.sealed = _state.users = 0
+    _state.held = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -92,9 +92,7 @@ def find_meeting_place(
     if found_size < 1:
         raise BadRank(f"world_size must be at least 1, not {found_size}")
     if not 0 <= found_rank < found_size:
-        raise BadRank(
-            f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}"
-        )
+        raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
     common: dict[str, Any] = {
         "url": init_method,
         "scheme": parts.scheme,
@@ -151,9 +149,7 @@ def _choose(name: str, given: int, query: Mapping[str, str], environ: Mapping[st
 def _variable(environ: Mapping[str, str], name: str, meaning: str) -> str:
     value = environ.get(name)
     if not value:
-        raise ValueError(
-            f"environment variable {name} expected: env:// needs it ({meaning}), and it is not set"
-        )
+        raise ValueError(f"environment variable {name} expected: env:// needs it ({meaning}), and it is not set")
     return value
 
 

@@ -198,9 +198,7 @@ def current_decoding() -> Decoding:
     """Return the message that this thread is reading; for rebuild functions."""
     decoding = CURRENT.decoding
     if decoding is None:
-        raise SerializationError(
-            "this value can only be read as part of a farcall message, not by pickle alone"
-        )
+        raise SerializationError("this value can only be read as part of a farcall message, not by pickle alone")
     return decoding
 
 

@@ -54,9 +54,7 @@ def encode_failure(error: BaseException, worker: object, peer: Any = None) -> En
     return pickle.dumps((*texts, reduction), 5), buffers
 
 
-def decode_failure(
-    payload: bytes | memoryview, buffers: Sequence[memoryview] = (), peer: Any = None
-) -> BaseException:
+def decode_failure(payload: bytes | memoryview, buffers: Sequence[memoryview] = (), peer: Any = None) -> BaseException:
     """Return the exception to raise: of the original type, or a RemoteError that says what it was.
 
     The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
@@ -126,9 +124,7 @@ def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
         group.__dict__.update(state)
         return group
     for way in (_by_constructor, _by_hand):
-        with suppress(
-            Exception
-        ):  # a class may refuse in any way it likes; the next way, or none, answers that
+        with suppress(Exception):  # a class may refuse in any way it likes; the next way, or none, answers that
             error = way(cls, args, function, arguments)
             if state:
                 error.__setstate__(state)
@@ -164,9 +160,7 @@ def _traceback(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(error))
     except Exception as broken:
-        text = (
-            f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
-        )
+        text = f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"

@@ -76,9 +76,7 @@ def _encode_function(function: Any) -> bytes | None:
         return b"o" + str(function).encode()
     if isinstance(function, MethodType):
         return _encode_class_method(function)
-    if isinstance(function, BuiltinFunctionType) and not isinstance(
-        function.__self__, ModuleType | type | None
-    ):
+    if isinstance(function, BuiltinFunctionType) and not isinstance(function.__self__, ModuleType | type | None):
         return None
     module_name = getattr(function, "__module__", None)
     qualified_name = getattr(function, "__qualname__", None)
@@ -163,9 +161,7 @@ def _decode_function(data: bytes) -> Any:
             f"the function {name.decode(errors='replace')!r} does not exist on this worker: "
             f"{type(error).__name__}: {error}"
         ) from error
-    raise SerializationError(
-        f"a function segment of unknown kind {kind!r}: do both sides run the same farcall?"
-    )
+    raise SerializationError(f"a function segment of unknown kind {kind!r}: do both sides run the same farcall?")
 
 
 def _find_path(data: bytes, path: str) -> Any:

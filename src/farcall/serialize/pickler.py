@@ -260,8 +260,7 @@ def _explain(value: Any, error: Exception) -> SerializationError:
     hint = ""
     if "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error):
         hint = (
-            "; define it at module level, or use a pickler that writes code, such as cloudpickle, "
-            "by _use_rpc_pickler"
+            "; define it at module level, or use a pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
         )
     return SerializationError(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
 

@@ -60,9 +60,7 @@ CODES: dict[torch.dtype, int | str] = {}
 
 def _fill_dtype_tables() -> None:
     named = {
-        str(value).removeprefix("torch."): value
-        for value in vars(torch).values()
-        if isinstance(value, torch.dtype)
+        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
     }
     for name, dtype in named.items():
         if dtype not in _QUANTIZED:
@@ -104,9 +102,7 @@ def rebuild_view(
 
 
 @seed
-def rebuild_as(
-    cls: type[torch.Tensor], function: Any, arguments: tuple[Any, ...], flags: int
-) -> torch.Tensor:
+def rebuild_as(cls: type[torch.Tensor], function: Any, arguments: tuple[Any, ...], flags: int) -> torch.Tensor:
     """Rebuild a subclass of Tensor, without running its constructor."""
     decoding = current_decoding()
     tensor = _build_bare(decoding, function, arguments)
@@ -192,9 +188,7 @@ def _dtype(code: int | str) -> torch.dtype:
     dtype = DTYPES.get(code)
     if dtype is None:
         name = _DTYPE_NAMES[code] if isinstance(code, int) else code
-        raise SerializationError(
-            f"the sender's torch has a dtype {name}, this one ({torch.__version__}) has not"
-        )
+        raise SerializationError(f"the sender's torch has a dtype {name}, this one ({torch.__version__}) has not")
     return dtype
 
 
@@ -293,11 +287,7 @@ def _finish(decoding: Decoding, tensor: torch.Tensor, flags: int) -> torch.Tenso
         if flags & CONJUGATE:
             tensor = torch.conj(tensor)
         if flags & REQUIRES_GRAD:
-            tensor = (
-                tensor.detach().requires_grad_(True)
-                if flags != REQUIRES_GRAD
-                else tensor.requires_grad_(True)
-            )
+            tensor = tensor.detach().requires_grad_(True) if flags != REQUIRES_GRAD else tensor.requires_grad_(True)
     if decoding.tensors is not None:
         decoding.tensors.append(tensor)
     return tensor

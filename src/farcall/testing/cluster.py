@@ -54,11 +54,8 @@ class Member:
             target=_run, args=(sending, target, tuple(args)), daemon=False
         )
         self.process.start()
+        self.pid = int(self.process.pid or 0)
         sending.close()
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid or 0)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send the process a signal."""
@@ -80,6 +77,14 @@ class Member:
             self.process.join()
         elif self.process.exitcode and self.error is None:
             self.error = f"ended with exit code {self.process.exitcode}"
+        self._receiving.close()
+
+    def end(self) -> None:
+        """Make sure that the process is gone."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()  # its descriptor, too: a failed test keeps this object in its traceback
         self._receiving.close()
 
 
@@ -128,8 +133,12 @@ def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[M
 def finish(members: Sequence[Member], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
     """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
-    for member in members:
-        member.collect(deadline)
+    try:
+        for member in members:
+            member.collect(deadline)
+    finally:
+        for member in members:
+            member.end()  # whatever ended this wait, no process outlives it
     failed = [member for member in members if member.error and member.rank not in may_fail]
     if failed:
         raise MemberFailed("\n".join(f"member {member.rank}: {member.error}" for member in failed))

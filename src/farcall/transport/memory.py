@@ -155,9 +155,7 @@ class MemoryTransport(Transport):
     def wait_readable(self, timeout_s: float) -> bool:
         pipe = self._incoming
         with pipe.lock:
-            return pipe.lock.wait_for(
-                lambda: bool(pipe.chunks) or pipe.writer_done or self._closed, timeout_s
-            )
+            return pipe.lock.wait_for(lambda: bool(pipe.chunks) or pipe.writer_done or self._closed, timeout_s)
 
     def wait_writable(self, timeout_s: float) -> bool:
         pipe = self._outgoing

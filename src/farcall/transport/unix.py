@@ -48,11 +48,7 @@ _RECEIVE_WAITING = _CLOSE_ON_EXEC
 
 def unix_sockets_work() -> bool:
     """Whether this system has unix sockets that carry descriptors."""
-    return (
-        hasattr(socket, "AF_UNIX")
-        and hasattr(socket, "CMSG_SPACE")
-        and hasattr(socket.socket, "recvmsg_into")
-    )
+    return hasattr(socket, "AF_UNIX") and hasattr(socket, "CMSG_SPACE") and hasattr(socket.socket, "recvmsg_into")
 
 
 def _socket_name(address: str) -> str:

@@ -46,9 +46,7 @@ class Network:
             if other.port.worker_id not in self.dead:
                 other.worker_lost(worker_id, f"worker{worker_id} died")
 
-    def move(
-        self, context_id: int, source: int, target: int, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def move(self, context_id: int, source: int, target: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a call does with the tensors of a message: record, copy, record."""
         sender, receiver = self.workers[source], self.workers[target]
         message_id = sender.attach_send(sender.find_or_create(context_id), target, tensors)

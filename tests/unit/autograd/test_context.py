@@ -152,9 +152,7 @@ def test_hooks_of_accumulators_run_after(network: Network, context: Context) -> 
     first = leaf()
     twice = first + first
     seen: list[Any] = []
-    twice.grad_fn.next_functions[0][0].register_hook(
-        lambda results, given: seen.append((results, given[0].sum()))
-    )
+    twice.grad_fn.next_functions[0][0].register_hook(lambda results, given: seen.append((results, given[0].sum())))
     network.workers[0].backward(context.id, [twice.sum()])
     assert seen == [((), torch.tensor(18.0))]
 
@@ -213,9 +211,7 @@ def test_a_message_that_arrives_after_the_pass_began(network: Network, context: 
     message_id = here.attach_send(context, 1, [first])
     assert message_id is not None
     copy = first.detach().clone().requires_grad_()
-    network.possible.append(
-        lambda: there.attach_receive(there.find_or_create(context.id), 0, message_id, [copy])
-    )
+    network.possible.append(lambda: there.attach_receive(there.find_or_create(context.id), 0, message_id, [copy]))
     here.backward(context.id, [(first * 2).sum()])
     assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 2.0))
 
@@ -250,9 +246,7 @@ def test_a_timeout_names_whom_it_waited_for(network: Network, context: Context) 
         ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
     ],
 )
-def test_roots_that_cannot_be(
-    network: Network, context: Context, roots: list[torch.Tensor], text: str
-) -> None:
+def test_roots_that_cannot_be(network: Network, context: Context, roots: list[torch.Tensor], text: str) -> None:
     with pytest.raises(RpcError, match=text):
         network.workers[0].backward(context.id, roots)
 

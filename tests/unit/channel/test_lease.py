@@ -18,9 +18,7 @@ DERIVED: dict[str, Callable[[memoryview], Any]] = {
     "a tensor": lambda view: torch.frombuffer(view, dtype=torch.float32),
     "a view of a tensor": lambda view: torch.frombuffer(view, dtype=torch.float32)[3:7].view(2, 2).t(),
     "a storage": lambda view: torch.frombuffer(view, dtype=torch.uint8).untyped_storage(),
-    "a detached tensor": lambda view: torch.nn.Parameter(
-        torch.frombuffer(view, dtype=torch.float32)
-    ).detach(),
+    "a detached tensor": lambda view: torch.nn.Parameter(torch.frombuffer(view, dtype=torch.float32)).detach(),
     "a graph": lambda view: torch.frombuffer(view, dtype=torch.float32).requires_grad_().pow(2).sum(),
     "an array": lambda view: numpy.frombuffer(view, dtype=numpy.uint8),
     "a view of an array": lambda view: numpy.frombuffer(view, dtype=numpy.float32)[::2],
@@ -58,9 +56,7 @@ def test_the_bytes_are_the_same() -> None:
     assert not view.readonly
 
 
-@pytest.mark.parametrize(
-    "size", [0, 1, 63, 64, 65, 511, 512, 513, 1000, 1 << 16, (1 << 16) + 1, 1 << 28, 10**9 + 7]
-)
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 511, 512, 513, 1000, 1 << 16, (1 << 16) + 1, 1 << 28, 10**9 + 7])
 def test_sizes_are_rounded_to_few(size: int) -> None:
     rounded = rounded_size(size)
     assert rounded >= size

@@ -224,9 +224,7 @@ def test_nothing_is_left_behind() -> None:
     assert (descriptors(), mappings()) == before
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"), [(0, 0), (0, -1), (-64, 64), (0, 8 * MEBIBYTE + 1), (1 << 62, 1 << 62)]
-)
+@pytest.mark.parametrize(("offset", "size"), [(0, 0), (0, -1), (-64, 64), (0, 8 * MEBIBYTE + 1), (1 << 62, 1 << 62)])
 def test_tickets_that_lie(pool: SegmentPool, offset: int, size: int) -> None:
     segment_map = SegmentMap()
     block = allocated(pool, 1000)
@@ -341,9 +339,7 @@ class Allocator(RuleBasedStateMachine):
     @invariant()
     def blocks_do_not_overlap(self) -> None:
         ends: dict[int, int] = {}
-        for block, stamp in sorted(
-            self.live.values(), key=lambda entry: (entry[0].segment_id, entry[0].offset)
-        ):
+        for block, stamp in sorted(self.live.values(), key=lambda entry: (entry[0].segment_id, entry[0].offset)):
             assert block.offset >= ends.get(block.segment_id, 0)
             assert block.offset % ALIGNMENT_BYTES == 0
             assert block.view[0] == block.view[-1] == stamp

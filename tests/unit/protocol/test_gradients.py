@@ -165,8 +165,7 @@ def test_settling_is_topological_and_complete(seed: int) -> None:
     rng = random.Random(seed)
     size = 30
     graph = {
-        n: [rng.randrange(n + 1, size) for _ in range(rng.randint(0, 3))] if n < size - 1 else []
-        for n in range(size)
+        n: [rng.randrange(n + 1, size) for _ in range(rng.randint(0, 3))] if n < size - 1 else [] for n in range(size)
     }
     sources = [rng.randrange(size) for _ in range(5)]
     living = [rng.random() < 0.5 for _ in sources]

@@ -35,9 +35,7 @@ class Trio:
     """Four machines and no network: a test carries each message itself."""
 
     def __init__(self) -> None:
-        self.owner, self.anna, self.ben, self.carl = (
-            References(me, EVERYONE, linger_s=1.0) for me in EVERYONE
-        )
+        self.owner, self.anna, self.ben, self.carl = (References(me, EVERYONE, linger_s=1.0) for me in EVERYONE)
 
     def created_by_anna(self) -> Fork:
         fork = self.anna.create(OWNER)
@@ -355,9 +353,7 @@ def test_a_question_buries_the_dead_it_names(trio: Trio) -> None:
 
 
 def test_an_answer_does_not_name_creations(trio: Trio) -> None:
-    trio.ben.create(
-        OWNER
-    )  # listed now and released early, it would be listed for good when the request comes
+    trio.ben.create(OWNER)  # listed now and released early, it would be listed for good when the request comes
     assert only(trio.ben.handle(OWNER, Inquire(1, [ANNA]), 0.0), OWNER) == Answer(1, [])
 
 
@@ -426,9 +422,7 @@ def test_a_newcomer_answers_a_round_under_way(trio: Trio) -> None:
     question = only(trio.owner.flush(), 9)
     assert FreeValue(hers.ref) not in answers(trio, effects, trio.ben, trio.carl)
     newcomer = References(9, [OWNER, BEN, CARL])
-    assert FreeValue(hers.ref) in trio.owner.handle(
-        9, only(newcomer.handle(OWNER, question, 0.0), OWNER), 0.0
-    )
+    assert FreeValue(hers.ref) in trio.owner.handle(9, only(newcomer.handle(OWNER, question, 0.0), OWNER), 0.0)
 
 
 # --- batching and destructors ------------------------------------------------------------------------------
@@ -441,9 +435,7 @@ def test_releases_linger_and_travel_together(trio: Trio) -> None:
     assert trio.anna.collect(5.0) == []
     assert trio.anna.next_deadline() == 6.0
     assert trio.anna.handle_deadline(5.9) == []
-    assert only(trio.anna.handle_deadline(6.0), OWNER) == Release(
-        [(fork.ref, fork.fork_id) for fork in forks]
-    )
+    assert only(trio.anna.handle_deadline(6.0), OWNER) == Release([(fork.ref, fork.fork_id) for fork in forks])
     assert trio.anna.next_deadline() is None
 
 
@@ -474,9 +466,7 @@ def test_destructors_wake_once_and_lose_nothing() -> None:
     assert len(wakes) == 2
 
     drained = len(list(released.drain()))
-    threads = [
-        threading.Thread(target=lambda: [released.append(fork) for _ in range(2_000)]) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: [released.append(fork) for _ in range(2_000)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -36,9 +36,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
     """Start a ``join`` on a thread of its own."""
     with ThreadPoolExecutor(32) as pool:
 
-        def start_join(
-            name: str, rank: int, world_size: int, timeout_s: float = 10, **more: Any
-        ) -> Future[Membership]:
+        def start_join(name: str, rank: int, world_size: int, timeout_s: float = 10, **more: Any) -> Future[Membership]:
             options = RpcBackendOptions(0, PLACE, start_timeout_s=timeout_s, **more)
             return pool.submit(join, name, rank, world_size, options, [f"tcp://{name}:1"], "token")
 
@@ -200,9 +198,7 @@ def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any)
 
 
 def stale_slot(name: str, rank: int, world_size: int) -> str:
-    return as_text(
-        Slot(MemberRecord(name, rank, ("tcp://dead:1",), "", "dead"), world_size, False, "dead", "00")
-    )
+    return as_text(Slot(MemberRecord(name, rank, ("tcp://dead:1",), "", "dead"), world_size, False, "dead", "00"))
 
 
 def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> None:

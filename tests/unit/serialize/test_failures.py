@@ -207,9 +207,7 @@ def test_class_missing_here(monkeypatch):
 
 
 def test_groups():
-    received = brought(
-        ExceptionGroup("all", [ValueError("a"), ExceptionGroup("inner", [OddSignature(1, detail="d")])])
-    )
+    received = brought(ExceptionGroup("all", [ValueError("a"), ExceptionGroup("inner", [OddSignature(1, detail="d")])]))
     assert type(received) is ExceptionGroup
     assert received.message == "all"
     assert str(received.exceptions[0]) == "a"

@@ -124,9 +124,7 @@ def test_lambdas_and_local_functions_are_refused_with_advice():
             pass
 
     for function in (lambda: 1, local, Local, Local.of_class):
-        with pytest.raises(
-            SerializationError, match=r"module level, or use a pickler.*cloudpickle.*_use_rpc_pickler"
-        ):
+        with pytest.raises(SerializationError, match=r"module level, or use a pickler.*cloudpickle.*_use_rpc_pickler"):
             encode_function(function)
 
 
@@ -163,9 +161,7 @@ def test_function_missing_on_the_callee(monkeypatch):
     data = encode_function(plain)
     decode_function(data)
     monkeypatch.delattr(f"{__name__}.plain")
-    with pytest.raises(
-        FunctionNotFound, match=r"test_functions.*has no 'plain'.*does not serialize code"
-    ) as caught:
+    with pytest.raises(FunctionNotFound, match=r"test_functions.*has no 'plain'.*does not serialize code") as caught:
         decode_function(data)
     assert isinstance(caught.value, AttributeError)
     assert isinstance(caught.value, RuntimeError)
@@ -208,9 +204,7 @@ def plain_script(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"?what", b"p\xff\0f", b"oaten.no_such_operator", b"kgarbage", b"pnothing"]
-)
+@pytest.mark.parametrize("data", [b"", b"?what", b"p\xff\0f", b"oaten.no_such_operator", b"kgarbage", b"pnothing"])
 def test_garbage(data):
     with pytest.raises(SerializationError):
         decode_function(data)

@@ -129,13 +129,9 @@ def _cases() -> list[Case]:
         ),
     ]
     for size in TEAM_SIZES:
-        cases.append(
-            Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size)
-        )
+        cases.append(Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size))
     for size in COUNTED_TEAM_SIZES:
-        cases.append(
-            Case(f"descriptors, {size} nodes", "open", "lower", open_descriptors, count_once, size=size)
-        )
+        cases.append(Case(f"descriptors, {size} nodes", "open", "lower", open_descriptors, count_once, size=size))
     return cases
 
 

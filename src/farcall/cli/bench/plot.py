@@ -45,9 +45,7 @@ def as_svg(results: Results) -> str:
     for exponent in range(low, high + 1, math.ceil((high - low) / 10)):
         x = at(2.0**exponent)
         name = f"{2**exponent}x" if exponent >= 0 else f"1/{2**-exponent}"
-        parts.append(
-            f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{height - _BOTTOM + 4}" stroke="{_LINE}"/>'
-        )
+        parts.append(f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{height - _BOTTOM + 4}" stroke="{_LINE}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle" font-size="11">{name}</text>')
     for index, (name, ratio) in enumerate(rows):
         y = _TOP + _ROW * index
@@ -60,8 +58,7 @@ def as_svg(results: Results) -> str:
         )
         parts.append(f'<text x="{right + 6:.1f}" y="{y + 15}">{figure(ratio)}x</text>')
     parts.append(
-        f'<line x1="{at(1):.1f}" y1="{_TOP - 6}" x2="{at(1):.1f}" y2="{height - _BOTTOM + 4}" '
-        f'stroke="{_INK}"/>'
+        f'<line x1="{at(1):.1f}" y1="{_TOP - 6}" x2="{at(1):.1f}" y2="{height - _BOTTOM + 4}" stroke="{_INK}"/>'
     )
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

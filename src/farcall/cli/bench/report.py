@@ -97,8 +97,7 @@ def as_json(results: Results, verdicts: list[Verdict], rounds: int) -> bytes:
                 "rounds": {name: results.rounds(case.name, name, statistic) for name in CONTENDERS},
                 "median": {name: results.median(case.name, name, statistic) for name in CONTENDERS},
                 "times_better_than": {
-                    name: results.times_better(case, Farcall.name, name, statistic)
-                    for name in (Floor.name, Stock.name)
+                    name: results.times_better(case, Farcall.name, name, statistic) for name in (Floor.name, Stock.name)
                 },
             }
         cases.append(

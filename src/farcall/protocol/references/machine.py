@@ -142,11 +142,7 @@ class References:
 
         False: a duplicate; or ``sender`` or the owner is dead, and every use of it is ``ReferenceLost``.
         """
-        if (
-            not self._reaches(sender)
-            or not self._arrived(sender, fork.number)
-            or not self._reaches(fork.owner)
-        ):
+        if not self._reaches(sender) or not self._arrived(sender, fork.number) or not self._reaches(fork.owner):
             return False
         if fork.owner != self.me:
             self._user.hold_received(fork, sender)

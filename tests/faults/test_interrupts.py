@@ -1,0 +1,265 @@
+"""Ctrl-C anywhere: the wait ends with KeyboardInterrupt, and whoever catches that goes on with a link that works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import farcall
+from farcall import api
+from farcall.runtime.node import Node
+from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
+
+LONG_S = 30.0
+AT_ONCE_S = 3.0
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "the condition never came true"
+        time.sleep(0.001)
+
+
+def block(path: str) -> str:
+    wait_until(lambda: os.path.exists(path))
+    return "done"
+
+
+def interrupt_when(condition: Callable[[], object]) -> threading.Thread:
+    """Press Ctrl-C once, from another thread, as soon as ``condition`` holds."""
+
+    def press() -> None:
+        wait_until(condition)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def interrupted(wait: Callable[[], object], when: Callable[[], object]) -> float:
+    """How long it took the wait to end after Ctrl-C was pressed."""
+    pressed: list[float] = []
+
+    def note() -> bool:
+        if when():
+            pressed.append(time.monotonic())
+            return True
+        return False
+
+    thread = interrupt_when(note)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+            wait_until(lambda: False)  # the signal may come a moment after the wait ended: it never should
+    finally:
+        thread.join()
+    return time.monotonic() - pressed[0]
+
+
+def calls_pending(count: int) -> bool:
+    return len(api.current_node().calls) == count
+
+
+# --- while waiting for an answer
+
+
+def wait_for_answers(rank: int, path: str) -> list[float]:
+    if rank == 1:
+        return []
+    took = [interrupted(lambda: farcall.rpc_sync("w1", block, (path,)), lambda: calls_pending(1))]
+    assert calls_pending(0)
+    future = farcall.rpc_async("w1", block, (path,))
+    took.append(interrupted(future.wait, lambda: calls_pending(1) and waits_in("wait")))
+    chained = future.then(lambda done: done.value())
+    with_callback = farcall.rpc_async("w1", block, (path,))
+    with_callback.add_done_callback(lambda done: None)
+    took.append(interrupted(with_callback.wait, lambda: waits_in("wait")))
+    took.append(interrupted(lambda: farcall.rpc_sync("w0", block, (path,)), lambda: calls_pending(3)))
+    # The link works as before, and the futures, too.
+    assert farcall.rpc_sync("w1", os.getpid) != os.getpid()
+    Path(path).touch()
+    assert [future.wait(), chained.wait(), with_callback.wait()] == ["done"] * 3
+    return took
+
+
+def waits_in(name: str) -> bool:
+    """Is the main thread inside a function called ``name``?"""
+    import sys
+
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame is not None:
+        if frame.f_code.co_name == name and "farcall" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
+def test_interrupted_waits_end_at_once_and_the_link_goes_on(tmp_path: Path, transports: tuple[str, ...]) -> None:
+    took = run_cluster(2, wait_for_answers, str(tmp_path / "go"), transports=transports)[0]
+    assert len(took) == 4
+    assert max(took) < AT_ONCE_S
+
+
+# --- while starting and leaving
+
+
+def wait_for_peers(rank: int, port: int) -> float:
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+
+    def init() -> None:
+        farcall.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
+
+    before = signal.getsignal(signal.SIGINT)
+    seconds = interrupted(init, lambda: waits_in("init_rpc"))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert [thread.name for thread in threading.enumerate() if "farcall" in thread.name] == []
+    # And the process can be a worker all the same.
+    farcall.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+    assert farcall.rpc_sync("w0", os.getpid) == os.getpid()
+    farcall.shutdown()
+    return seconds
+
+
+def test_interrupted_start_leaves_nothing_and_can_be_tried_again() -> None:
+    assert finish(start_processes(1, wait_for_peers, free_port()))[0] < AT_ONCE_S
+
+
+def wait_in_shutdown(rank: int, port: int, path: str) -> float:
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 1:
+        block(path)
+        farcall.shutdown()
+        return 0.0
+    seconds = interrupted(farcall.shutdown, lambda: waits_in("enter"))
+    Path(path).touch()
+    with pytest.raises(farcall.RpcError):
+        farcall.get_worker_info()
+    assert [thread.name for thread in threading.enumerate() if "farcall" in thread.name] == []
+    farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    farcall.shutdown()
+    return seconds
+
+
+def test_interrupted_shutdown_leaves_at_once_and_the_others_notice(tmp_path: Path) -> None:
+    assert max(finish(start_processes(2, wait_in_shutdown, free_port(), str(tmp_path / "go")))) < AT_ONCE_S
+
+
+# --- a storm
+
+
+class Storm:
+    """SIGINT after SIGINT, from a process of its own: no thread of this one has to run for that."""
+
+    def __init__(self, pause_s: float) -> None:
+        target = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                while os.getppid() == target:
+                    os.kill(target, signal.SIGINT)
+                    time.sleep(pause_s)
+            finally:
+                os._exit(0)
+
+    def stop(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+class Pressed(BaseException):
+    """Like KeyboardInterrupt, and nobody else raises it."""
+
+
+armed = [False]
+
+
+def press(number: int, frame: object) -> None:
+    if armed[0]:
+        raise Pressed
+
+
+def cut_short(call: Callable[[], None]) -> bool:
+    """Make ``call`` under fire, and cease fire before anything else is done."""
+    try:
+        armed[0] = True
+        try:
+            call()
+        finally:
+            armed[0] = False
+    except Pressed:
+        return True
+    return False
+
+
+def one_call(kind: str, number: int, value: torch.Tensor) -> None:
+    if kind.endswith("sync"):
+        assert farcall.rpc_sync("w1", max, (number, -1)) == number
+    elif kind.endswith("self"):
+        assert farcall.rpc_sync("w0", max, (number, -1)) == number
+    elif kind.endswith("many"):
+        futures = [farcall.rpc_async("w1", max, (index, -1)) for index in range(10)]
+        assert [future.wait() for future in futures] == list(range(10))
+    else:
+        assert torch.equal(farcall.rpc_sync("w1", torch.neg, (value,)), -value)
+
+
+def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
+    options = farcall.RpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", transports=("tcp",) if kind.startswith("tcp") else None
+    )
+    if rank == 0:
+        signal.signal(signal.SIGINT, press)
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    answered = interrupts = 0
+    if rank == 0:
+        value = torch.arange(1 << 17)
+        storm = Storm(0.01 if kind.endswith("tensor") else 0.0004)
+        give_up_at = time.monotonic() + 4.0
+        while (interrupts < 300 or answered < 300) and time.monotonic() < give_up_at:
+            if cut_short(lambda: one_call(kind, answered, value)):
+                interrupts += 1
+            else:
+                answered += 1
+        storm.stop()
+        assert [farcall.rpc_sync("w1", max, (number, -1)) for number in range(100)] == list(range(100))
+    farcall.shutdown(timeout=LONG_S)
+    return answered, interrupts
+
+
+@pytest.mark.parametrize("kind", ["sync", "many", "self", "tensor", "tcp sync", "tcp tensor"])
+def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str) -> None:
+    answered, interrupts = finish(start_processes(2, tight_loop, free_port(), kind), timeout_s=40)[0]
+    assert answered > 20
+    assert interrupts > 20
+
+
+def use_two_nodes(rank: int, port: int) -> bool:
+    """A node started or ended on another thread must not take the handler from one that needs it."""
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    before = signal.getsignal(signal.SIGINT)
+    first = Node("first", 0, 1, options)
+    first.start()
+    ours = signal.getsignal(signal.SIGINT)
+    second = Node("second", 0, 1, options.replace(init_method=f"tcp://127.0.0.1:{free_port()}"))
+    thread = threading.Thread(target=second.start)
+    thread.start()
+    thread.join()
+    second.shutdown()
+    assert signal.getsignal(signal.SIGINT) is ours
+    first.shutdown()
+    return signal.getsignal(signal.SIGINT) is before and ours is not before
+
+
+def test_handler_stays_as_long_as_one_node_needs_it() -> None:
+    assert finish(start_processes(1, use_two_nodes, free_port())) == [True]

@@ -1,0 +1,74 @@
+"""Single nodes called outside the engine behave as inside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from farcall.autograd.functions import Edge
+from farcall.autograd.nodes import Gradients, Roots, post_hooks, run_node
+
+
+def no_inner(roots: Roots, inputs: Any) -> Gradients:
+    raise AssertionError("nothing is recomputed here")
+
+
+def call(node: Any, *gradients: torch.Tensor | None) -> dict[Edge, torch.Tensor]:
+    return dict(run_node(node, list(gradients), no_inner))
+
+
+class Pair(torch.autograd.Function):
+    """Two outputs, an argument that is no tensor, and a tensor that needs no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: torch.Tensor, factor: float, constant: torch.Tensor, second: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.factor = factor
+        return first * factor, second + constant
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return one * ctx.factor, None, None, two.clone()
+
+
+def test_a_builtin_node() -> None:
+    first, second = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
+    node: Any = (first * second).grad_fn
+    found = call(node, torch.ones(2))
+    assert [edge[0].variable for edge in found] == [first, second]
+    torch.testing.assert_close(list(found.values()), [second.detach(), first.detach()])
+    assert not any(gradient.requires_grad for gradient in found.values())
+
+
+def test_a_python_function_gets_zeros_and_its_results_meet_their_edges() -> None:
+    first, second = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
+    node: Any = Pair.apply(first, 3.0, torch.ones(2), second)[0].grad_fn
+    found = {edge[0].variable: gradient.tolist() for edge, gradient in call(node, torch.ones(2), None).items()}
+    assert found == {first: [3.0, 3.0], second: [0.0, 0.0]}
+
+
+def test_hooks_before_and_after_run_and_may_replace() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    node: Any = leaf.sin().grad_fn
+    node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    node.register_hook(lambda results, gradients: (results[0] * gradients[0] * 5,))
+    (gradient,) = call(node, torch.ones(2)).values()
+    torch.testing.assert_close(gradient, leaf.detach().cos() * 20)
+    assert len(post_hooks(node)) == 1
+
+
+def test_what_leaves_has_the_dtype_and_shape_of_its_tensor() -> None:
+    class Loose(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return torch.ones(4, 2, dtype=torch.float64)
+
+    (gradient,) = call(Loose.apply(torch.rand(2, requires_grad=True)).grad_fn, torch.ones(2)).values()
+    assert gradient.dtype is torch.float32
+    assert gradient.tolist() == [4.0, 4.0]

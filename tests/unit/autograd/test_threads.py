@@ -1,0 +1,71 @@
+"""Many contexts at once, each in a thread of its own, over workers that share a pool of threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+import pytest
+import torch
+from tests.unit.autograd.cluster import Network
+
+from farcall.autograd.contexts import Contexts
+from farcall.autograd.passes import Letter, Task
+
+GIVE_UP_S = 30.0
+
+
+class ThreadPort:
+    def __init__(self, workers: list[Contexts], worker_id: int, pool: ThreadPoolExecutor) -> None:
+        self._workers, self.worker_id, self._pool = workers, worker_id, pool
+
+    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
+        self._pool.submit(self._workers[worker_id].deliver, self.worker_id, list(letters))
+
+    def submit(self, task: Task) -> None:
+        self._pool.submit(task)
+
+    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None) -> Task:
+        return tasks.get(timeout=timeout_s)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    network = Network(0)
+    with ThreadPoolExecutor(8) as pool:
+        network.workers += [Contexts(ThreadPort(network.workers, number, pool)) for number in range(3)]
+        yield network
+
+
+def test_threads_do_not_disturb_each_other(network: Network) -> None:
+    shared = torch.rand(4, 4, requires_grad=True)
+
+    def train(number: int) -> None:
+        origin = network.workers[number % 3]
+        for turn in range(10):
+            context = origin.new_context()
+            mine = torch.rand(4, 4, requires_grad=True)
+            twin = mine.detach().clone().requires_grad_()
+            value, expected = mine, twin
+            for hop in range(4):
+                (there,) = network.move(context.id, number % 3, (number + hop) % 3, [value])
+                network.move(context.id, (number + hop) % 3, number % 3, [there.exp()])  # not used
+                (back,) = network.move(context.id, (number + hop) % 3, number % 3, [(there @ shared).sin()])
+                value, expected = back + value * turn, (expected @ shared).sin() + expected * turn
+            origin.backward(context.id, [value.sum()], timeout_s=GIVE_UP_S)
+            (wanted,) = torch.autograd.grad(expected.sum(), [twin])
+            torch.testing.assert_close(origin.get_gradients(context.id)[mine], wanted)
+            for peer in network.workers:
+                peer.release(context.id)
+            assert origin.current_or_none() is None
+
+    with ThreadPoolExecutor(9) as trainers:
+        for outcome in [trainers.submit(train, number) for number in range(9)]:
+            outcome.result(timeout=2 * GIVE_UP_S)
+    assert shared.grad is None
+    assert all(w.debug_info()["num_autograd_contexts"] == "0" for w in network.workers)
