@@ -86,30 +86,37 @@ def echo_everything(rank: int) -> None:
     if rank:
         return
     for to in ("w0", "w1"):
-        for name, tensor in samples().items():
-            for _ in range(3):  # the first large one introduces its segment, the later ones use it
-                got = farcall.rpc_sync(to, echo, (tensor,))
-                assert same(got, tensor), f"{name} to {to}"
-        everything = samples()
-        got_all = farcall.rpc_async(to, echo, (everything,)).wait()
-        assert all(same(got_all[name], tensor) for name, tensor in everything.items())
-        for dtype in ("f8", "i4", "?", "c16", "M8[s]", "U3"):
-            for shape in ((), (0,), (3, 4), (300, 1000)):
-                array = np.ones(shape, dtype=dtype) if dtype[0] in "fic?" else np.zeros(shape, dtype=dtype)
-                got_array = farcall.rpc_sync(to, echo, (array,))
-                assert got_array.dtype == array.dtype
-                assert got_array.shape == array.shape
-                assert (got_array == array).all()
+        check_samples(to)
+        check_arrays(to)
         check_views(to)
         check_isolation(to)
         check_many(to)
         blob = os.urandom(3 * MEBIBYTE)
         assert farcall.rpc_sync(to, echo, (blob,)) == blob
         assert farcall.rpc_sync(to, echo, (bytearray(blob),)) == blob
-    # 10,000 calls' worth of memory does not stay behind anywhere.
+    # Nothing of all that stays behind anywhere.
     gc.collect()
     wait_until(lambda: live_bytes() == 0, "the release of what was sent")
     wait_until(lambda: farcall.rpc_sync("w1", live_bytes) == 0, "the release of what was answered")
+
+
+def check_samples(to: str) -> None:
+    everything = samples()
+    for name, tensor in everything.items():
+        for _ in range(3):  # the first large one introduces its segment, the later ones use it
+            assert same(farcall.rpc_sync(to, echo, (tensor,)), tensor), f"{name} to {to}"
+    got = farcall.rpc_async(to, echo, (everything,)).wait()
+    assert all(same(got[name], tensor) for name, tensor in everything.items())
+
+
+def check_arrays(to: str) -> None:
+    for dtype in ("f8", "i4", "?", "c16", "M8[s]", "U3"):
+        for shape in ((), (0,), (3, 4), (300, 1000)):
+            array = np.ones(shape, dtype=dtype) if dtype[0] in "fic?" else np.zeros(shape, dtype=dtype)
+            got = farcall.rpc_sync(to, echo, (array,))
+            assert got.dtype == array.dtype
+            assert got.shape == array.shape
+            assert (got == array).all()
 
 
 def check_views(to: str) -> None:

@@ -11,6 +11,7 @@ holder of any lock, so it must not take one: append to a deque, set a flag.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import weakref
 from collections.abc import Callable
@@ -54,6 +55,13 @@ def leased(memory: memoryview, on_death: Callable[[Any], None], holder: Any) -> 
     lease = Lease(memory, on_death)
     lease.holder = holder
     return memoryview(pickle.PickleBuffer(memory)), lease
+
+
+def address_of(view: memoryview) -> int:
+    """Where the memory of ``view`` is; 0 if it is read-only or empty."""
+    if view.readonly or not view.nbytes:
+        return 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def rounded_size(size: int) -> int:

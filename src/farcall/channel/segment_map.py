@@ -2,7 +2,8 @@
 
 Trusts nothing the peer says: a descriptor must be a sealed memory file of the size told, a ticket must lie
 inside. Views outlive everything here (the map, the link, the peer), because each keeps the mapping below it.
-Every view that ended is owed to the peer as a release, which the link takes and sends in batches.
+Every view that ended is owed to the peer as a release, which the link takes and sends in batches. A block whose
+last use is that it is sent back to its owner is handed back as it is, content and all (``give_back``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ try:
 except ImportError:  # not POSIX: shared memory is never used, but importing must work
     pass
 
-from farcall.channel.interface import Lease, SegmentRefused, leased
+from farcall.channel.interface import Lease, SegmentRefused, address_of, leased
 
 _SEAL_SHRINK = 0x0002
 
@@ -30,7 +31,7 @@ _URGENT_COUNT = 64
 class MappedSegment:
     """A peer's segment, mapped here; ``size`` bytes of it may be looked at."""
 
-    __slots__ = ("size", "view")
+    __slots__ = ("address", "size", "view")
 
     def __init__(self, descriptor: int, size: int) -> None:
         """Map what ``descriptor`` names, which the caller closes."""
@@ -51,6 +52,30 @@ class MappedSegment:
         self.size = size
         # The view keeps the mapping, and every view of the view does: it is unmapped when the last one dies.
         self.view = memoryview(mapping)
+        self.address = address_of(self.view)
+
+
+class GivenBack:
+    """A block that is being handed back to its owner."""
+
+    __slots__ = ("_lease", "_map", "last_use", "offset", "segment_id")
+
+    def __init__(self, owner: SegmentMap, lease: Lease, segment_id: int, offset: int) -> None:
+        self._map = owner
+        self._lease = lease
+        self.segment_id = segment_id
+        self.offset = offset
+        self.last_use = False
+
+    def settled(self) -> None:
+        """It was not the last use, and the bytes are copied: what ends from now on is released as usual."""
+        self._map._returning.pop(id(self._lease), None)
+        if self.last_use:  # ended by another thread during the copy
+            self._map._release(*self._lease.holder)
+
+    def gone(self) -> None:
+        """The peer is told, or about to be, that it has the block again."""
+        self._map._returning.pop(id(self._lease), None)
 
 
 class SegmentMap:
@@ -64,6 +89,8 @@ class SegmentMap:
         self._on_release = on_release
         self._segments: dict[int, MappedSegment] = {}
         self._leases: dict[int, Lease] = {}
+        self._by_start: dict[tuple[int, int], Lease] = {}
+        self._returning: dict[int, GivenBack] = {}
         self._released: deque[tuple[int, int]] = deque()
         self._announced = False
         self._closed = False
@@ -88,7 +115,34 @@ class SegmentMap:
             raise SegmentRefused(f"the peer named {size} bytes at {offset} of segment {segment_id}")
         view, lease = leased(segment.view[offset : offset + size], self._on_death, (segment_id, offset, size))
         self._leases[id(lease)] = lease
+        # Memory that the owner shares on purpose may be here several times; then none of them is the only one.
+        self._by_start[segment_id, offset] = lease
         return view
+
+    def give_back(self, buffers: list[memoryview], index: int) -> GivenBack | None:
+        """If ``buffers[index]`` is the last use of a whole block of the peer's, let go of it without a release.
+
+        None: it is no such block. Else the result says in ``last_use`` whether the block is the peer's again, and
+        ``buffers[index]`` is a bare view of it; unless that was the last use, it must be copied at once and then
+        ``settled``.
+        """
+        buffer = buffers[index]
+        size, address = buffer.nbytes, address_of(buffer)
+        for segment_id, segment in list(self._segments.items()):
+            offset = address - segment.address
+            if 0 <= offset < segment.size:
+                break
+        else:
+            return None
+        lease = self._by_start.get((segment_id, offset))
+        if lease is None or lease.holder != (segment_id, offset, size):
+            return None
+        given = GivenBack(self, lease, segment_id, offset)
+        self._returning[id(lease)] = given
+        del buffer
+        # If nobody else uses the block, this assignment ends its last use: _on_death runs before the next line.
+        buffers[index] = segment.view[offset : offset + size]
+        return given
 
     def take_releases(self) -> list[tuple[int, int]]:
         """All (segment_id, offset) to release, each as often as it was viewed; they are the caller's to
@@ -115,12 +169,23 @@ class SegmentMap:
         self._on_release = None
         self._segments.clear()
         self._leases.clear()
+        self._by_start.clear()
+        self._returning.clear()
         self._released.clear()
 
     def _on_death(self, lease: Lease) -> None:
         if self._leases.pop(id(lease), None) is None:
             return
         segment_id, offset, size = lease.holder
+        if self._by_start.get((segment_id, offset)) is lease:
+            del self._by_start[segment_id, offset]
+        given = self._returning.get(id(lease))
+        if given is not None:
+            given.last_use = True
+            return
+        self._release(segment_id, offset, size)
+
+    def _release(self, segment_id: int, offset: int, size: int) -> None:
         self._released.append((segment_id, offset))
         urgent = size >= _URGENT_BYTES or len(self._released) % _URGENT_COUNT == 0
         hook = self._on_release

@@ -83,6 +83,8 @@ class SegmentPool:
         self._addresses: list[int] = []
         self._tensor_blocks: dict[int, Block] = {}
         self._tensor_leases: dict[int, Lease] = {}
+        # Blocks that came back with a message's bytes in them, until the tensor over them dies.
+        self._taken_back: dict[int, tuple[Block, Lease]] = {}
         # Blocks whose tensor died; filled by garbage collection, which must not take the lock.
         self._orphans: deque[Block] = deque()
         # Segments given up since the last trim: their peers are still to be told.
@@ -170,6 +172,21 @@ class SegmentPool:
             for segment in self._segments.values():
                 segment.offered_to.discard(peer)
 
+    def take_back(self, segment_id: int, offset: int, size: int, peer: Hashable) -> memoryview:
+        """A block that ``peer`` held is ours again, and its content the peer's message; freed when all use ends."""
+        with self._lock:
+            lent = self._lent.get(peer, {})
+            block, count = lent.get((segment_id, offset), (None, 0))
+            if block is None or block.size != size or count != 1 or block.holders != 1:
+                raise SegmentRefused(f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own")
+            del lent[segment_id, offset]
+        view, lease = leased(block.view, self._on_tensor_death, block)
+        block.view = memoryview(b"")
+        address = block.segment.address + block.offset
+        with self._lock:
+            self._taken_back[address] = (block, lease)
+        return view
+
     # -- segments
 
     def offer(self, segment_id: int, peer: Hashable) -> Offer | None:
@@ -206,6 +223,7 @@ class SegmentPool:
         self._usable = False
         with self._lock:
             self._tensor_leases.clear()
+            self._taken_back.clear()
             self._addresses.clear()
             self._tensor_blocks.clear()
             self._orphans.clear()
@@ -296,7 +314,9 @@ class SegmentPool:
         while self._orphans:
             block = self._orphans.popleft()
             address = block.segment.address + block.offset
-            if self._tensor_blocks.pop(address, None) is not None:
+            if self._taken_back.pop(address, None) is not None:
+                self._drop(block)
+            elif self._tensor_blocks.pop(address, None) is not None:
                 self._addresses.remove(address)
                 del self._tensor_leases[address]
                 self._drop(block)

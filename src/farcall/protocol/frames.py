@@ -13,7 +13,8 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
     28      4     notes length (what rides along: autograd, profiling)
     32      4     number of buffers
     36      4     reserved, 0
-    40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline
+    40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline, the highest bit that it
+                  is a segment of the receiver, who gets a block back that it had lent
     ...           function, notes, payload, then every inline buffer in order
 
 A frame comes out of the decoder as a plain tuple ``(kind, flags, call_id, function, notes, payload, buffers)``:
@@ -62,8 +63,12 @@ FAILURE = int(Kind.FAILURE)
 CONTROL = int(Kind.CONTROL)
 
 
+YOURS = 1 << 63
+"""Set in a ticket's segment id: the segment is the receiver's own."""
+
+
 class Ticket(NamedTuple):
-    """Where a buffer lies in a shared segment of the sender."""
+    """Where a buffer lies in a shared segment, normally of the sender."""
 
     size_bytes: int
     segment_id: int

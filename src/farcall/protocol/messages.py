@@ -9,7 +9,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     10-19   shared memory           channel/shared_memory.py
     20-29   calls                   runtime/calls.py
     30-39   departure               protocol/departure.py
-    40-     free: references, membership and gradients take the next tens
+    40-49   references              protocol/references
+    50-     free: membership and gradients take the next tens
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.protocol.references import messages as references
 
 __all__ = [
     "BlocksReleased",
@@ -167,6 +169,7 @@ Message = (
     | DepartureStatus
     | DepartureReleased
     | DepartureAcknowledged
+    | references.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,7 +5,8 @@ contributions are there. So a gather costs each member one call, and its result 
 
 A gather is named by its group and its number in that group, counted by each member for itself: two gathers of a group
 cannot be confused, and different groups go on independently. The leader bounds each gather: when the time of the first
-contribution is up, all who wait get an error that names who did not come.
+contribution is up, or when a member is lost that has not contributed, all who wait get an error that names who did
+not come. The last such errors are kept, so that whoever comes too late gets the same one, at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from farcall.errors import RpcError, RpcTimeout
+from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.remote.call import UNSET_TIMEOUT, call_sync
 from farcall.remote.functions import async_execution
@@ -29,6 +30,7 @@ Group = tuple[str, ...]
 
 GRACE_S = 5.0
 """How much longer a member waits than the leader, whose error says more than a plain timeout."""
+KEPT_FAILURES = 64
 
 
 class _Gather:
@@ -42,6 +44,10 @@ class _Gather:
         self.contributions: dict[str, Any] = {}
         self.future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
 
+    def __str__(self) -> str:
+        missing = ", ".join(name for name in self.group if name not in self.contributions)
+        return f"a gather of {len(self.group)} workers; missing: {missing}"
+
 
 class _Gathers:
     """The gathers of one node: those it leads, and how many of each group it has begun. A ticker of the loop."""
@@ -51,6 +57,7 @@ class _Gathers:
         self._lock = threading.Lock()
         self._led: dict[tuple[Group, int], _Gather] = {}
         self._begun: dict[Group, int] = {}
+        self._failed: dict[tuple[Group, int], RpcError] = {}
         node.add_ticker(self)
         node.on_peer_gone(self.on_peer_gone)
 
@@ -65,6 +72,9 @@ class _Gathers:
     ) -> torch.futures.Future[dict[str, Any]]:
         deadline = monotonic() + timeout_s if timeout_s else NEVER
         with self._lock:
+            failure = self._failed.get((group, number))
+            if failure is not None:
+                raise failure
             gather = self._led.get((group, number))
             if gather is None:
                 gather = self._led[group, number] = _Gather(group, deadline)
@@ -76,48 +86,59 @@ class _Gathers:
                 del self._led[group, number]
         if complete:
             gather.future.set_result({name: gather.contributions[name] for name in group})
-        elif deadline != NEVER:
-            self._node.attend_by(deadline)
+        else:
+            if deadline != NEVER:
+                self._node.attend_by(deadline)
+            # After it is among those led: who is lost from now on is reported to on_peer_gone, who was before is seen here.
+            for member in group:
+                if member not in gather.contributions and self._node.peer(member).broken:
+                    self._on_member_lost(member)
         return gather.future
 
     def tick(self, now: float) -> float:
-        """Fail what is overdue; on a worker thread, since it runs what waits for the future."""
+        """Fail what is overdue."""
         nearest = NEVER
         with self._lock:
             for key, gather in list(self._led.items()):
                 if gather.deadline <= now:
-                    del self._led[key]
-                    self._node.executor.submit(_Unfinished(gather, "timed out"))
+                    self._fail(key, RpcTimeout(f"timed out in {gather}"))
                 else:
                     nearest = min(nearest, gather.deadline)
         return nearest
 
     def on_peer_gone(self, worker: WorkerInfo) -> None:
         """Who is gone does not contribute any more: do not let the others wait for it."""
+        self._on_member_lost(worker.name)
+
+    def _on_member_lost(self, name: str) -> None:
         with self._lock:
             for key, gather in list(self._led.items()):
-                if worker.name in gather.group and worker.name not in gather.contributions:
-                    del self._led[key]
-                    self._node.executor.submit(_Unfinished(gather, f"lost {worker.name}"))
+                if name in gather.group and name not in gather.contributions:
+                    self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
+
+    def _fail(self, key: tuple[Group, int], error: RpcError) -> None:
+        """Under the lock: end a gather. A worker thread tells, since that runs what waits for the future."""
+        gather = self._led.pop(key)
+        while len(self._failed) >= KEPT_FAILURES:
+            del self._failed[next(iter(self._failed))]
+        self._failed[key] = error
+        self._node.executor.submit(_Unfinished(gather, error))
 
 
 class _Unfinished:
-    """Tells those who came to a gather who did not."""
+    """Tells those who came to a gather who did not. A task of the executor."""
 
     quick = False
 
-    def __init__(self, gather: _Gather, why: str) -> None:
+    def __init__(self, gather: _Gather, error: RpcError) -> None:
         self._gather = gather
-        self._why = why
+        self._error = error
 
     def run(self, more: bool) -> None:
-        group, contributions = self._gather.group, self._gather.contributions
-        missing = ", ".join(name for name in group if name not in contributions)
-        error = RpcTimeout(f"{self._why} in a gather of {len(group)} workers; missing: {missing}")
-        self._gather.future.set_exception(error)  # type: ignore[arg-type]
+        self._gather.future.set_exception(self._error)  # type: ignore[arg-type]
 
     def drop(self) -> None:
-        self.run(False)
+        """The node ended first, and with it the calls of all who wait."""
 
 
 @async_execution

@@ -21,15 +21,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from farcall.channel.copying import copy_bytes
+from farcall.channel.interface import address_of
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool, SegmentRefused
 from farcall.errors import Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import CONTROL, LARGE_BYTES, Arrived, Frame, Piece, Ticket, encode_frame, encode_small
+from farcall.protocol.frames import (
+    CONTROL,
+    LARGE_BYTES,
+    RESPONSE,
+    YOURS,
+    Arrived,
+    Frame,
+    Piece,
+    Ticket,
+    encode_frame,
+    encode_small,
+)
 from farcall.runtime.executor import Task
 from farcall.runtime import shield
 from farcall.runtime.link import Awaited, Link
@@ -146,7 +156,7 @@ class SelfPeer(Peer):
 class RemotePeer(Peer):
     """Another member, with its link and, on one host, the shared segments of both sides."""
 
-    __slots__ = ("_accepted", "_pool", "_write_later", "incarnation", "leaving", "link", "segments")
+    __slots__ = ("_accepted", "_descriptors", "_pool", "_write_later", "incarnation", "leaving", "link", "segments")
 
     def __init__(
         self,
@@ -185,7 +195,7 @@ class RemotePeer(Peer):
         if not buffers and len(payload) < LARGE_BYTES:
             data = encode_small(kind, flags, call_id, function, notes, payload)
         else:
-            placed = [self._place(buffer, deadline) for buffer in buffers]
+            placed = [self._place(buffers, index, deadline, kind == RESPONSE) for index in range(len(buffers))]
             pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
             if len(pieces) > 1:
                 self._send_pieces(pieces, deadline)
@@ -235,14 +245,33 @@ class RemotePeer(Peer):
 
     # ------------------------------------------------------------------ shared memory
 
-    def _place(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
-        """A ticket for ``buffer``'s bytes in a segment, or the buffer itself if it must go inline."""
+    def _place(
+        self, buffers: Sequence[memoryview], index: int, deadline: float, may_give_back: bool
+    ) -> memoryview | Ticket:
+        """A ticket for a buffer's bytes in a segment, or the buffer itself if it must go inline."""
+        size = buffers[index].nbytes
+        if self._pool is None or size < SHARED_BYTES:
+            return buffers[index]
+        if may_give_back and self.segments is not None and isinstance(buffers, list):
+            given = self.segments.give_back(buffers, index)
+            if given is not None:
+                if given.last_use:
+                    given.gone()
+                    return Ticket(size, given.segment_id | YOURS, given.offset)
+                # Others here still look at the block; until it is copied it must not go back.
+                ticket = self._copy_into_segment(buffers[index], deadline)
+                if not isinstance(ticket, Ticket):
+                    ticket = memoryview(bytearray(buffers[index]))
+                given.settled()
+                return ticket
+        return self._copy_into_segment(buffers[index], deadline)
+
+    def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
         pool = self._pool
+        assert pool is not None
         size = buffer.nbytes
-        if pool is None or size < SHARED_BYTES:
-            return buffer
         if pool.has_tensors:
-            found = pool.find(_address(buffer), size)
+            found = pool.find(address_of(buffer), size)
             if found is not None:
                 segment_id, offset = found
                 if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
@@ -338,6 +367,11 @@ class RemotePeer(Peer):
         views: list[memoryview] = []
         for buffer in buffers:
             if isinstance(buffer, Ticket):
+                if buffer.segment_id & YOURS and self._pool is not None:
+                    views.append(
+                        self._pool.take_back(buffer.segment_id ^ YOURS, buffer.offset, buffer.size_bytes, self)
+                    )
+                    continue
                 if segments is None:
                     raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
                 views.append(segments.view(buffer.segment_id, buffer.offset, buffer.size_bytes))
@@ -355,5 +389,3 @@ class RemotePeer(Peer):
             self.segments.close()
 
 
-def _address(buffer: memoryview) -> int:
-    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() if not buffer.readonly else 0

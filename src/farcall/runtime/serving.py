@@ -188,10 +188,11 @@ class Request:
             if buffers:
                 buffers.clear()  # the reader's frames further up the stack hold the same list
             del buffers, payload
-            result = func(*args, **kwargs) if kwargs else func(*args)
+            # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
+            outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
-            if _answers_later(func, result):
-                self._answer_later(func, result)
+            if _answers_later(func, outcome[0]):
+                self._answer_later(func, outcome[0])
                 return
         except BaseException as error:
             self._fail(error)
@@ -199,21 +200,21 @@ class Request:
         finally:
             if function:
                 server._quick[function] = perf_counter() - started < QUICK_S
-        self.answer(result, more)
+        self.answer(outcome, more)
 
     def drop(self) -> None:
         """The node ended first."""
         self.server.answered(self)
 
-    def answer(self, result: Any, more: bool = False) -> None:
-        """Send ``result`` to the caller."""
+    def answer(self, outcome: list[Any], more: bool = False) -> None:
+        """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
         server = self.server
         try:
-            payload, buffers = encode(result, self.peer)
+            payload, buffers = encode(outcome[0], self.peer)
         except Exception as error:
             self._fail(error)
             return
-        del result
+        outcome.clear()
         hold_back = more and self.quick and not buffers
         self._send(RESPONSE, payload, buffers, hold_back)
         if hold_back:
@@ -249,7 +250,7 @@ class Request:
         except BaseException as error:
             self._fail(error)
             return
-        self.answer(value)
+        self.answer([value])
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:

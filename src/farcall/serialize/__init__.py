@@ -1,12 +1,13 @@
 """Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
 
-from farcall.serialize.context import Decoding, Encoding, current_decoding
+from farcall.serialize.context import Annotated, Decoding, Encoding, current_decoding, current_encoding
 from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure
 from farcall.serialize.functions import decode_function, encode_function
 from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, is_custom
 from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
 
 __all__ = [
+    "Annotated",
     "Decoding",
     "Encoded",
     "Encoding",
@@ -14,6 +15,7 @@ __all__ = [
     "RpcPickler",
     "TablePickler",
     "current_decoding",
+    "current_encoding",
     "decode",
     "decode_failure",
     "decode_function",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IN_BAND_LIMIT_BYTES",
+    "Annotated",
     "Decoding",
     "Encoding",
     "current_decoding",
@@ -52,6 +53,38 @@ class _Chunks(list[bytes]):
 
     __slots__ = ()
     write = list.append
+
+
+class Annotated(list[memoryview]):
+    """The buffers of a message whose reducers noted something beside the pickle, to be known without reading it.
+
+    On the sender ``notes`` travel in the frame, and ``undo`` is what takes them back if the message is not sent after
+    all; on the receiver ``notes`` are what the runtime made of them. The last reader clears both lists.
+    """
+
+    __slots__ = ("notes", "undo")
+
+    def __init__(
+        self,
+        buffers: Sequence[memoryview],
+        notes: list[Any],
+        undo: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        super().__init__(buffers)
+        self.notes = notes
+        self.undo = undo
+
+    def __bool__(self) -> bool:
+        return True
+
+    def clear(self) -> None:
+        super().clear()
+        self.notes = []
+
+    def withdraw(self) -> None:
+        """The message was not sent, or nobody knows whether it was."""
+        for undo in self.undo:
+            undo()
 
 
 class _Seeds:
@@ -98,6 +131,7 @@ class Encoding(pickle.Pickler):
         "fallback",
         "inline_count",
         "kept",
+        "notes",
         "peer",
         "records",
         "storages",
@@ -122,6 +156,7 @@ class Encoding(pickle.Pickler):
         self.records: list[StorageRecord] = []
         self.inline_count = 0
         self.kept: list[Any] = []
+        self.notes: list[Any] = []
         self.undo: list[Callable[[], None]] = []
         self.memo = SEEDS.memo
 
@@ -137,6 +172,12 @@ class Encoding(pickle.Pickler):
         """Run ``undo`` if this message cannot be written after all (a reducer changed something)."""
         self.undo.append(undo)
 
+    def note(self, note: Any, undo: Callable[[], None]) -> int:
+        """Send ``note`` beside the pickle; its place among the notes. ``undo``: see ``on_failure`` and ``Annotated``."""
+        self.on_failure(undo)
+        self.notes.append(note)
+        return len(self.notes) - 1
+
     def reset(self) -> None:
         """Forget the message."""
         # A new small table each time: clearing the old one would cost as much as the largest message ever
@@ -145,6 +186,7 @@ class Encoding(pickle.Pickler):
         self.chunks.clear()
         if self.undo:
             self.undo = []
+            self.notes = []
         if self.contextual or self.buffers:
             self.contextual = False
             self.peer = self.tensors = None

@@ -24,6 +24,7 @@ from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize import policy
 from farcall.serialize.context import (
     SEEDS,
+    Annotated,
     Decoding,
     Encoding,
     current_decoding,
@@ -73,6 +74,8 @@ def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = No
         buffers: Sequence[memoryview] = ()
         if encoding.contextual:
             payload, buffers = _complete(encoding, payload)
+            if encoding.notes:
+                buffers = Annotated(buffers, encoding.notes, encoding.undo)
         elif encoding.buffers:
             buffers = encoding.buffers
     except BaseException as error:
@@ -99,6 +102,8 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
         # A writable buffer leaves the pickle when it is large; bytes would not.
         written = pickle.PickleBuffer(data)
         payload, buffers = encode((written, tuple(table)), peer, tensors)
+        if outer.notes:
+            buffers = Annotated(buffers, outer.notes, outer.undo)
     except BaseException as error:
         _undo(outer)
         if not isinstance(error, Exception):
@@ -171,7 +176,9 @@ class TablePickler:
         decoding = Decoding(())
         decoding.table = tensors
         previous = enter_decoding(decoding)
-        decoding.peer = previous.peer if previous is not None else None
+        if previous is not None:
+            decoding.peer = previous.peer
+            decoding.buffers = previous.buffers
         try:
             return _loads(data)
         finally:
@@ -211,7 +218,7 @@ def _decode_custom(
 ) -> Any:
     data, table = decode(memoryview(payload)[:-1], buffers, peer, tensors)
     pickler = policy.installed_pickler() or TablePickler()
-    previous = enter_decoding(Decoding((), peer))
+    previous = enter_decoding(Decoding(buffers if type(buffers) is Annotated else (), peer))
     try:
         return pickler.deserialize(bytes(data), list(table))
     finally:
