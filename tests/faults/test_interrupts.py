@@ -14,6 +14,7 @@ import torch
 
 import farcall
 from farcall import api
+from farcall.errors import NotInitialized
 from farcall.runtime.node import Node
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
 
@@ -143,7 +144,7 @@ def wait_in_shutdown(rank: int, port: int, path: str) -> float:
         return 0.0
     seconds = interrupted(farcall.shutdown, lambda: waits_in("enter"))
     Path(path).touch()
-    with pytest.raises(farcall.RpcError):
+    with pytest.raises(NotInitialized):
         farcall.get_worker_info()
     assert [thread.name for thread in threading.enumerate() if "farcall" in thread.name] == []
     farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)

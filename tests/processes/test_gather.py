@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout
@@ -16,6 +18,12 @@ from farcall.testing.cluster import finish, free_port, run_cluster, start_cluste
 from tests.processes.test_calls import Gate, add, wait_until, whoami
 
 PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_store() -> None:
+    """The first TCPStore of a process leaves a pipe of libuv behind, whoever makes it: not a leak of a test's."""
+    torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=PATIENCE_S))
 
 
 def gather_all(rank: int) -> None:
@@ -110,13 +118,13 @@ def lose_one(rank: int) -> str | None:
         farcall.rpc_sync("w1", Gate.wait, ("w1 begins",))
         Gate.open("begun")
         thread.join()
-        assert "missing: w2" in str(failures[0])
+        assert "w2" in str(failures[0]).partition("missing: ")[2]
     else:
         Gate.open("w1 begins")
-        with pytest.raises(PeerDead, match="missing: w2"):
+        with pytest.raises(PeerDead, match="missing: .*w2"):
             farcall._all_gather(rank, timeout=PATIENCE_S)
     # Begun after the death: it cannot end well, and says so at once.
-    with pytest.raises(PeerDead, match="missing: w2"):
+    with pytest.raises(PeerDead, match="missing: .*w2"):
         farcall._all_gather(rank, timeout=PATIENCE_S)
     assert farcall._all_gather(rank, ["w0", "w1"], timeout=PATIENCE_S) == {"w0": 0, "w1": 1}
     return "survived"

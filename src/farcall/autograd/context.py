@@ -33,7 +33,8 @@ class Context:
 
     def __init__(self, context_id: int, contexts: Contexts) -> None:
         self.id = context_id
-        self._contexts = contexts
+        self.contexts = contexts
+        self.released = False
         self.lock = threading.RLock()
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Node] = {}
@@ -71,7 +72,7 @@ class Context:
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         """Send letters, or hand them over at once when they are for this worker."""
-        self._contexts.send(worker_id, letters)
+        self.contexts.send(worker_id, letters)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
         """Add a pass's leaf gradients, each in memory of its own."""
@@ -92,7 +93,7 @@ class Context:
 
     def originate(self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None) -> LocalPass:
         """Make a pass that starts here."""
-        port = self._contexts.port
+        port = self.contexts.port
         with self.lock:
             pass_id = PassId(port.worker_id, self._next_number)
             self._next_number += 1
@@ -113,7 +114,7 @@ class Context:
 
     def join(self, start: StartPass, sender: int) -> LocalPass | None:
         """Take part in a pass begun elsewhere; None if it is over already."""
-        port = self._contexts.port
+        port = self.contexts.port
         with self.lock:
             local = self.passes.get(start.pass_id)
             if local is None:
@@ -152,6 +153,7 @@ class Context:
     def clear(self) -> list[LocalPass]:
         """Let go of the graph and of everything else; return the passes, which their owner must end."""
         with self.lock:
+            self.released = True
             passes = list(self.passes.values())
             for table in (self.passes, self.sends, self.receives, self._early, self.gradients):
                 table.clear()

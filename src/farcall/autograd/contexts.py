@@ -3,6 +3,10 @@
 This is what the runtime talks to: it records messages that leave and arrive, takes delivered letters, and
 runs `backward`. A context is created by the thread that opens it, and on other workers by the first call or
 letter that names it. It does not know how letters travel: that is the `Port`'s business.
+
+Which context code is in is a context variable, so each thread and each coroutine has its own.
+
+Invariant: a context that was released here does not come back, whatever still arrives for it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,12 +25,15 @@ from farcall.autograd.functions import Edge, SendFunction, gradient_edge, make_r
 from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
 from farcall.autograd.replicas import watch_replicas
 from farcall.errors import RpcError
-from farcall.protocol.gradients import AbortPass, PassFailed, StartPass, WorkerLost
+from farcall.protocol.gradients import AbortPass, PassFailed, ReleaseContext, StartPass, WorkerLost
 
 __all__ = ["Contexts"]
 
 _RELEASED_KEPT = 4096
 _ID_BITS = 48  # below the worker's id, in ids of contexts and of messages
+
+# One for all nodes of a process: a variable for each would never be collected.
+_current: ContextVar[Context | None] = ContextVar("farcall_autograd_context", default=None)
 
 
 class Contexts:
@@ -40,7 +48,7 @@ class Contexts:
         self._first_id = port.worker_id << _ID_BITS
         self._next_context_id = self._first_id
         self._next_message_id = self._first_id
-        self._thread = threading.local()
+        self._gone: set[int] = set()
 
     # --- which context ------------------------------------------------------------------------------------
 
@@ -52,13 +60,13 @@ class Contexts:
             context = Context(self._next_context_id, self)
             self._next_context_id += 1
             self._contexts[context.id] = context
-        self._thread.context = context
+        _current.set(context)
         return context
 
     def current_or_none(self) -> Context | None:
         """The context this thread is in."""
-        context: Context | None = getattr(self._thread, "context", None)
-        return context
+        context = _current.get()
+        return context if context is not None and context.contexts is self else None
 
     def current(self) -> Context:
         context = self.current_or_none()
@@ -68,8 +76,8 @@ class Contexts:
 
     def exchange_current(self, context: Context | None) -> Context | None:
         """Put this thread into ``context``; return where it was, to be put back afterwards."""
-        previous = self.current_or_none()
-        self._thread.context = context
+        previous = _current.get()
+        _current.set(context)
         return previous
 
     def retrieve(self, context_id: int) -> Context:
@@ -78,12 +86,24 @@ class Contexts:
             raise RpcError(f"Could not find autograd context with id: {context_id}")
         return context
 
-    def find_or_create(self, context_id: int) -> Context:
-        """For a call that came with a context."""
+    def find(self, context_id: int) -> Context | None:
+        """The context of that id, if there is one here."""
+        return self._contexts.get(context_id)
+
+    def admit(self, context_id: int) -> Context | None:
+        """For a call that came with a context: that context, made if need be; None if it was released already."""
         context = self._contexts.get(context_id)
         if context is None:
             with self._lock:
+                if context_id in self._released or context_id >> _ID_BITS in self._gone:
+                    return None
                 context = self._contexts.setdefault(context_id, Context(context_id, self))
+        return context
+
+    def find_or_create(self, context_id: int) -> Context:
+        """Like `admit`, where the caller knows that the context was not released."""
+        context = self.admit(context_id)
+        assert context is not None
         return context
 
     def is_valid(self, context_id: int) -> bool:
@@ -97,17 +117,33 @@ class Contexts:
         """Forget a context here, ending its passes; return the workers to be told to do the same."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
-            if context is None:
-                return frozenset()
+            # Also one that is not known yet: the call that would bring it may still be queued here.
             self._released[context_id] = None
             if len(self._released) > _RELEASED_KEPT:
                 self._released.popitem(last=False)
-        if self.current_or_none() is context:
-            self._thread.context = None
+        if context is None:
+            return frozenset()
+        if _current.get() is context:
+            _current.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
         for local in context.clear():
             local.give_up(f"Could not find autograd context with id: {context_id}")
         return frozenset(context.peers - {self.port.worker_id})
+
+    def release_everywhere(self, context_id: int, told_by: int = -1) -> None:
+        """Forget a context here and at all that know it from here, who do the same."""
+        workers = self.release(context_id)
+        if workers & self._gone:
+            workers |= self.port.workers()  # somebody may know the context only from one that is dead
+        for worker_id in workers - self._gone - {self.port.worker_id, told_by}:
+            try:
+                self.port.send(worker_id, [ReleaseContext(context_id)])
+            except RpcError:
+                pass  # it is gone, and its contexts with it
+
+    def ids(self) -> list[int]:
+        """The contexts there are here."""
+        return list(self._contexts)
 
     def debug_info(self) -> dict[str, str]:
         """Counts, under the names that torch.distributed.autograd gives them."""
@@ -118,11 +154,16 @@ class Contexts:
     # --- recording ----------------------------------------------------------------------------------------
 
     def attach_send(self, context: Context, to_worker: int, tensors: Iterable[torch.Tensor]) -> int | None:
-        """Record a message that leaves; return the id to send with it, None if no tensor needs a gradient."""
+        """Record a message that leaves; return the id to send with it, None if no tensor needs a gradient.
+
+        Nothing is recorded in a context that was released meanwhile.
+        """
         edges: tuple[Edge, ...] = ()
         if torch.is_grad_enabled():
             edges = tuple([gradient_edge(tensor) for tensor in tensors if tensor.requires_grad])
         with context.lock:
+            if context.released:
+                return None
             context.known_workers.add(to_worker)
             context.peers.add(to_worker)
             if not edges:
@@ -132,6 +173,16 @@ class Contexts:
                 self._next_message_id += 1
             context.sends[message_id] = SendFunction(message_id, to_worker, edges)
         return message_id
+
+    def detach_send(self, context: Context, message_id: int) -> None:
+        """Forget a message that did not leave after all: nobody would ever answer for it."""
+        with context.lock:
+            send = context.sends.pop(message_id, None)
+            passes = list(context.passes.values())
+        if send is not None:
+            for local in passes:
+                local.hear(message_id, None)
+                local.wake()
 
     def attach_receive(
         self, context: Context, from_worker: int, message_id: int, tensors: Iterable[torch.Tensor]
@@ -143,6 +194,8 @@ class Contexts:
             return
         node = make_receive(context.id, from_worker, message_id, needing)
         with context.lock:
+            if context.released:
+                return
             context.peers.add(from_worker)
             context.receives[message_id] = node
             passes = list(context.passes.values())
@@ -174,7 +227,9 @@ class Contexts:
         heard: list[LocalPass] = []
         for letter in letters:
             context = self._contexts.get(letter.context_id)
-            if isinstance(letter, StartPass):
+            if isinstance(letter, ReleaseContext):
+                self.release_everywhere(letter.context_id, from_worker)
+            elif isinstance(letter, StartPass):
                 if context is None:
                     if letter.context_id in self._released:
                         reason = f"Could not find autograd context with id: {letter.context_id}"
@@ -184,7 +239,9 @@ class Contexts:
                         )
                         continue
                     # The call that will bring the context here has not arrived yet.
-                    context = self.find_or_create(letter.context_id)
+                    context = self.admit(letter.context_id)
+                    if context is None:
+                        continue
                 joined = context.join(letter, from_worker)
                 if joined is not None:
                     new.append(joined)
@@ -206,8 +263,13 @@ class Contexts:
             local.wake()
 
     def worker_lost(self, worker_id: int, reason: str) -> None:
-        """Fail the passes that cannot end without that worker."""
+        """Fail the passes that cannot end without that worker, and release the contexts that it opened."""
+        with self._lock:
+            self._gone.add(worker_id)
         for context in list(self._contexts.values()):
+            if context.id >> _ID_BITS == worker_id:
+                self.release(context.id)
+                continue
             for local in list(context.passes.values()):
                 local.react(WorkerLost(worker_id, reason))
 

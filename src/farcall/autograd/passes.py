@@ -65,8 +65,14 @@ class Port(Protocol):
     def submit(self, task: Task) -> None:
         """Run ``task`` soon on a thread for user functions, never on the one that reads messages."""
 
-    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None) -> Task:
-        """Wait for a task, reading messages meanwhile if that helps; `queue.Empty` when time is up."""
+    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
+        """Wait for a task, reading messages meanwhile if that helps; `queue.Empty` when time is up.
+
+        Letters that bring one come, if all goes well, from ``workers``.
+        """
+
+    def workers(self) -> frozenset[int]:
+        """All workers of the cluster that are known to this one."""
 
     def now(self) -> float:
         """Seconds, of any monotonic clock."""
@@ -175,7 +181,8 @@ class LocalPass:
             now = self._port.now()
             deadline = self.machine.next_deadline()
             try:
-                self._port.take(self.tasks, None if deadline is None else max(0.0, deadline - now))()
+                timeout_s = None if deadline is None else max(0.0, deadline - now)
+                self._port.take(self.tasks, timeout_s, self.machine.peers)()
             except Empty:
                 with self._lock:
                     self._apply(self.machine.handle_deadline(self._port.now()))

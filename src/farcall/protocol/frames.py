@@ -5,12 +5,12 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
     offset  size  field
     0       2     magic, b"fc"
     2       1     version of this layout
-    3       1     kind: request, response, failure, control
-    4       4     flags (none yet: 0)
-    8       8     call id (0 for control)
+    3       1     kind: request, response, failure, control, letter
+    4       4     flags (see notes.py; 0 for most)
+    8       8     call id (0 for control; of a letter, the number of its subject)
     16      8     payload length
     24      4     function length (requests only)
-    28      4     notes length (what rides along: autograd, profiling)
+    28      4     notes length (what rides along, see notes.py)
     32      4     number of buffers
     36      4     reserved, 0
     40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline, the highest bit that it
@@ -55,12 +55,14 @@ class Kind(IntEnum):
     RESPONSE = 2
     FAILURE = 3
     CONTROL = 4
+    LETTER = 5
 
 
 REQUEST = int(Kind.REQUEST)
 RESPONSE = int(Kind.RESPONSE)
 FAILURE = int(Kind.FAILURE)
 CONTROL = int(Kind.CONTROL)
+LETTER = int(Kind.LETTER)
 
 
 YOURS = 1 << 63
@@ -195,7 +197,7 @@ class FrameDecoder:
             (magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _) = (
                 unpack_header(staging, start)
             )
-            if magic != MAGIC or version != VERSION or not REQUEST <= kind <= CONTROL:
+            if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
                 raise FrameError(f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame")
             if buffer_count == 0:
                 after_function = start + 40 + function_len

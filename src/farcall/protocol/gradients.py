@@ -54,6 +54,7 @@ __all__ = [
     "PassFailed",
     "PassId",
     "PassState",
+    "ReleaseContext",
     "StartPass",
     "Tell",
     "Wavefront",
@@ -104,7 +105,16 @@ class AbortPass(msgspec.Struct, frozen=True, tag=True):
     pass_id: PassId
 
 
-Message = StartPass | PassDone | PassFailed | AbortPass
+PassMessage = StartPass | PassDone | PassFailed | AbortPass
+
+
+class ReleaseContext(msgspec.Struct, frozen=True, tag=True):
+    """Not of a pass: forget the context, and tell those that know it from you."""
+
+    context_id: int
+
+
+Message = PassMessage | ReleaseContext
 
 # --- events from this worker, and effects -----------------------------------------------------------------
 
@@ -138,7 +148,7 @@ class WorkerLost:
 @dataclass(frozen=True, slots=True)
 class Tell:
     worker: int
-    message: Message
+    message: PassMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ class Failed:
     reason: str
 
 
-Event = Begin | PartFinished | PartFailed | WorkerLost | Message
+Event = Begin | PartFinished | PartFailed | WorkerLost | PassMessage
 Effect = Tell | Completed | Failed
 
 

@@ -1,47 +1,29 @@
-"""What rides along with a request or an answer: the notes segment of its frame.
+"""What rides beside the payload of a request or an answer, to be known without unpickling it.
 
-Most messages have none. A message that carries references or tensors of a distributed backward pass says so here, beside its
-payload, because its receiver must act on that even if it never unpickles the payload (a late answer, say).
-
-To add a companion: give it a field with a default, at the end.
+Owns the shape of the frame's notes segment. A message without notes, as most are, has an empty segment. The forks of
+references are here and not in the pickle: whoever drops a message unread (its caller timed out) must still
+account for each of them. It does not know what a fork means.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from farcall.protocol.messages import ProtocolError
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
+
+__all__ = ["KEEP", "Notes", "decode_notes", "encode_notes"]
+
+KEEP = 1
+"""A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
 
 
-class Notes(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
-    """The companions of one message."""
+class Notes(msgspec.Struct, array_like=True, frozen=True):
+    """The notes of one message. New fields go last, with a default."""
 
-    creates: Fork | None = None
-    """In a request: its result becomes the value of this reference instead of an answer."""
-    forks: tuple[Fork, ...] = ()
-    """The references inside the payload."""
-    context_id: int = 0
-    """The distributed autograd context that the message belongs to; 0: none."""
-    message_id: int = 0
-    """Names the tensors of the payload that require grad, within the context; 0: there are none."""
+    forks: list[Fork] = []
+    created: Fork | None = None
+    origin: str = ""  # where the program created it, if it asked to have that recorded
 
 
-NONE = Notes()
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Notes)
-
-
-def encode_notes(notes: Notes) -> bytes:
-    """The notes segment; empty where there is nothing to note."""
-    return _encoder.encode(notes)
-
-
-def decode_notes(data: bytes) -> Notes:
-    """The notes in a frame's notes segment, or ``ProtocolError``."""
-    if not data:
-        return NONE
-    try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError(f"cannot read the notes of a message: {error}") from error
+encode_notes = msgspec.msgpack.Encoder().encode
+decode_notes = msgspec.msgpack.Decoder(Notes).decode

@@ -178,12 +178,18 @@ class CallTable:
                 self._executor.unpark(worker)
 
     def send(
-        self, call: PendingCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]
+        self,
+        call: PendingCall,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        flags: int = 0,
     ) -> None:
         """Send the request of ``call``, whose outcome somebody else waits for; if that fails, nothing is left behind."""
         try:
             call_id = self.register(call)
-            call.peer.send(REQUEST, 0, call_id, function, notes, payload, buffers, call.deadline)
+            call.peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
             self.watch_deadline(call)

@@ -40,7 +40,7 @@ from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.frames import CONTROL, REQUEST, Arrived, Frame
+from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established, Identity
 from farcall.runtime import shield
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
@@ -116,6 +116,13 @@ class Node:
         self._parts: dict[Any, Any] = {}
         self._parts_lock = threading.RLock()
         self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
+        self._agreed_hooks: list[Callable[[], None]] = []
+        self._farewell_hooks: list[Callable[[], None]] = []
+        self.read_notes: Callable[[Peer, Arrived], Arrived | None] = lambda peer, message: message
+        """What a message with notes becomes before anybody reads it; None: nothing. Set by the layer above."""
+        self.unsettled: Callable[[], int] = lambda: 0
+        """How much is under way that is no call, and that a graceful shutdown waits for. Set by the layer above."""
+        self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
             messages.SegmentOffered: RemotePeer.on_segment_offered,
@@ -304,6 +311,9 @@ class Node:
                 self.membership.close()  # before all agree: afterwards a new store may be opened at its port
                 late = self._leaving.enter(timeout_s)
                 agreed = not late
+                if agreed:
+                    for hook in self._agreed_hooks:
+                        hook()
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
         if late:
@@ -322,6 +332,20 @@ class Node:
     def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
         self._gone_hooks.append(hook)
+
+    def on_shutdown(self, agreed: Callable[[], None], farewell: Callable[[], None]) -> None:
+        """In a graceful shutdown call ``agreed`` when all work everywhere is done, and ``farewell``, which must not raise,
+        when everything that the others said before they left has been heard."""
+        self._agreed_hooks.append(agreed)
+        self._farewell_hooks.append(farewell)
+
+    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None]) -> None:
+        """Have ``handle`` called on the I/O thread for each control message of this kind."""
+        self._controls[kind] = handle
+
+    def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
+        """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
+        self._letters[subject] = handle
 
     def add_ticker(self, ticker: Ticker) -> None:
         """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
@@ -355,6 +379,8 @@ class Node:
                 peer.link.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
+            for hook in self._farewell_hooks:
+                hook()
         for peer in remotes:
             peer.link.close()
         if hasattr(self, "membership"):
@@ -424,6 +450,10 @@ class Node:
         known = ", ".join(info.name for info in self.workers()[:16])
         return UnknownWorker(f"unknown destination worker {to!r}: the members are {known}")
 
+    def other(self, rank: int) -> RemotePeer | None:
+        """The other member of this rank, in whatever state the node and the link to it are."""
+        return self._remotes.get(rank)
+
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank."""
         return sorted({peer.info for peer in self._peers.values()}, key=lambda info: info.id)
@@ -444,14 +474,29 @@ class Node:
             self._on_message(peer, frame)  # type: ignore[arg-type]  # no buffer, so no ticket
 
     def _on_message(self, peer: Peer, message: Arrived) -> None:
+        if message[4]:
+            noted = self.read_notes(peer, message)
+            if noted is None:
+                return
+            message = noted
         if message[0] == REQUEST:
             self.server.accept(peer, message)
+            return
+        if message[0] == LETTER:
+            self._on_letter(peer, message)
             return
         call = self.calls.claim(message[2])
         if call is not None:
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
+
+    def _on_letter(self, peer: Peer, message: Arrived) -> None:
+        handle = self._letters.get(message[2])
+        if handle is None:
+            logger.error("%s: %s sent a letter of an unknown subject, %d", self._name, peer.info.name, message[2])
+            return
+        handle(peer, message)
 
     def _on_control(self, peer: RemotePeer, frame: Frame) -> None:
         try:
@@ -515,7 +560,7 @@ class Node:
             activity = self.calls.last_id + self.server.last_accepted
             # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
             served = max(len(self.server.active), self.executor.waiting + self.executor.busy)
-            in_flight = len(self.calls) + served
+            in_flight = len(self.calls) + served + self.unsettled()
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity
 

@@ -5,11 +5,12 @@ cannot be sent) becomes a failure answer: the caller learns of it and both sides
 
 A request whose function was quick when it last ran is run by the I/O thread itself (`inline.py`), all others by workers.
 
-A function answers in one of three ways, found out from what it returned:
+A function answers in one of these ways, found out from what it returned:
 
     plain value                            answered at once
     future, from an async_execution func   answered when the future completes, by the thread that completes it
     coroutine, from an async def           run on the node's event loop, answered when it ends
+    `Later`, from farcall's own functions  asked again, on a worker, when it says so
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ import torch
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.notes import Notes, encode_notes
 from farcall.runtime.executor import Executor
 from farcall.runtime.peers import Peer
-from farcall.serialize import decode, decode_function, encode, encode_failure
+from farcall.serialize import Annotated, Encoded, decode, decode_function, encode, encode_failure
 
 logger = logging.getLogger("farcall")
 
@@ -40,6 +42,33 @@ QUICK_S = 100e-6
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
+
+
+class Later:
+    """The result of a function that cannot answer yet: ``finish()`` can, once what ``subscribe`` was given was called."""
+
+    __slots__ = ("finish", "subscribe")
+
+    def __init__(self, subscribe: Callable[[Callable[[], None]], None], finish: Callable[[], Any]) -> None:
+        self.subscribe = subscribe
+        self.finish = finish
+
+
+class MarkedResult:
+    """What a function marked by `async_execution` returned, passed on by a function that is not."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class StoredFailure(Exception):
+    """Raised to answer with a failure that was encoded before."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.encoded = encoded
 
 
 class Server:
@@ -62,6 +91,8 @@ class Server:
         self.last_accepted = 0
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
+        self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
+        """Makes the request of a frame with flags, whose result is not for the caller; set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
@@ -75,7 +106,7 @@ class Server:
 
     def accept(self, peer: Peer, frame: Arrived) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = Request(self, peer, frame)
+        request = self.kept_request(self, peer, frame) if frame[1] else Request(self, peer, frame)
         self._active[peer.info.id, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
@@ -222,18 +253,30 @@ class Request:
             server._corked.add(self.peer)
 
     def _fail(self, error: BaseException) -> None:
-        payload, buffers = encode_failure(error, self.server.worker, self.peer)
+        if type(error) is StoredFailure:
+            payload, buffers = error.encoded
+        else:
+            payload, buffers = encode_failure(error, self.server.worker, self.peer)
         self._send(FAILURE, payload, buffers, False)
 
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
+        notes = b"" if buffers.__class__ is not Annotated else encode_notes(Notes(buffers.notes))
         try:
-            self.peer.send(kind, 0, self.frame[2], b"", b"", payload, buffers, more=more)
+            self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
         except RpcError as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
             logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
         finally:
             self.server.answered(self)
 
     def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
+        if result.__class__ is Later:
+            finish = result.finish
+            result.subscribe(lambda: self.server._executor.submit(_Resumption(self, finish)))
+            return
+        if result.__class__ is MarkedResult:
+            result = result.value
         if inspect.iscoroutine(result):
             self.server.run_coroutine(result, self._on_done)
         elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
@@ -253,8 +296,37 @@ class Request:
         self.answer([value])
 
 
+class _Resumption:
+    """A request that can be answered now; a task of the executor."""
+
+    __slots__ = ("_finish", "_request")
+
+    quick = False
+
+    def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
+        self._request = request
+        self._finish = finish
+
+    def run(self, more: bool) -> None:
+        request = self._request
+        try:
+            outcome = [self._finish()]
+            if _answers_later(self._finish, outcome[0]):
+                request._answer_later(self._finish, outcome[0])
+                return
+        except BaseException as error:
+            request._fail(error)
+            return
+        request.answer(outcome, more)
+
+    def drop(self) -> None:
+        self._request.drop()
+
+
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:
-    return inspect.iscoroutine(result) or is_async_execution(func)
+    return (
+        result.__class__ in (Later, MarkedResult) or inspect.iscoroutine(result) or is_async_execution(func)
+    )
 
 
 def is_async_execution(func: Callable[..., Any]) -> bool:

@@ -86,7 +86,7 @@ class Port:
 
         self._network.possible.append(run)
 
-    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None) -> Task:
+    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
         while True:
             try:
                 return tasks.get_nowait()
@@ -97,6 +97,9 @@ class Port:
                     raise Hang("nothing can happen any more, and the pass is not over") from None
                 self._network.clock_s += timeout_s
                 raise
+
+    def workers(self) -> frozenset[int]:
+        return frozenset(range(len(self._network.workers)))
 
     def now(self) -> float:
         return self._network.clock_s

@@ -27,7 +27,7 @@ class ThreadPort:
     def submit(self, task: Task) -> None:
         self._pool.submit(task)
 
-    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None) -> Task:
+    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
         return tasks.get(timeout=timeout_s)
 
     def now(self) -> float:

@@ -236,6 +236,15 @@ class References:
         """Does the owner know that ``fork`` is held here?"""
         return self._owner.holds(fork) if fork.owner == self.me else self._user.confirmed(fork)
 
+    def lists(self, ref: RefId) -> bool:
+        """Does anybody refer to ``ref``, of which this member is the owner? Its creation may still be on its way."""
+        return self._owner.lists(ref)
+
+    @property
+    def unsettled(self) -> int:
+        """Forks that wait for a message of another member before they can be released."""
+        return self._user.unconfirmed + self._user.pending_children
+
     def counts(self) -> Counts:
         owned, used = self.snapshot()
         elsewhere = [sum(n for holder, n in o.forks_by_holder.items() if holder != self.me) for o in owned]

@@ -107,6 +107,9 @@ class OwnerSide:
         owned = self._owned.get(held.ref)
         return owned is not None and owned.holders.get(held.fork_id) == self._me
 
+    def lists(self, ref: RefId) -> bool:
+        return ref in self._owned
+
     def strike_off(self, holder: int, ref: RefId, fork_id: ForkId) -> None:
         """``holder`` gave up a fork. Only a fork's holder can: see ``UserSide.on_confirm``."""
         owned = self._owned.get(ref)

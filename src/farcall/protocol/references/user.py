@@ -49,7 +49,7 @@ class _Used:
 class UserSide:
     """All forks held by ``me`` of other members' values. ``dead`` is the machine's own set, read here."""
 
-    __slots__ = ("_children", "_dead", "_me", "_outbox", "_used")
+    __slots__ = ("_children", "_dead", "_me", "_outbox", "_used", "unconfirmed")
 
     def __init__(self, me: int, dead: set[int], outbox: Outbox) -> None:
         self._me = me
@@ -57,12 +57,14 @@ class UserSide:
         self._outbox = outbox
         self._used: dict[ForkId, _Used] = {}
         self._children: dict[ForkId, tuple[Fork, _Used]] = {}
+        self.unconfirmed = 0  # how many of the forks held
 
     # --- forks come and go -------------------------------------------------------------------------------
 
     def hold_created(self, fork: Fork) -> None:
         """A call that creates ``fork.ref`` is about to be sent."""
         self._used[fork.fork_id] = _Used(fork, parent=None, confirmed=False)
+        self.unconfirmed += 1
 
     def hold_received(self, fork: Fork, sender: int) -> None:
         """A fork came from ``sender``, for the first time."""
@@ -70,6 +72,7 @@ class UserSide:
             self._used[fork.fork_id] = _Used(fork, parent=None, confirmed=True)
         else:
             self._used[fork.fork_id] = _Used(fork, parent=sender, confirmed=False)
+            self.unconfirmed += 1
             self._outbox.register(fork.owner, fork)
 
     def holds(self, held: Fork) -> bool:
@@ -103,8 +106,9 @@ class UserSide:
     def confirm_created(self, fork: Fork) -> None:
         """The creation's response is here, so the owner has listed the fork."""
         used = self._used.get(fork.fork_id)
-        if used is not None:
+        if used is not None and not used.confirmed:
             used.confirmed = True
+            self.unconfirmed -= 1
             if used.dropped:
                 self._release_if_done(used)
 
@@ -116,6 +120,7 @@ class UserSide:
             if used is not None:
                 if not used.confirmed:
                     used.confirmed = True
+                    self.unconfirmed -= 1
                     self._outbox.effects.append(Confirmed(used.fork))
                     self._accept(used)
                     self._release_if_done(used)
@@ -153,6 +158,8 @@ class UserSide:
     def member_died(self, member: int) -> None:
         for used in [used for used in self._used.values() if used.fork.owner == member]:
             del self._used[used.fork.fork_id]
+            if not used.confirmed:
+                self.unconfirmed -= 1
             if not used.dropped:
                 self._outbox.effects.append(Lost(used.fork))
         for child, _ in list(self._children.values()):

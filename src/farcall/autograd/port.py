@@ -1,0 +1,97 @@
+"""The runtime as distributed autograd sees it: letters over links, work on the executor, waits that read.
+
+A letter is one frame of its own kind. It is never answered, and nothing on its way waits for a thread that runs user functions:
+the thread that reads it hands it to the contexts, which run no graph there. Graphs run on workers of the executor, or on
+the thread that called `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from farcall.autograd.letters import GRADIENTS, encode_letters
+from farcall.autograd.passes import Letter, Task
+from farcall.protocol.frames import LETTER
+from farcall.runtime.loop import NEVER
+from farcall.runtime.node import Node
+
+__all__ = ["NodePort"]
+
+
+class NodePort:
+    """A `Port` over a node."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @property
+    def worker_id(self) -> int:
+        return self._node.info.id
+
+    def workers(self) -> frozenset[int]:
+        return frozenset(info.id for info in self._node.workers())
+
+    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
+        node = self._node
+        peer = node.peer(worker_id)
+        flags, payload, buffers = encode_letters(letters, peer)
+        # Bounded: a peer that takes no bytes must fail the pass and not hang it.
+        deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
+        peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+
+    def submit(self, task: Task) -> None:
+        self._node.executor.submit(_Work(task))
+
+    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
+        try:
+            return tasks.get_nowait()
+        except Empty:
+            pass
+        node = self._node
+        with node.calls.waiting():
+            others = workers - {self.worker_id}
+            if len(others) == 1:
+                # All that is to come comes over one link: reading it here saves a hop between threads.
+                deadline = NEVER if timeout_s is None else monotonic() + timeout_s
+                (worker_id,) = others
+                node.peer(worker_id).help_until(_Filled(tasks), deadline)
+                if timeout_s is not None:
+                    timeout_s = max(0.0, deadline - monotonic())
+            return tasks.get(timeout=timeout_s)
+
+    def now(self) -> float:
+        return monotonic()
+
+
+class _Filled:
+    """What the waiting thread waits for."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self, tasks: SimpleQueue[Task]) -> None:
+        self._tasks = tasks
+
+    @property
+    def arrived(self) -> bool:
+        return not self._tasks.empty()
+
+
+class _Work:
+    """A worker's part of a graph, as a task of the executor."""
+
+    __slots__ = ("_task",)
+
+    quick = False
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def run(self, more: bool) -> None:
+        self._task()
+
+    def drop(self) -> None:
+        pass  # the node has ended, and every context with it

@@ -1,0 +1,169 @@
+"""The creating call of a reference, at both ends.
+
+At its creator a `Creation` waits in the table of calls until the owner has answered; at its owner a `KeptRequest` runs the
+function and keeps the outcome. The answer says only that the owner has the reference, and that the function is done; its error
+is kept in the value's place, and surfaces at first use.
+
+    a creation   event                    becomes     with
+    (none)       sent                     pending
+    pending      the answer               done        the fork is confirmed
+    pending      its time is up           failed      uses raise RpcTimeout; the owner is asked what became of it
+    pending      not sent, peer gone      failed      uses raise ReferenceLost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farcall.errors import Cancelled, NetworkError, ReferenceLost, RpcError, RpcTimeout
+from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.references import Fork
+from farcall.remote.owned import Owned
+from farcall.runtime.calls import PendingCall
+from farcall.runtime.loop import NEVER
+from farcall.runtime.peers import Peer
+from farcall.runtime.serving import Request, Server, StoredFailure
+from farcall.serialize import decode_failure, encode_failure
+
+if TYPE_CHECKING:
+    from farcall.remote.references import NodeReferences
+
+
+class Creation(PendingCall):
+    """A creating call, at its creator."""
+
+    __slots__ = (
+        "_future",
+        "_references",
+        "arrived",
+        "call_id",
+        "deadline",
+        "error",
+        "fork",
+        "keeps",
+        "outcome",
+        "peer",
+        "timeout_s",
+        "what",
+    )
+
+    def __init__(
+        self,
+        references: NodeReferences,
+        fork: Fork,
+        peer: Peer,
+        what: Callable[..., Any],
+        timeout_s: float,
+        keeps: object,
+    ) -> None:
+        self._references = references
+        self._future: torch.futures.Future[None] | None = None
+        self.fork = fork
+        self.peer = peer
+        self.what = what
+        self.timeout_s = timeout_s
+        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.arrived = False
+        self.call_id = 0
+        self.keeps = keeps  # what the call needs at the owner: it must not be released before the answer
+        self.error: RpcError | None = None
+        """Why the owner may not have the reference."""
+        self.outcome: BaseException | None = None
+        """What the function raised."""
+
+    def on_answer(self, frame: Arrived) -> None:
+        """The owner has the reference, and the function is done."""
+        if frame[0] == FAILURE:
+            self.outcome = decode_failure(frame[5], frame[6], self.peer)
+        self.arrived = True
+        self.keeps = None
+        self._references.confirm_created(self.fork)
+        if self._future is not None:
+            self._finish_future()
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come."""
+        name = self.peer.info.name
+        if isinstance(error, RpcTimeout):
+            self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")
+            self._references.withdraw_creation(self.fork)
+        elif isinstance(error, NetworkError):
+            self.error = ReferenceLost(f"the RRef creation on {name} failed: {error}", error.delivery)
+            self._references.withdraw_creation(self.fork)
+        else:
+            self.error = error
+        self.arrived = True
+        self.keeps = None
+        if self._future is not None:
+            self._finish_future()
+
+    def future(self) -> torch.futures.Future[None]:
+        """A future that completes when the creating call is done."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.arrived:
+                self._finish_future()
+        return self._future
+
+    def _finish_future(self) -> None:
+        # On a worker: callbacks are user code. Twice, by a race of `future` and the answer, is once.
+        self._references.node.executor.submit(_FutureEnd(self))
+
+    def finish_future(self) -> None:
+        """Complete the future with the outcome."""
+        future, error = self._future, self.error or self.outcome
+        if future is not None and not future.done():
+            if error is not None:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(None)
+
+
+class _FutureEnd:
+    """The end of a creation's future, as a task for a worker thread."""
+
+    __slots__ = ("_creation",)
+
+    quick = False
+
+    def __init__(self, creation: Creation) -> None:
+        self._creation = creation
+
+    def run(self, more: bool) -> None:
+        self._creation.finish_future()
+
+    def drop(self) -> None:
+        self.run(False)
+
+
+class KeptRequest(Request):
+    """A creating call, at its owner: the outcome stays here."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, server: Server, peer: Peer, frame: Arrived, owned: Owned) -> None:
+        super().__init__(server, peer, frame)
+        self._owned = owned
+
+    def answer(self, outcome: list[Any], more: bool = False) -> None:
+        """Keep the result, and tell the creator that it is there."""
+        self._owned.resolve(outcome.pop())
+        hold_back = more and self.quick
+        self._send(RESPONSE, b"", (), hold_back)
+        if hold_back:
+            self.server._corked.add(self.peer)
+
+    def _fail(self, error: BaseException) -> None:
+        # Without a peer, because nobody knows yet who will ask: references inside the exception stay behind.
+        failure = error.encoded if type(error) is StoredFailure else encode_failure(error, self.server.worker)
+        self._owned.fail(failure)
+        self._send(FAILURE, *failure, False)
+
+    def drop(self) -> None:
+        why = Cancelled(f"{self.server.worker.name} shut down before the value was made")
+        self._owned.fail(encode_failure(why, self.server.worker))
+        super().drop()

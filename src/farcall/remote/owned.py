@@ -1,0 +1,88 @@
+"""A value that this node owns on behalf of references: there already, still being made, or an error in its place.
+
+Owns the states of one such value and those who wait for it. Knows nothing of who refers to it.
+
+    state     by                              becomes
+    pending   the creating call returned      ready: ``value``
+    pending   it raised, or will never come   ready: ``failure``
+
+Lock-free: whoever waits adds itself and then looks whether the value is ready; whoever makes it ready then runs those who
+wait; each is popped once, so it runs once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from farcall.runtime.serving import StoredFailure
+from farcall.serialize import Encoded, decode_failure
+
+
+class Owned:
+    """One value."""
+
+    __slots__ = ("_waiting", "failure", "origin", "ready", "value")
+
+    def __init__(self, origin: str = "") -> None:
+        self.ready = False
+        self.value: Any = None
+        self.failure: Encoded | None = None
+        self.origin = origin  # where the program created it, if that is recorded
+        self._waiting: list[Callable[[], None]] = []
+
+    @staticmethod
+    def of(value: Any, origin: str = "") -> Owned:
+        """A value that is there."""
+        owned = Owned(origin)
+        owned.value = value
+        owned.ready = True
+        return owned
+
+    def resolve(self, value: Any) -> None:
+        """The value is there now."""
+        self.value = value
+        self._become_ready()
+
+    def fail(self, failure: Encoded) -> None:
+        """There will be no value; ``failure`` is the error that says why, as it travels."""
+        self.failure = failure
+        self._become_ready()
+
+    def _become_ready(self) -> None:
+        self.ready = True
+        self._run_waiting()
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` once the value is there; at once if it is. ``wake`` must not block."""
+        self._waiting.append(wake)
+        if self.ready:
+            self._run_waiting()
+
+    def _run_waiting(self) -> None:
+        while self._waiting:
+            try:
+                wake = self._waiting.pop()
+            except IndexError:
+                return
+            wake()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the value is there; False: ``timeout_s`` (-1: no bound) passed first."""
+        done = threading.Lock()
+        done.acquire()
+        self.when_ready(done.release)
+        return done.acquire(True, timeout_s)
+
+    def get(self) -> Any:
+        """The value, once ready; or the error in its place, raised."""
+        if self.failure is not None:
+            raise decode_failure(*self.failure)
+        return self.value
+
+    def get_to_send(self) -> Any:
+        """The same for a request that is to be answered with it: the error keeps its first form."""
+        if self.failure is not None:
+            raise StoredFailure(self.failure)
+        return self.value

@@ -1,0 +1,67 @@
+"""``rref.rpc_sync().method(...)``: methods of a value called where the value lives.
+
+A proxy turns attribute access into a call of the method of that name. It knows nothing of what the object has: a missing
+attribute is the owner's AttributeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from farcall.remote.future import Future
+from farcall.serialize import encode_call
+from farcall.serialize.pickler import Encoded
+
+if TYPE_CHECKING:
+    from farcall.remote.reference import RRef
+
+_PATH = b"pfarcall.remote.owner\0methods.of_"
+_segments: dict[str, bytes] = {}
+
+
+class Proxy:
+    """The methods of a reference's value, called in one of the three ways."""
+
+    __slots__ = ("_call", "_rref", "_timeout_s")
+
+    def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float) -> None:
+        self._call = call
+        self._rref = rref
+        self._timeout_s = timeout_s
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, self._rref, name, self._timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<methods of {self._rref!r}>"
+
+
+def _encode(rref: RRef[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded:
+    ref = rref._fork.ref
+    return encode_call(((ref[0], ref[1], args, kwargs or None), None), rref._peer())
+
+
+def _segment(name: str) -> bytes:
+    segment = _segments.get(name)
+    if segment is None:
+        segment = _segments[name] = _PATH + name.encode()
+    return segment
+
+
+def call_sync(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the method and return its result."""
+    return rref._ask(partial, _segment(name), *_encode(rref, args, kwargs), timeout_s, name)
+
+
+def call_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call the method; a future of its result."""
+    return rref._ask_async(_segment(name), *_encode(rref, args, kwargs), timeout_s, name)
+
+
+def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    """Call the method; a reference to its result, which the owner of the object owns."""
+    return rref._references.create(
+        rref._peer(), name, _segment(name), *_encode(rref, args, kwargs), timeout_s, keeps=rref
+    )

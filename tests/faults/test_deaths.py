@@ -1,0 +1,256 @@
+"""Processes that die, freeze or just end: whoever waits for them learns it at once, and nobody hangs or crashes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import farcall
+from farcall import api
+from farcall.errors import Delivery, MissingPeers, RpcTimeout
+from farcall.testing.cluster import finish, free_port, start_cluster, start_processes
+
+LONG_S = 30.0
+AT_ONCE_S = 2.0
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "the condition never came true"
+        time.sleep(0.001)
+
+
+def touch_and_sleep(path: str) -> None:
+    Path(path).touch()
+    time.sleep(LONG_S * 10)
+
+
+def options(port: int, **more: object) -> farcall.RpcBackendOptions:
+    return farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", **more)  # type: ignore[arg-type]
+
+
+# --- SIGKILL
+
+
+def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
+    if rank == 1:
+        time.sleep(LONG_S * 10)
+    if rank == 2:
+        return []
+    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
+    chained = farcall.rpc_async("w1", time.sleep, (LONG_S,), timeout=0).then(lambda done: done.value())
+    victim = farcall.rpc_sync("w1", os.getpid)
+    outcome: list[tuple[str, str, float]] = []
+    killed_at = [0.0]
+
+    def note(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            delivery = getattr(error, "delivery", "")
+            outcome.append((type(error).__name__, str(delivery), time.monotonic() - killed_at[0]))
+
+    waits = [future.wait, lambda: farcall.rpc_sync("w1", time.sleep, (LONG_S,), timeout=0)]
+    threads = [threading.Thread(target=note, args=(wait,)) for wait in waits]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: os.path.exists(path) and len(api.current_node().calls) == 3)
+    killed_at[0] = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    with pytest.raises(RuntimeError, match="gone"):
+        chained.wait()
+    note(lambda: farcall.rpc_sync("w1", os.getpid))
+    note(lambda: farcall.rpc_async("w1", os.getpid))
+    assert farcall.rpc_sync("w2", os.getpid) > 0
+    return outcome
+
+
+@pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
+def test_killed_peer_fails_its_calls_at_once(tmp_path: Path, transports: tuple[str, ...]) -> None:
+    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports)
+    outcome = finish(members, may_fail=[1])[0]
+    assert [name for name, _, _ in outcome] == ["PeerDead"] * 4
+    assert [delivery for _, delivery, _ in outcome] == [Delivery.UNKNOWN] * 2 + [Delivery.NOT_SENT] * 2
+    assert max(seconds for _, _, seconds in outcome) < AT_ONCE_S
+
+
+def gather_without_one(rank: int) -> str:
+    if rank == 2:
+        wait_until(lambda: farcall.rpc_sync("w0", is_serving))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        farcall._barrier(["w0", "w1", "w2"])
+    return str(caught.value)
+
+
+def is_serving() -> bool:
+    return len(api.current_node().server.active) > 1
+
+
+def test_barrier_with_one_that_died_names_it() -> None:
+    texts = finish(start_cluster(3, gather_without_one), may_fail=[2])
+    assert all("w2" in text for text in texts[:2])
+
+
+# --- SIGSTOP
+
+
+def wait_for_a_frozen_one(rank: int, port: int, frozen: str, thaw: str) -> list[float]:
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port))
+    took = []
+    if rank == 0:
+        victim = farcall.rpc_sync("w1", os.getpid)
+        os.kill(victim, signal.SIGSTOP)
+        for call in (
+            lambda: farcall.rpc_sync("w1", os.getpid, timeout=0.3),
+            lambda: farcall.rpc_async("w1", os.getpid, timeout=0.3).wait(),
+            lambda: farcall.rpc_sync("w1", torch.neg, (torch.ones(1 << 22),), timeout=0.3),
+        ):
+            started = time.monotonic()
+            with pytest.raises((RpcTimeout, RuntimeError), match="timeout|in time"):
+                call()
+            took.append(time.monotonic() - started)
+        os.kill(victim, signal.SIGCONT)
+        assert farcall.rpc_sync("w1", os.getpid) == victim
+        assert torch.equal(farcall.rpc_sync("w1", torch.neg, (torch.ones(1 << 20),)), -torch.ones(1 << 20))
+    farcall.shutdown()
+    return took
+
+
+def test_calls_to_a_frozen_peer_time_out_and_work_again_when_it_is_thawed(tmp_path: Path) -> None:
+    members = start_processes(2, wait_for_a_frozen_one, free_port(), str(tmp_path / "f"), str(tmp_path / "t"))
+    took = finish(members)[0]
+    assert len(took) == 3
+    assert all(0.29 < seconds < 0.3 + AT_ONCE_S for seconds in took)
+
+
+# --- an end without shutdown
+
+PROGRAM = """
+import os, sys, threading, time
+import farcall, torch
+
+def spin():
+    open(sys.argv[3] + "-spins", "w").close()
+    while True:
+        torch.ones(300, 300) @ torch.ones(300, 300)
+
+def doze():
+    time.sleep(1000)
+
+def touch(path):
+    open(path, "w").close()
+
+def wait(path):
+    while not os.path.exists(path):
+        time.sleep(0.001)
+
+rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+farcall.init_rpc(f"w{rank}", rank=rank, world_size=2,
+    rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0))
+if rank == 0:
+    asked = ASKED
+    wait(path)
+    try:
+        asked.wait()
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+    farcall.shutdown(graceful=False)
+else:
+    PREPARE
+    touch(path)
+    END
+"""
+
+
+def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str, float]:
+    program = tmp_path / "program.py"
+    text = PROGRAM.replace("ASKED", asked).replace("PREPARE", prepare)
+    program.write_text(text.replace("    END", textwrap.indent(end, "    ")))
+    args = [sys.executable, str(program)]
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [*args, str(rank), port, str(tmp_path / "go")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    _, stderr = processes[1].communicate(timeout=60)
+    ended_at = time.monotonic()
+    stdout, _ = processes[0].communicate(timeout=60)
+    return processes[1].returncode, stderr, stdout, time.monotonic() - ended_at
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "stderr"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise ValueError('as it happens')", 1, "as it happens"),
+        ("os._exit(4)", 4, ""),
+        ("threading.Thread(target=lambda: time.sleep(0.2)).start()", 0, ""),
+    ],
+)
+def test_process_that_ends_without_shutdown_is_noticed(tmp_path: Path, end: str, code: int, stderr: str) -> None:
+    # The callee sleeps in a user function while its process ends.
+    asked = 'farcall.rpc_async("w1", time.sleep, (1000,))'
+    returncode, errors, peer_says, seconds = end_without_shutdown(tmp_path, end, asked)
+    assert returncode == code
+    assert stderr in errors
+    if not stderr:
+        assert [line for line in errors.splitlines() if "leaves" not in line] == []
+    assert peer_says in ("PeerDead\n", "RuntimeError\n")
+    assert seconds < 10.0  # most of it is the end of an interpreter with torch in it
+
+
+def test_process_that_ends_while_it_computes_for_a_peer_does_not_crash(tmp_path: Path) -> None:
+    asked = 'farcall.rpc_async("w1", spin)'
+    prepare = 'wait(path + "-spins")'
+    for end in ("pass", "sys.exit(0)"):
+        returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked, prepare)
+        assert returncode == 0, errors
+        for path in (tmp_path / "go", tmp_path / "go-spins"):
+            path.unlink()
+
+
+def test_process_that_ends_with_a_call_of_its_own_under_way_does_not_hang(tmp_path: Path) -> None:
+    asked = 'farcall.rpc_async("w1", os.getpid)'
+    end = 'future = farcall.rpc_async("w0", doze)\nfuture.add_done_callback(lambda done: None)'
+    returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked)
+    assert returncode == 0, errors
+
+
+def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple[str, float]:
+    """Rank 1 agrees to the table and dies before it dials."""
+    from farcall.runtime import node
+
+    if rank == 1:
+        node.dial_member = lambda *args: os._exit(0)  # type: ignore[assignment]
+    started = time.monotonic()
+    try:
+        farcall.init_rpc(
+            f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, start_timeout_s=start_timeout_s)
+        )
+    except MissingPeers as error:
+        assert error.missing == ("w1",)
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+def test_peer_that_dies_between_meeting_and_connecting_is_named() -> None:
+    text, seconds = finish(start_processes(2, die_before_connecting, free_port(), 3.0), may_fail=[1])[0]
+    assert "w1" in text
+    assert seconds < 3.0 + AT_ONCE_S

@@ -1,0 +1,142 @@
+"""A link over an in-memory transport: order, large frames, back-pressure, and its end. No sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import Queue
+
+import pytest
+
+from farcall.errors import Delivery, PeerDead, RpcTimeout
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import REQUEST, Frame, encode_frame, encode_small
+from farcall.runtime.link import Link
+from farcall.runtime.loop import Loop
+from farcall.transport.memory import memory_pair
+
+PATIENCE_S = 20.0
+CAPACITY_BYTES = 64 * 1024
+
+
+class End:
+    """One end: its loop, its link, and what came out of it."""
+
+    def __init__(self, name: str, transport: object, start: bool = True) -> None:
+        self.frames: Queue[Frame] = Queue()
+        self.broken: Queue[str] = Queue()
+        self.transport = transport
+        self.loop = Loop(name)
+        self.link = Link(
+            WorkerInfo(name, 0), transport, self.loop, self.frames.put, self.broken.put, 1 << 20  # type: ignore[arg-type]
+        )
+        self.loop.start()
+        if start:
+            self.link.start()
+
+    def next(self) -> Frame:
+        return self.frames.get(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self.link.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    left, right = memory_pair(CAPACITY_BYTES)
+    pair = End("left", left), End("right", right)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def small(number: int, size: int = 10) -> bytes:
+    return encode_small(REQUEST, 0, number, b"", b"", b"x" * size)
+
+
+def large(number: int, size: int = 1 << 20) -> list[bytes | memoryview]:
+    return encode_frame(REQUEST, 0, number, b"", b"", b"", [memoryview(bytearray([number]) * size)])
+
+
+def test_frames_come_in_order_whatever_the_pieces(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.transport.largest_send = 7  # type: ignore[attr-defined]
+    right.transport.largest_receive = 5  # type: ignore[attr-defined]
+    for number in range(200):
+        left.link.send(small(number), more=number % 3 == 0)
+    left.link.flush()
+    assert [right.next()[2] for _ in range(200)] == list(range(200))
+
+
+def test_bytes_behind_the_handshake_are_frames() -> None:
+    near, far = memory_pair()
+    end = End("late", near, start=False)
+    end.link.start(small(1) + small(2))
+    assert [end.next()[2] for _ in range(2)] == [1, 2]
+    end.close()
+    far.close()
+
+
+def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:
+    threads = [threading.Thread(target=end.link.send_pieces, args=(large(7),)) for end in ends]
+    for thread in threads:
+        thread.start()
+    for end in ends:
+        assert bytes(end.next()[6][0][:3]) == b"\7\7\7"  # type: ignore[index, arg-type]
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def test_io_threads_that_both_write_still_read(ends: tuple[End, End]) -> None:
+    """A callback may send from the I/O thread. Two that wait for each other's reading must hand their roles over."""
+    for end in ends:
+        end.loop.call_soon(lambda end=end: end.link.send_pieces(large(3)))
+    for end in ends:
+        assert end.next()[2] == 3
+
+
+def test_many_threads_tear_no_frame(ends: tuple[End, End]) -> None:
+    left, right = ends
+
+    def work(first: int) -> None:
+        for number in range(first, first + 20):
+            if number % 5:
+                left.link.send(small(number, number))
+            else:
+                left.link.send_pieces(large(number % 256, 100_000))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 160, 20)]
+    for thread in threads:
+        thread.start()
+    assert sorted(right.next()[2] for _ in range(160)) == list(range(160))
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def test_a_peer_that_does_not_read_costs_a_timeout() -> None:
+    near, far = memory_pair(1024)
+    end = End("stuck", near)
+    with pytest.raises(RpcTimeout, match="stuck"):
+        end.link.send_pieces(large(1), deadline=0.0)
+    end.close()
+    far.close()
+
+
+def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
+    left, right = ends
+    right.link.close()
+    assert "closed" in left.broken.get(timeout=PATIENCE_S)
+    with pytest.raises(PeerDead, match="left") as refused:
+        left.link.send(small(1))
+    assert refused.value.delivery == Delivery.NOT_SENT
+    told = threading.Event()
+    left.loop.call_soon(told.set)
+    assert told.wait(PATIENCE_S)
+    assert left.broken.empty()
+
+
+def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.link.send(b"this is no frame at all, and it is long enough to see that")
+    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)

@@ -1,0 +1,104 @@
+"""The I/O thread: what is asked of it runs there, in time, and it can be replaced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+import pytest
+
+from farcall.runtime.loop import NEVER, Loop
+
+PATIENCE_S = 20.0
+
+
+class Ticking:
+    def __init__(self, function: Callable[[float], float]) -> None:
+        self.tick = function
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop("test")
+    made.start()
+    yield made
+    made.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("farcall-io-test")]
+
+
+def test_functions_run_on_the_thread_in_order(loop: Loop) -> None:
+    seen: list[object] = []
+    done = threading.Event()
+    for number in range(100):
+        loop.call_soon(lambda number=number: seen.append((number, loop.on_thread())))
+    loop.call_soon(done.set)
+    assert done.wait(PATIENCE_S)
+    assert seen == [(number, True) for number in range(100)]
+    assert not loop.on_thread()
+
+
+def test_a_function_that_raises_ends_nothing(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    loop.call_soon(lambda: 1 / 0)
+    loop.call_soon(done.set)
+    assert done.wait(PATIENCE_S)
+    assert "please report this" in caplog.text
+
+
+def test_a_ticker_is_asked_when_it_wished(loop: Loop) -> None:
+    asked: list[float] = []
+    thrice = threading.Event()
+
+    def tick(now: float) -> float:
+        asked.append(now)
+        if len(asked) == 3:
+            thrice.set()
+            return NEVER
+        return now + 0.005
+
+    loop.add_ticker(Ticking(tick))
+    assert thrice.wait(PATIENCE_S)
+    assert all(later - earlier >= 0.005 for earlier, later in zip(asked, asked[1:], strict=False))
+
+
+def test_a_time_named_inside_a_tick_is_kept(loop: Loop) -> None:
+    """On the I/O thread attend_by cannot wake anybody: the loop itself must look at it before it sleeps."""
+    turns: list[float] = []
+    again = threading.Event()
+
+    def late(now: float) -> float:
+        turns.append(now)
+        if len(turns) == 1:
+            loop.attend_by(monotonic() + 0.005)
+        else:
+            again.set()
+        return NEVER
+
+    loop.add_ticker(Ticking(late))
+    assert again.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("where", ["function", "ticker"])
+def test_the_role_is_handed_over(loop: Loop, where: str) -> None:
+    handed, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    old: list[threading.Thread] = []
+
+    def block(now: float = 0.0) -> float:
+        if not old:
+            old.append(threading.current_thread())
+            loop.hand_over()
+            handed.set()
+            go_on.wait(PATIENCE_S)
+        return NEVER
+
+    if where == "function":
+        loop.call_soon(block)
+    else:
+        loop.add_ticker(Ticking(block))
+    assert handed.wait(PATIENCE_S)
+    loop.call_soon(done.set)
+    assert done.wait(PATIENCE_S), "nobody took the role"
+    go_on.set()
+    old[0].join(PATIENCE_S)
+    assert not old[0].is_alive(), "the old thread goes on polling"

@@ -1,0 +1,51 @@
+"""The public API, pinned: a name that comes or goes does so on purpose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import farcall
+
+PUBLIC = [
+    "Future",
+    "Node",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "errors",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "rpc_async",
+    "rpc_sync",
+    "shared_empty",
+    "shutdown",
+]
+UNDERSCORED = ["_all_gather", "_barrier", "_set_rpc_timeout", "_use_rpc_pickler", "_wait_all"]
+
+
+def test_the_names() -> None:
+    assert sorted(farcall.__all__) == PUBLIC
+    assert set(PUBLIC + UNDERSCORED) == set(farcall._HOMES)
+    assert set(PUBLIC + UNDERSCORED) <= set(dir(farcall))
+
+
+@pytest.mark.parametrize("name", PUBLIC + UNDERSCORED)
+def test_each_can_be_had(name: str) -> None:
+    found = getattr(farcall, name)
+    assert isinstance(found, ModuleType) if name in ("errors", "functions") else callable(found)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        farcall.nonsense  # noqa: B018
+
+
+def test_importing_loads_nothing_else() -> None:
+    program = "import farcall, sys; print('torch' in sys.modules, 'farcall.api' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
