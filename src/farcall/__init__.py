@@ -1,18 +1,28 @@
 """farcall: remote procedure calls for PyTorch, a maintained successor of ``torch.distributed.rpc``."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from farcall import autograd as autograd
     from farcall import errors as errors
+    from farcall import nn as nn
+    from farcall import optim as optim
     from farcall.api import _all_gather as _all_gather
     from farcall.api import _barrier as _barrier
+    from farcall.api import (
+        _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs,
+    )
+    from farcall.api import _rref_context_get_debug_info as _rref_context_get_debug_info
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
     from farcall.api import _wait_all as _wait_all
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
     from farcall.api import init_rpc as init_rpc
+    from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
     from farcall.api import rpc_sync as rpc_sync
     from farcall.api import shared_empty as shared_empty
@@ -22,39 +32,50 @@ if TYPE_CHECKING:
     from farcall.remote import functions as functions
     from farcall.remote.future import Future as Future
     from farcall.remote.node import Node as Node
+    from farcall.remote.reference import RRef as RRef
 
 _HOMES = {
     "Future": "farcall.remote.future",
     "Node": "farcall.remote.node",
+    "RRef": "farcall.remote.reference",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
     "_all_gather": "farcall.api",
     "_barrier": "farcall.api",
+    "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
+    "_rref_context_get_debug_info": "farcall.api",
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "_wait_all": "farcall.api",
+    "autograd": "farcall",
     "errors": "farcall",
     "functions": "farcall.remote",
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
+    "remote": "farcall.api",
+    "nn": "farcall",
+    "optim": "farcall",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
 }
-_MODULES = ("errors", "functions")
+_MODULES = ("autograd", "errors", "functions", "nn", "optim")
 
 __all__ = [
     "Future",
     "Node",
     "RpcBackendOptions",
     "WorkerInfo",
+    "autograd",
     "errors",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "nn",
+    "optim",
     "rpc_async",
     "rpc_sync",
     "shared_empty",

@@ -1,7 +1,7 @@
 """The functions of `torch.distributed.rpc`, over the one current node of this process.
 
-Each is a few lines over a `Node`; who wants several nodes in a process uses `Node` itself. The current-node slot below is
-the only global state in farcall.
+Each is a few lines over a `Node`; who wants several nodes in a process uses `Node` itself. The current-node slot below
+is the only global state in farcall.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
 from farcall.remote.future import Future
 from farcall.remote.gather import gather
 from farcall.remote.node import Node
+from farcall.remote.reference import RRef
+from farcall.remote.references import NodeReferences, call_remote
 from farcall.runtime import node as runtime_node
 from farcall.runtime.node import node_of_thread
 from farcall.serialize import use_rpc_pickler
@@ -43,6 +45,8 @@ class _Slot:
 
 
 _slot = _Slot()
+_ignore_rref_leak = True
+"""If False, where references are created is recorded, and a graceful `shutdown` raises if any is never given up."""
 _collecting = threading.local()
 
 
@@ -73,11 +77,12 @@ def init_rpc(
     with _slot.lock:
         if _slot.node is not None:
             raise RpcError(
-                f"RPC is already initialized in this process, as {_slot.node.info.name!r}: call shutdown() first, or use "
-                "farcall.Node for more than one"
+                f"RPC is already initialized in this process, as {_slot.node.info.name!r}: call shutdown() first, or "
+                "use farcall.Node for more than one"
             )
         node = Node(name, rank, world_size, rpc_backend_options)
         node.start()
+        node.part(NodeReferences).traced = not _ignore_rref_leak
         _slot.node = node
 
 
@@ -90,6 +95,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     node = current_node()
     try:
+        if isinstance(node, Node):
+            node.checks_leaks = not _ignore_rref_leak
         node.shutdown(graceful, timeout)
     finally:
         with _slot.lock:
@@ -137,6 +144,21 @@ def rpc_async(
     return future
 
 
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]:
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
+
+    What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`; ``timeout`` is
+    how long the creation may take.
+    """
+    return call_remote(current_node(), to, func, args, kwargs, timeout)
+
+
 @contextmanager
 def _wait_all() -> Iterator[None]:
     """On leaving the block, wait for every `rpc_async` that this thread made in it; then the first error is raised."""
@@ -162,6 +184,27 @@ def _wait_all() -> Iterator[None]:
 _use_rpc_pickler = use_rpc_pickler
 
 
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
+    """Give up every reference held by this worker; values here that no other worker refers to are freed.
+
+    References that are on their way are waited for, at most ``timeout`` seconds.
+    """
+    current_node().part(NodeReferences).drop_all(timeout)
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """How many references there are here, under the names that ``torch.distributed.rpc`` uses."""
+    references = current_node().part(NodeReferences)
+    counts = references.counts()
+    return {
+        "num_owner_rrefs": str(counts.owners),
+        "num_pending_users": str(counts.pending_users),
+        "num_pending_futures": str(references.pending_values()),
+        "num_forks": str(counts.forks),
+        "num_children": str(counts.pending_children),
+    }
+
+
 def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> dict[str, T]:
     """Every worker's ``obj`` by name; all workers (or all of ``worker_names``) must call this, equally often."""
     return gather(current_node(), obj, worker_names, timeout)
@@ -175,8 +218,8 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An uninitialised tensor in shared memory, which travels to workers on this host without being copied.
 
-    Unlike every other argument it is passed *by reference* there: both sides look at the same memory, and a write of one
-    is seen by the other.
+    Unlike every other argument it is passed *by reference* there: both sides look at the same memory, and a write of
+    one is seen by the other.
     """
     node = current_node()
     return torch.empty(shape, dtype=dtype) if node.pool is None else node.pool.empty(shape, dtype)
@@ -197,7 +240,7 @@ def _leave_at_exit() -> None:
     node = _slot.node
     if node is not None:
         _slot.node = None
-        node.shutdown(graceful=False)
+        node.leave_at_exit()
 
 
 def _after_fork() -> None:
@@ -209,6 +252,7 @@ def _after_fork() -> None:
         _slot.why_none = "this process was forked from a worker; call init_rpc here to make it a worker of its own"
 
 
+runtime_node.Current.find = current_node
 atexit.register(_leave_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -12,8 +12,10 @@
     ├── RemoteError             the callee raised something that cannot be rebuilt here
     ├── NetworkError            the call's fate depends on the network (``.delivery``)
     │   ├── PeerDead              the peer's process or link is gone
+    │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
     │   └── HandshakeRefused      the peer is not one of us
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
+    ├── ReferenceLeak           references were still held when everyone had left
     ├── ShutdownTimeout (TimeoutError too)   somebody did not agree to leave in time (``.late``)
     └── Cancelled               the node shut down before the answer came
 
@@ -38,6 +40,8 @@ __all__ = [
     "NetworkError",
     "NotInitialized",
     "PeerDead",
+    "ReferenceLeak",
+    "ReferenceLost",
     "RemoteError",
     "RpcError",
     "RpcTimeout",
@@ -120,12 +124,20 @@ class PeerDead(NetworkError, ConnectionError):
     """The peer's process ended, or its link broke."""
 
 
+class ReferenceLost(NetworkError):
+    """The owner of a reference's value is gone, or the value never came to be there."""
+
+
 class HandshakeRefused(NetworkError, ConnectionError):
     """A connection was refused before any user data was looked at."""
 
 
 class RpcTimeout(RpcError, TimeoutError):
     """The answer did not come within the call's timeout."""
+
+
+class ReferenceLeak(RpcError):
+    """After a graceful shutdown somebody still held references to values of this node; the text says who, and what."""
 
 
 class ShutdownTimeout(RpcError, TimeoutError):

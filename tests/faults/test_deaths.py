@@ -73,7 +73,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
     with pytest.raises(RuntimeError, match="gone"):
         chained.wait()
     note(lambda: farcall.rpc_sync("w1", os.getpid))
-    note(lambda: farcall.rpc_async("w1", os.getpid))
+    note(lambda: farcall.rpc_async("w1", os.getpid).wait())
     assert farcall.rpc_sync("w2", os.getpid) > 0
     return outcome
 

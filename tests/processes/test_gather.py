@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from tests.processes.test_calls import Gate, add, wait_until, whoami
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
-from tests.processes.test_calls import Gate, add, wait_until, whoami
 
 PATIENCE_S = 30.0
 
@@ -121,10 +121,10 @@ def lose_one(rank: int) -> str | None:
         assert "w2" in str(failures[0]).partition("missing: ")[2]
     else:
         Gate.open("w1 begins")
-        with pytest.raises(PeerDead, match="missing: .*w2"):
+        with pytest.raises(PeerDead, match=r"missing: .*w2"):
             farcall._all_gather(rank, timeout=PATIENCE_S)
     # Begun after the death: it cannot end well, and says so at once.
-    with pytest.raises(PeerDead, match="missing: .*w2"):
+    with pytest.raises(PeerDead, match=r"missing: .*w2"):
         farcall._all_gather(rank, timeout=PATIENCE_S)
     assert farcall._all_gather(rank, ["w0", "w1"], timeout=PATIENCE_S) == {"w0": 0, "w1": 1}
     return "survived"

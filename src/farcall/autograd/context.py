@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from farcall.autograd.functions import Edge, Node, SendFunction
 from farcall.autograd.nodes import Gradients
 from farcall.autograd.passes import Gradient, Letter, LocalPass
 from farcall.protocol.gradients import AbortPass, BackwardPass, PassId, StartPass
+from farcall.serialize.recording import RECORDING, Recording
 
 if TYPE_CHECKING:
     from farcall.autograd.contexts import Contexts
@@ -66,6 +67,31 @@ class Context:
 
     def __repr__(self) -> str:
         return f"<Context {self.id}: {len(self.sends)} sends, {len(self.receives)} receives>"
+
+    # --- as a recording: what those who write and read messages call ----------------------------------------
+
+    def admits(self, peer: Any) -> bool:
+        """Whether messages to ``peer`` belong to this context: not after it ended, nor where gradients are off."""
+        return not self.released and torch.is_grad_enabled() and self.contexts.port.knows(peer)
+
+    def record_send(self, peer: Any, tensors: list[torch.Tensor]) -> int:
+        return self.contexts.attach_send(self, peer.info.id, tensors) or 0
+
+    def withdraw_send(self, message_id: int) -> None:
+        self.contexts.detach_send(self, message_id)
+
+    def record_receive(self, peer: Any, message_id: int, tensors: list[torch.Tensor]) -> None:
+        self.contexts.attach_receive(self, peer.info.id, message_id, tensors)
+
+    def decline_receive(self, peer: Any, message_id: int) -> None:
+        self.contexts.decline(self, peer.info.id, message_id)
+
+    def enter(self) -> Recording | None:
+        previous = RECORDING.get()
+        RECORDING.set(self)
+        return previous
+
+    # --------------------------------------------------------------------------------------------------------
 
     def running_passes(self) -> int:
         return sum(not local.machine.ended for local in self.passes.values())

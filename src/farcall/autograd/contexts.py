@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,14 +25,12 @@ from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
 from farcall.autograd.replicas import watch_replicas
 from farcall.errors import RpcError
 from farcall.protocol.gradients import AbortPass, PassFailed, ReleaseContext, StartPass, WorkerLost
+from farcall.serialize.recording import RECORDING, Recording
 
 __all__ = ["Contexts"]
 
 _RELEASED_KEPT = 4096
 _ID_BITS = 48  # below the worker's id, in ids of contexts and of messages
-
-# One for all nodes of a process: a variable for each would never be collected.
-_current: ContextVar[Context | None] = ContextVar("farcall_autograd_context", default=None)
 
 
 class Contexts:
@@ -46,8 +43,8 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: letters may still be on their way
         self._first_id = port.worker_id << _ID_BITS
-        self._next_context_id = self._first_id
-        self._next_message_id = self._first_id
+        self._next_context_id = self._first_id + 1  # 0 is no context,
+        self._next_message_id = self._first_id + 1  # and no message
         self._gone: set[int] = set()
 
     # --- which context ------------------------------------------------------------------------------------
@@ -60,13 +57,13 @@ class Contexts:
             context = Context(self._next_context_id, self)
             self._next_context_id += 1
             self._contexts[context.id] = context
-        _current.set(context)
+        RECORDING.set(context)
         return context
 
     def current_or_none(self) -> Context | None:
         """The context this thread is in."""
-        context = _current.get()
-        return context if context is not None and context.contexts is self else None
+        context = RECORDING.get()
+        return context if isinstance(context, Context) and context.contexts is self else None
 
     def current(self) -> Context:
         context = self.current_or_none()
@@ -74,10 +71,10 @@ class Contexts:
             raise RpcError("this thread is in no autograd context; use: with farcall.autograd.context() as context_id")
         return context
 
-    def exchange_current(self, context: Context | None) -> Context | None:
+    def exchange_current(self, context: Recording | None) -> Recording | None:
         """Put this thread into ``context``; return where it was, to be put back afterwards."""
-        previous = _current.get()
-        _current.set(context)
+        previous = RECORDING.get()
+        RECORDING.set(context)
         return previous
 
     def retrieve(self, context_id: int) -> Context:
@@ -123,8 +120,8 @@ class Contexts:
                 self._released.popitem(last=False)
         if context is None:
             return frozenset()
-        if _current.get() is context:
-            _current.set(None)
+        if RECORDING.get() is context:
+            RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
         for local in context.clear():
             local.give_up(f"Could not find autograd context with id: {context_id}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -70,6 +70,9 @@ class Port(Protocol):
 
         Letters that bring one come, if all goes well, from ``workers``.
         """
+
+    def knows(self, peer: Any) -> bool:
+        """Whether ``peer`` is a peer of this worker, and not of another one in this process."""
 
     def workers(self) -> frozenset[int]:
         """All workers of the cluster that are known to this one."""

@@ -16,6 +16,7 @@ from farcall.autograd.passes import Letter, Task
 from farcall.protocol.frames import LETTER
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
+from farcall.runtime.peers import Peer
 
 __all__ = ["NodePort"]
 
@@ -31,6 +32,9 @@ class NodePort:
     @property
     def worker_id(self) -> int:
         return self._node.info.id
+
+    def knows(self, peer: Peer) -> bool:
+        return self._node.is_peer(peer)
 
     def workers(self) -> frozenset[int]:
         return frozenset(info.id for info in self._node.workers())

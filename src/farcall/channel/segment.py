@@ -63,6 +63,7 @@ class Segment:
         "mapping",
         "offered_to",
         "size",
+        "stranded",
         "view",
     )
 
@@ -83,6 +84,8 @@ class Segment:
         #: Which peers have its descriptor.
         self.offered_to: set[object] = set()
         self.idle_since: float | None = None
+        #: Somebody we have no link to may still look at blocks of it: hand out nothing more.
+        self.stranded = False
         # Freed ranges, by offset: their pages exist. Beyond _untouched no page was ever used.
         self._ranges: list[tuple[int, int]] = []
         self._untouched = 0

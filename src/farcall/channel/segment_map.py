@@ -108,15 +108,18 @@ class SegmentMap:
         """The peer retired a segment; it is unmapped when the last view of it dies."""
         self._segments.pop(segment_id, None)
 
-    def view(self, segment_id: int, offset: int, size: int) -> memoryview:
-        """The bytes a ticket names; when all use of them has ended, (segment_id, offset) is owed back."""
+    def view(self, segment_id: int, offset: int, size: int, shared: bool = False) -> memoryview:
+        """The bytes a ticket names; when all use of them has ended, (segment_id, offset) is owed back.
+
+        ``shared``: the owner goes on using them, so they can only be released, never be given back with new content.
+        """
         segment = self._segments.get(segment_id)
         if segment is None or offset < 0 or size <= 0 or offset + size > segment.size:
             raise SegmentRefused(f"the peer named {size} bytes at {offset} of segment {segment_id}")
         view, lease = leased(segment.view[offset : offset + size], self._on_death, (segment_id, offset, size))
         self._leases[id(lease)] = lease
-        # Memory that the owner shares on purpose may be here several times; then none of them is the only one.
-        self._by_start[segment_id, offset] = lease
+        if not shared:
+            self._by_start[segment_id, offset] = lease
         return view
 
     def give_back(self, buffers: list[memoryview], index: int) -> GivenBack | None:

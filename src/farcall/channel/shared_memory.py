@@ -164,9 +164,16 @@ class SegmentPool:
             logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
 
     def release_all(self, peer: Hashable) -> None:
-        """The peer is gone, and its mappings with it: take back all it held, forget what it was offered."""
+        """The link to the peer is gone: forget what it held and what it was offered.
+
+        Its process may live on, with tensors over our blocks. So these are never used again: their segments take no new
+        blocks, and go when the last block of others in them is free.
+        """
         with self._lock:
-            for block, count in self._lent.pop(peer, {}).values():
+            held = list(self._lent.pop(peer, {}).values())
+            for block, _ in held:
+                self._strand(block.segment)
+            for block, count in held:
                 for _ in range(count):
                     self._drop(block)
             for segment in self._segments.values():
@@ -178,7 +185,9 @@ class SegmentPool:
             lent = self._lent.get(peer, {})
             block, count = lent.get((segment_id, offset), (None, 0))
             if block is None or block.size != size or count != 1 or block.holders != 1:
-                raise SegmentRefused(f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own")
+                raise SegmentRefused(
+                    f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own"
+                )
             del lent[segment_id, offset]
         view, lease = leased(block.view, self._on_tensor_death, block)
         block.view = memoryview(b"")
@@ -307,6 +316,10 @@ class SegmentPool:
         segment = block.segment
         if segment.live.pop(block.offset, None) is not block:
             return  # freed twice by its owner
+        if segment.stranded:
+            if not segment.live:
+                self._retired.append(self._retire(segment))
+            return
         self._bins.setdefault(block.capacity, []).append((segment, block.offset))
         self._binned_bytes += block.capacity
 
@@ -333,14 +346,14 @@ class SegmentPool:
 
     def _carve_warm(self, capacity: int) -> tuple[Segment, int] | None:
         for segment in self._segments.values():
-            offset = segment.carve_warm(capacity)
+            offset = None if segment.stranded else segment.carve_warm(capacity)
             if offset is not None:
                 return segment, offset
         return None
 
     def _carve_cold(self, capacity: int) -> tuple[Segment, int] | None:
         for segment in self._segments.values():
-            offset = segment.carve_cold(capacity)
+            offset = None if segment.stranded else segment.carve_cold(capacity)
             if offset is not None:
                 return segment, offset
         return None
@@ -386,11 +399,18 @@ class SegmentPool:
         assert offset is not None
         return segment, offset
 
-    def _retire(self, segment: Segment) -> tuple[int, list[Hashable]]:
+    def _strand(self, segment: Segment) -> None:
+        segment.stranded = True
+        self._empty_bins_of(segment)
+
+    def _empty_bins_of(self, segment: Segment) -> None:
         for capacity, blocks in self._bins.items():
             kept = [entry for entry in blocks if entry[0] is not segment]
             self._binned_bytes -= capacity * (len(blocks) - len(kept))
             blocks[:] = kept
+
+    def _retire(self, segment: Segment) -> tuple[int, list[Hashable]]:
+        self._empty_bins_of(segment)
         del self._segments[segment.id]
         self._total_bytes -= segment.size
         peers: list[Hashable] = list(segment.offered_to)

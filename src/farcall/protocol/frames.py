@@ -14,12 +14,13 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
     32      4     number of buffers
     36      4     reserved, 0
     40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline, the highest bit that it
-                  is a segment of the receiver, who gets a block back that it had lent
+                  is a segment of the receiver, who gets a block back that it had lent; the next one that
+                  the sender goes on using these bytes
     ...           function, notes, payload, then every inline buffer in order
 
 A frame comes out of the decoder as a plain tuple ``(kind, flags, call_id, function, notes, payload, buffers)``:
-a class would cost more than the parsing. ``buffers`` holds a memoryview for an inline buffer and a `Ticket` for one that
-lies in a shared segment.
+a class would cost more than the parsing. ``buffers`` holds a memoryview for an inline buffer and a `Ticket` for one
+that lies in a shared segment.
 
 Invariant: whatever the split of the stream, the same frames come out; a buffer of LARGE_BYTES or more is received
 straight into the memory that ``allocate`` gave for it, never through a joined ``bytes``.
@@ -46,6 +47,8 @@ MAX_FUNCTION_BYTES = 64 * 1024
 MAX_NOTES_BYTES = 16 * 1024 * 1024
 MAX_BUFFERS = 16 * 1024 * 1024
 MAX_PART_BYTES = 1 << 46
+STEP_BYTES = 1 << 20
+"""Memory for larger payloads is taken as their bytes arrive: an announcement alone costs no more than this."""
 
 
 class Kind(IntEnum):
@@ -67,6 +70,8 @@ LETTER = int(Kind.LETTER)
 
 YOURS = 1 << 63
 """Set in a ticket's segment id: the segment is the receiver's own."""
+SHARED = 1 << 62
+"""Set in a ticket's segment id: the sender goes on using the bytes."""
 
 
 class Ticket(NamedTuple):
@@ -237,6 +242,10 @@ class FrameDecoder:
             have = self._end - self._start
             if frame.filling is not None:
                 part = frame.filling
+                if len(part) < size:
+                    part = self._grown(part, size)
+                    frame.filling = self._fill_view = part
+                    return None
                 frame.filling = None
             elif have >= size and not (frame.next_part >= 4 and size >= LARGE_BYTES):
                 chunk = self._staging[self._start : self._start + size]
@@ -244,17 +253,36 @@ class FrameDecoder:
                 self._start += size
             else:
                 # The part is not here yet (or is large): give it memory of its own, and read the rest straight into it.
-                part = self._allocate(size) if frame.next_part >= 4 else allocate_plainly(size)
-                taken = min(have, size)
+                part = self._memory_for(size, out_of_band=frame.next_part >= 4)
+                taken = min(have, len(part))
                 part[:taken] = self._view[self._start : self._start + taken]
                 self._start += taken
                 if taken < size:
+                    if taken == len(part):
+                        part = self._grown(part, size)
                     frame.filling = part
                     self._fill_view = part
                     self._filled = taken
                     return None
             frame.take(part)
         return frame.finish()
+
+    def _memory_for(self, size: int, out_of_band: bool) -> memoryview:
+        try:
+            # What ``allocate`` gives costs nothing until it is written to; a bytearray is zeroed at once.
+            return self._allocate(size) if out_of_band else allocate_plainly(min(size, STEP_BYTES))
+        except (MemoryError, OSError, OverflowError) as error:
+            raise FrameError(f"there is no memory for {size} bytes that the peer announced") from error
+
+    def _grown(self, part: memoryview, size: int) -> memoryview:
+        """More memory, with what ``part`` has of the whole; filling goes on behind that."""
+        try:
+            larger = allocate_plainly(min(size, 4 * len(part)))
+        except MemoryError as error:
+            raise FrameError(f"there is no memory for {size} bytes that the peer announced") from error
+        larger[: len(part)] = part
+        self._filled = len(part)
+        return larger
 
 
 class _PartialFrame:

@@ -23,6 +23,8 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     forks: list[Fork] = []
     created: Fork | None = None
     origin: str = ""  # where the program created it, if it asked to have that recorded
+    context_id: int = 0  # the distributed autograd context of the message
+    message_id: int = 0  # names the tensors in the payload that need a gradient, within that context
 
 
 encode_notes = msgspec.msgpack.Encoder().encode

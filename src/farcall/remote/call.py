@@ -15,8 +15,9 @@ from farcall.remote.answer import read_answer
 from farcall.remote.future import Future
 from farcall.runtime.calls import SyncCall
 from farcall.runtime.node import Node
+from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
-from farcall.serialize import encode_call, encode_function
+from farcall.serialize import RECORDING, Annotated, encode_call, encode_function
 
 UNSET_TIMEOUT = -1.0
 
@@ -31,9 +32,15 @@ def call_sync(
 ) -> Any:
     """Call ``func`` on ``to`` and return its result."""
     peer = node.peer(to)
-    function, payload, buffers = _encode(peer, func, args, kwargs)
+    function, payload, buffers = encode_request(peer, func, args, kwargs)
     call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
-    node.calls.exchange(call, function, b"", payload, buffers)
+    notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+    try:
+        node.calls.exchange(call, function, notes, payload, buffers)
+    except BaseException:
+        if buffers.__class__ is Annotated:
+            buffers.withdraw()
+        raise
     if call.error is not None:
         raise call.error
     assert call.frame is not None
@@ -53,16 +60,21 @@ def call_async(
     Errors of the arguments are raised here.
     """
     peer = node.peer(to)
-    function, payload, buffers = _encode(peer, func, args, kwargs)
+    function, payload, buffers = encode_request(peer, func, args, kwargs)
     future: Future[Any] = Future(node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
     try:
-        node.calls.send(future, function, b"", payload, buffers)
-    except (NetworkError, RpcTimeout) as error:
+        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+        node.calls.send(future, function, notes, payload, buffers)
+    except BaseException as error:
+        if buffers.__class__ is Annotated:
+            buffers.withdraw()
+        if not isinstance(error, NetworkError | RpcTimeout):
+            raise
         future.on_failure(error)  # like any other end of the link: a loop over workers is not torn by a dead one
     return future
 
 
-def _encode(
+def encode_request(
     peer: Peer, func: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[bytes, bytes, Sequence[memoryview]]:
     """The function segment, payload and buffers of a request."""

@@ -13,6 +13,7 @@ is kept in the value's place, and surfaces at first use.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,9 @@ class Creation(PendingCall):
 
     __slots__ = (
         "_future",
+        "_looks",
         "_references",
+        "_waiting",
         "arrived",
         "call_id",
         "deadline",
@@ -62,6 +65,8 @@ class Creation(PendingCall):
     ) -> None:
         self._references = references
         self._future: torch.futures.Future[None] | None = None
+        self._looks = 100
+        self._waiting: list[PendingCall] = []  # calls that make no sense if this one fails
         self.fork = fork
         self.peer = peer
         self.what = what
@@ -81,6 +86,8 @@ class Creation(PendingCall):
             self.outcome = decode_failure(frame[5], frame[6], self.peer)
         self.arrived = True
         self.keeps = None
+        if self._waiting:
+            self._waiting.clear()
         self._references.confirm_created(self.fork)
         if self._future is not None:
             self._finish_future()
@@ -98,8 +105,30 @@ class Creation(PendingCall):
             self.error = error
         self.arrived = True
         self.keeps = None
+        self.fail_waiting()
         if self._future is not None:
             self._finish_future()
+
+    def attach(self, call: PendingCall) -> None:
+        """Fail ``call``, which is about to be sent, if this creation fails; raises if it has."""
+        if not self.arrived:
+            self._waiting.append(call)
+        if self.error is not None:
+            raise copy.copy(self.error)
+
+    def fail_waiting(self) -> None:
+        """Fail what waits for the value although it will not come."""
+        assert self.error is not None
+        unsent = []
+        for call in self._waiting:
+            if call.call_id == 0:
+                unsent.append(call)
+            elif self._references.node.calls.claim(call.call_id) is not None:
+                call.on_failure(copy.copy(self.error))
+        self._waiting = unsent
+        if unsent and self._looks:
+            self._looks -= 1
+            self._references.fail_waiting_soon(self)
 
     def future(self) -> torch.futures.Future[None]:
         """A future that completes when the creating call is done."""

@@ -2,8 +2,8 @@
 
 Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
 that Python callbacks were attached to is completed by a worker thread, and only one without is
-completed by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
-reader, which hands its role over if one of them blocks in a call.)
+completed by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they
+run on the reader, which hands its role over if one of them blocks in a call.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from farcall.remote.answer import read_answer
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.serialize import RECORDING
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Node
@@ -65,12 +66,12 @@ class Future(torch.futures.Future[T], PendingCall):
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
         self._has_callbacks = True
-        return super().then(callback)
+        return super().then(_in_present_context(callback))
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
         self._has_callbacks = True
-        super().add_done_callback(callback)
+        super().add_done_callback(_in_present_context(callback))
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -125,6 +126,22 @@ class Future(torch.futures.Future[T], PendingCall):
             self._node.executor.submit(_Completion(self, error))
         else:
             self.fail(error)
+
+
+def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """``callback``, to be run in the distributed autograd context that this thread is in, if any."""
+    recording = RECORDING.get()
+    if recording is None:
+        return callback
+
+    def run(future: Any) -> S:
+        outside = recording.enter()
+        try:
+            return callback(future)
+        finally:
+            RECORDING.set(outside)
+
+    return run
 
 
 class _Completion:

@@ -89,7 +89,7 @@ class _Gathers:
         else:
             if deadline != NEVER:
                 self._node.attend_by(deadline)
-            # After it is among those led: who is lost from now on is reported to on_peer_gone, who was before is seen here.
+            # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
             for member in group:
                 if member not in gather.contributions and self._node.peer(member).broken:
                     self._on_member_lost(member)

@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from farcall.autograd.recorder import attach_to
 from farcall.ids import WorkerInfo
 from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
 from farcall.remote.future import Future
 from farcall.remote.gather import gather
+from farcall.remote.reference import RRef
+from farcall.remote.references import NodeReferences, call_remote
 from farcall.runtime import node
+from farcall.runtime.rendezvous import Membership
 
 T = TypeVar("T")
 
@@ -30,9 +34,30 @@ class Node(node.Node):
         options: see `RpcBackendOptions`.
     """
 
+    def start(self) -> None:
+        """Meet the other members and connect to each; raises within the options' start timeout."""
+        attach_to(self)
+        super().start()
+
+    checks_leaks = False
+    """Should a graceful shutdown raise `ReferenceLeak` if references to values of this node are never given up?"""
+
     def __enter__(self) -> Node:
         super().__enter__()
         return self
+
+    def _become_member(self, membership: Membership) -> None:
+        super()._become_member(membership)
+        self.part(NodeReferences)  # before anybody can send one here
+
+    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
+        """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
+        if not self.running:
+            return
+        references = self.part(NodeReferences)
+        references.checks_leaks = self.checks_leaks and graceful
+        super().shutdown(graceful, timeout_s)
+        references.raise_leaks()
 
     def rpc_sync(
         self,
@@ -56,6 +81,17 @@ class Node(node.Node):
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
         return call_async(self, to, func, args, kwargs, timeout)
 
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> RRef[T]:
+        """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
+        return call_remote(self, to, func, args, kwargs, timeout)
+
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """The `WorkerInfo` of a name or rank; without one, of this node itself."""
         return self.info if worker is None else self.peer(worker).info
@@ -63,7 +99,7 @@ class Node(node.Node):
     def all_gather(
         self, value: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT
     ) -> dict[str, T]:
-        """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this, equally often."""
+        """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
         return gather(self, value, worker_names, timeout)
 
     def barrier(self, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> None:

@@ -18,7 +18,19 @@ if TYPE_CHECKING:
     from farcall.remote.reference import RRef
 
 _PATH = b"pfarcall.remote.owner\0methods.of_"
-_segments: dict[str, bytes] = {}
+_known: dict[str, tuple[MethodName, bytes]] = {}
+
+
+class MethodName:
+    """What a call of a method is called in errors."""
+
+    __slots__ = ("__qualname__",)
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self) -> None:
+        raise TypeError("the method lives at the owner")
 
 
 class Proxy:
@@ -43,25 +55,26 @@ def _encode(rref: RRef[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> E
     return encode_call(((ref[0], ref[1], args, kwargs or None), None), rref._peer())
 
 
-def _segment(name: str) -> bytes:
-    segment = _segments.get(name)
-    if segment is None:
-        segment = _segments[name] = _PATH + name.encode()
-    return segment
+def _named(name: str) -> tuple[MethodName, bytes]:
+    known = _known.get(name)
+    if known is None:
+        known = _known[name] = (MethodName(name), _PATH + name.encode())
+    return known
 
 
 def call_sync(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method and return its result."""
-    return rref._ask(partial, _segment(name), *_encode(rref, args, kwargs), timeout_s, name)
+    what, function = _named(name)
+    return rref._ask(what, function, *_encode(rref, args, kwargs), timeout_s)
 
 
 def call_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Call the method; a future of its result."""
-    return rref._ask_async(_segment(name), *_encode(rref, args, kwargs), timeout_s, name)
+    what, function = _named(name)
+    return rref._ask_async(what, function, *_encode(rref, args, kwargs), timeout_s)
 
 
 def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Call the method; a reference to its result, which the owner of the object owns."""
-    return rref._references.create(
-        rref._peer(), name, _segment(name), *_encode(rref, args, kwargs), timeout_s, keeps=rref
-    )
+    what, function = _named(name)
+    return rref._references.create(rref._peer(), what, function, *_encode(rref, args, kwargs), timeout_s, rref)

@@ -18,12 +18,14 @@ from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Role
 from farcall.runtime.loop import NEVER, Loop
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import DialFailed, Listener, Transport, TransportError
+from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
 logger = logging.getLogger("farcall")
 
 HANDSHAKE_S = 10.0
 MAX_GUESTS = 256
+MAX_TOLD = 100
+"""How many different refusals are logged and remembered: strangers choose the words in some of them."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
@@ -49,12 +51,19 @@ class Door:
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
         """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
-        try:
-            for address in addresses:
+        failure: ListenFailed | None = None
+        for address in addresses:
+            try:
                 self._listeners.append(listen(address))
-        except BaseException:
-            self.close()
-            raise
+            except ListenFailed as error:
+                # One way that cannot be set up here (a sandbox without unix sockets) is no reason not to start.
+                failure = error
+                logger.warning("cannot be reached over %s: %s", address.partition(":")[0], error)
+            except BaseException:
+                self.close()
+                raise
+        if failure is not None and not self._listeners:
+            raise failure
         self.addresses = [listener.address for listener in self._listeners]
 
     def open(
@@ -114,13 +123,12 @@ class Door:
             if established is not None:
                 why_not = self._admit(established.peer)
                 if why_not is not None:
-                    self.refusals[established.peer.name] = why_not
                     raise HandshakeRefused(why_not)
             if reply and guest.transport.send((reply,)) < len(reply):
                 raise DialFailed("it does not read")
         except (HandshakeRefused, TransportError) as error:
             claim = guest.handshake.peer_claim
-            if claim is not None:
+            if claim is not None and len(self.refusals) < MAX_TOLD:
                 self.refusals[claim.name] = str(error)
             if isinstance(error, Refused) and error.farewell:
                 try:
@@ -149,8 +157,10 @@ class Door:
 
     def _tell(self, reason: str, transport: Transport) -> None:
         """Log a refusal, each reason once: a port scanner must not fill the disk."""
-        level = logging.DEBUG if reason in self._told or len(self._told) > 100 else logging.WARNING
-        self._told.add(reason)
+        level = logging.DEBUG
+        if reason not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(reason)
+            level = logging.WARNING
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 
     def tick(self, now: float) -> float:

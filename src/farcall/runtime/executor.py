@@ -26,6 +26,7 @@ A worker is in one of these states:
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections import deque
@@ -276,6 +277,17 @@ class Executor:
         with self._lock:
             worker.parked = False
             self._parked -= 1
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in the functions that run, at their next step in Python.
+
+        For the end of the process: a thread that comes back from torch after the interpreter has ended is unwound
+        through C++ code that does not allow it, and takes the process down with SIGABRT (before Python 3.14).
+        """
+        for worker in list(self._workers):
+            thread = worker.thread
+            if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
     def stop(self, timeout_s: float) -> list[str]:
         """End idle workers and wait for the others; the names of those still inside user functions are returned."""

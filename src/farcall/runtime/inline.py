@@ -1,9 +1,10 @@
-"""Quick functions run on the I/O thread itself, under a watch that takes the role away from it if one is slow after all.
+"""Quick functions run on the I/O thread itself, under a watch that takes the role away from it if one is slow after
+all.
 
-A hop to a worker thread costs more than most functions that take microseconds. So a request whose function was quick when it
-last ran is run by the thread that read it. The rule that control messages never wait for user code still holds: a standby
-thread looks in every LOOK_S, and when a function has run for longer than that, a fresh thread becomes the I/O thread. The old
-one finishes its function, answers, and ends.
+A hop to a worker thread costs more than most functions that take microseconds. So a request whose function was quick
+when it last ran is run by the thread that read it. The rule that control messages never wait for user code still
+holds: a standby thread looks in every LOOK_S, and when a function has run for longer than that, a fresh thread
+becomes the I/O thread. The old one finishes its function, answers, and ends.
 
 Who owns the role while a function runs is decided by a ticket, a list with one item: popping it is atomic.
 

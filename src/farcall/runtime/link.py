@@ -6,14 +6,15 @@ Owns a transport, its decoder, and the two locks around them. Knows nothing of w
 Writing, from any thread
 - Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
   Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
-- A frame with large pieces is written by its own thread, piece by piece, under the lock, until the kernel has all of it:
-  no copy is made, and the caller may change its tensors as soon as the call returns. That is also the back-pressure.
+- A frame with large pieces is written by its own thread, piece by piece, under the lock, until the kernel has all of
+  it: no copy is made, and the caller may change its tensors as soon as the call returns. That is also the
+  back-pressure.
 - What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
   ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
 
 Reading, by one thread at a time: the holder of the read lock
-- normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the poller, so
-  that the I/O thread sleeps on, and saves the hop between threads.
+- normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
+  poller, so that the I/O thread sleeps on, and saves the hop between threads.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``abdicate``.
 """
 
@@ -420,8 +421,8 @@ class Link:
     def exchange(self, data: bytes, awaited: Awaited, deadline: float) -> None:
         """Send one small frame and read on this thread until ``awaited``, its answer, has arrived: the hot path.
 
-        Like ``send`` and ``help_until``, but the role is taken before the frame goes: otherwise a quick answer would wake
-        the I/O thread, too.
+        Like ``send`` and ``help_until``, but the role is taken before the frame goes: otherwise a quick answer would
+        wake the I/O thread, too.
         """
         mine = shield.of_thread()
         mine.depth += 1

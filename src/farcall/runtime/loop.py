@@ -5,15 +5,15 @@ Owns the poller and one thread. Knows nothing of frames, calls or peers: it call
 Thread rules
 - Handlers, ``call_soon`` functions and tickers run on the I/O thread, and none of them may block or run user code.
 - ``call_soon``, ``attend_by``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread.
-- ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread that
-  waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
+- ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread
+  that waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
   elsewhere ``can_silence`` is False and the I/O thread reads everything.
 - A ticker is asked when a time it named, or somebody named with ``attend_by``, has come:
-  ``tick(now) -> when it wants to be asked again, or infinity``. Before each sleep the ``before_sleep`` hooks run: what they
-  wake finds the interpreter free, which it would not if it were woken in the middle of our work.
+  ``tick(now) -> when it wants to be asked again, or infinity``. Before each sleep the ``before_sleep`` hooks run:
+  what they wake finds the interpreter free, which it would not if it were woken in the middle of our work.
 - Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
-  the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby thread does
-  the same to a user function that was expected to be quick and is not (`inline.py`).
+  the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
+  thread does the same to a user function that was expected to be quick and is not (`inline.py`).
 """
 
 from __future__ import annotations
@@ -291,8 +291,11 @@ class Loop:
                 if self._thread is not me:
                     return  # a ticker's callback blocked, and handed over
             others_work = False
-            for hook in self._before_sleep:
-                others_work = hook() or others_work
+            try:
+                for hook in self._before_sleep:
+                    others_work = hook() or others_work
+            except Exception:
+                logger.exception("an I/O handler failed; please report this")
             if self._soon:
                 timeout_s = 0.0
             else:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused, host_token
@@ -53,6 +53,7 @@ from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.rendezvous import MemberRecord, Membership, find_meeting_place, join
 from farcall.runtime.serving import Server
+from farcall.serialize import Annotated
 from farcall.transport.interface import Transport, TransportError
 
 logger = logging.getLogger("farcall")
@@ -88,6 +89,22 @@ _started: weakref.WeakSet[Node] = weakref.WeakSet()
 """Nodes that hold descriptors: a forked child must let go of its copies of those."""
 
 
+class Current:
+    """Where functions that are given no node find one; `farcall.api`, which keeps the current node, fills this in."""
+
+    find: ClassVar[Callable[[], Node] | None] = None
+
+
+def current_node() -> Node:
+    """The node whose function the calling thread runs, or the one that `init_rpc` made."""
+    if Current.find is not None:
+        return Current.find()
+    node = node_of_thread()
+    if node is None:
+        raise NotInitialized("RPC has not been initialized. Call farcall.init_rpc first.")
+    return node
+
+
 def node_of_thread() -> Node | None:
     """The node whose function the calling thread runs, if it runs one."""
     return getattr(_thread, "node", None)
@@ -109,6 +126,7 @@ class Node:
         self._rank = rank
         self._world_size = world_size
         self._state = "new"
+        self._exiting = False
         self._incarnation = secrets.token_hex(8)
         self._linked = threading.Condition()
         self._peers: dict[str | int, Peer] = {}
@@ -118,8 +136,11 @@ class Node:
         self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
         self._agreed_hooks: list[Callable[[], None]] = []
         self._farewell_hooks: list[Callable[[], None]] = []
+        self._end_hooks: list[Callable[[], None]] = []
         self.read_notes: Callable[[Peer, Arrived], Arrived | None] = lambda peer, message: message
         """What a message with notes becomes before anybody reads it; None: nothing. Set by the layer above."""
+        self.find_recording: Callable[[Peer, Arrived], Arrived] = lambda peer, message: message
+        """The same message, with its distributed autograd context, if it belongs to one. Set by the layer above."""
         self.unsettled: Callable[[], int] = lambda: 0
         """How much is under way that is no call, and that a graceful shutdown waits for. Set by the layer above."""
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
@@ -321,6 +342,11 @@ class Node:
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
             )
 
+    def leave_at_exit(self) -> None:
+        """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
+        self._exiting = True
+        self.shutdown(graceful=False)
+
     def part(self, kind: Callable[[Node], P]) -> P:
         """This node's one ``kind(node)``, made at first use: how layers above keep state with a node."""
         with self._parts_lock:
@@ -338,6 +364,10 @@ class Node:
         when everything that the others said before they left has been heard."""
         self._agreed_hooks.append(agreed)
         self._farewell_hooks.append(farewell)
+
+    def on_end(self, hook: Callable[[], None]) -> None:
+        """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
+        self._end_hooks.append(hook)
 
     def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None]) -> None:
         """Have ``handle`` called on the I/O thread for each control message of this kind."""
@@ -388,7 +418,11 @@ class Node:
             self.membership.close()
         # Now that no call can be made any more: one registered after this sweep sees that its peer is gone.
         self.calls.fail_all(lambda call: why)
-        stuck = self.executor.stop(STOP_S if linger else 0.5)
+        for hook in self._end_hooks:
+            hook()
+        if self._exiting:
+            self.executor.interrupt()
+        stuck = self.executor.stop(STOP_S if linger else 1.0)
         if stuck:
             logger.warning("%s leaves %d threads inside user functions behind", self._name, len(stuck))
         if hasattr(self, "server"):
@@ -435,6 +469,11 @@ class Node:
         """May calls be made?"""
         return self._state in ("running", "leaving")
 
+    @property
+    def ending(self) -> bool:
+        """Has this node begun, or done, its shutdown?"""
+        return self._state in ("leaving", "ended")
+
     def peer(self, to: str | int | WorkerInfo) -> Peer:
         """The member called ``to``, by name, rank or WorkerInfo."""
         peer = self._peers.get(to.name if isinstance(to, WorkerInfo) else to)
@@ -449,6 +488,10 @@ class Node:
             return TypeError(f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}")
         known = ", ".join(info.name for info in self.workers()[:16])
         return UnknownWorker(f"unknown destination worker {to!r}: the members are {known}")
+
+    def is_peer(self, peer: Peer) -> bool:
+        """Whether ``peer`` is how this very node sees a member: several nodes may live in one process."""
+        return self._peers.get(peer.info.id) is peer
 
     def other(self, rank: int) -> RemotePeer | None:
         """The other member of this rank, in whatever state the node and the link to it are."""
@@ -478,7 +521,7 @@ class Node:
             noted = self.read_notes(peer, message)
             if noted is None:
                 return
-            message = noted
+            message = self.find_recording(peer, noted)
         if message[0] == REQUEST:
             self.server.accept(peer, message)
             return
@@ -490,6 +533,8 @@ class Node:
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
+        elif isinstance(message[6], Annotated):
+            message[6].decline(peer)  # too late
 
     def _on_letter(self, peer: Peer, message: Arrived) -> None:
         handle = self._letters.get(message[2])

@@ -1,7 +1,7 @@
 """Whom a call can go to: another member over its link, or this node itself.
 
-A peer takes whole messages and sees to it that they arrive: it decides for each out-of-band buffer whether it travels in
-a shared segment or inline. What a message means, it does not know.
+A peer takes whole messages and sees to it that they arrive: it decides for each out-of-band buffer whether it travels
+in a shared segment or inline. What a message means, it does not know.
 
 `SelfPeer` delivers to this node without a socket. Values still pass through bytes and copied buffers, so that a
 function called on oneself gets its own copy of the arguments, exactly as a remote one does.
@@ -31,7 +31,9 @@ from farcall.protocol import messages
 from farcall.protocol.frames import (
     CONTROL,
     LARGE_BYTES,
+    REQUEST,
     RESPONSE,
+    SHARED,
     YOURS,
     Arrived,
     Frame,
@@ -40,8 +42,8 @@ from farcall.protocol.frames import (
     encode_frame,
     encode_small,
 )
-from farcall.runtime.executor import Task
 from farcall.runtime import shield
+from farcall.runtime.executor import Task
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
 
@@ -73,8 +75,8 @@ class Peer:
     ) -> None:
         """Send one message.
 
-        ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing better
-        to do than to help bring it about.
+        ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing
+        better to do than to help bring it about.
         """
         raise NotImplementedError
 
@@ -198,7 +200,7 @@ class RemotePeer(Peer):
             placed = [self._place(buffers, index, deadline, kind == RESPONSE) for index in range(len(buffers))]
             pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
             if len(pieces) > 1:
-                self._send_pieces(pieces, deadline)
+                self._send_pieces(pieces, deadline, kind == REQUEST)
                 if awaited is not None:
                     self.link.help_until(awaited, deadline)
                 return
@@ -208,9 +210,11 @@ class RemotePeer(Peer):
         else:
             self.link.send(data, deadline, more)
 
-    def _send_pieces(self, pieces: Sequence[Piece], deadline: float) -> None:
+    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
         if self.link.on_io_thread():
+            if is_request:
+                pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
             self._write_later(partial(self.link.send_pieces, pieces, deadline))
         else:
             self.link.send_pieces(pieces, deadline)
@@ -275,7 +279,7 @@ class RemotePeer(Peer):
             if found is not None:
                 segment_id, offset = found
                 if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
-                    return Ticket(size, segment_id, offset)
+                    return Ticket(size, segment_id | SHARED, offset)
         shield.enter()  # or Ctrl-C would leave a block behind that nobody frees
         try:
             block = pool.allocate(size)
@@ -374,7 +378,8 @@ class RemotePeer(Peer):
                     continue
                 if segments is None:
                     raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
-                views.append(segments.view(buffer.segment_id, buffer.offset, buffer.size_bytes))
+                shared = bool(buffer.segment_id & SHARED)
+                views.append(segments.view(buffer.segment_id & ~SHARED, buffer.offset, buffer.size_bytes, shared))
             else:
                 views.append(buffer)
         return (kind, flags, call_id, function, notes, payload, views)
@@ -387,5 +392,3 @@ class RemotePeer(Peer):
             self._pool.release_all(self)
         if self.segments is not None:
             self.segments.close()
-
-

@@ -30,10 +30,19 @@ import torch
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
-from farcall.protocol.notes import Notes, encode_notes
 from farcall.runtime.executor import Executor
+from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
-from farcall.serialize import Annotated, Encoded, decode, decode_function, encode, encode_failure
+from farcall.serialize import (
+    RECORDING,
+    Annotated,
+    Encoded,
+    decode,
+    decode_function,
+    encode,
+    encode_failure,
+    encode_recorded,
+)
 
 logger = logging.getLogger("farcall")
 
@@ -181,9 +190,11 @@ class Server:
 class Request:
     """One request, from its arrival to its answer. A task of the executor."""
 
-    __slots__ = ("cancelled", "frame", "function_name", "peer", "server", "started_at", "thread_id")
+    __slots__ = ("cancelled", "frame", "function_name", "peer", "recording", "server", "started_at", "thread_id")
 
     def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
+        # The distributed autograd context that the function runs in, and that records its result.
+        self.recording = frame[6].recording if frame[6].__class__ is Annotated else None
         self.server = server
         self.peer = peer
         self.frame = frame
@@ -200,8 +211,10 @@ class Request:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
         server = self.server
         if self.cancelled:
-            server.answered(self)
+            self.drop()
             return
+        recording = self.recording
+        outside = None if recording is None else recording.enter()
         _, _, _, function, _, payload, buffers = self.frame
         self.thread_id = threading.get_ident()
         started = self.started_at = perf_counter()
@@ -231,17 +244,24 @@ class Request:
         finally:
             if function:
                 server._quick[function] = perf_counter() - started < QUICK_S
+            if recording is not None:
+                RECORDING.set(outside)
         self.answer(outcome, more)
 
     def drop(self) -> None:
-        """The node ended first."""
+        """The node ended first, or nobody waits for the answer any more."""
+        if self.recording is not None and isinstance(self.frame[6], Annotated):
+            self.frame[6].decline(self.peer)
         self.server.answered(self)
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
         server = self.server
         try:
-            payload, buffers = encode(outcome[0], self.peer)
+            if self.recording is None:
+                payload, buffers = encode(outcome[0], self.peer)
+            else:
+                payload, buffers = encode_recorded(self.recording, outcome[0], self.peer)
         except Exception as error:
             self._fail(error)
             return
@@ -260,7 +280,7 @@ class Request:
         self._send(FAILURE, payload, buffers, False)
 
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
-        notes = b"" if buffers.__class__ is not Annotated else encode_notes(Notes(buffers.notes))
+        notes = b"" if buffers.__class__ is not Annotated else notes_of(buffers)
         try:
             self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
         except RpcError as error:
@@ -309,6 +329,8 @@ class _Resumption:
 
     def run(self, more: bool) -> None:
         request = self._request
+        recording = request.recording
+        outside = None if recording is None else recording.enter()
         try:
             outcome = [self._finish()]
             if _answers_later(self._finish, outcome[0]):
@@ -317,6 +339,9 @@ class _Resumption:
         except BaseException as error:
             request._fail(error)
             return
+        finally:
+            if recording is not None:
+                RECORDING.set(outside)
         request.answer(outcome, more)
 
     def drop(self) -> None:
@@ -324,9 +349,7 @@ class _Resumption:
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:
-    return (
-        result.__class__ in (Later, MarkedResult) or inspect.iscoroutine(result) or is_async_execution(func)
-    )
+    return result.__class__ in (Later, MarkedResult) or inspect.iscoroutine(result) or is_async_execution(func)
 
 
 def is_async_execution(func: Callable[..., Any]) -> bool:

@@ -1,13 +1,14 @@
 """Ctrl-C that never tears a frame.
 
 Threads of the user read and write sockets themselves. A ``KeyboardInterrupt`` raised between "the kernel took 700
-bytes" and "we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread is inside
-such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler keeps the signal, and
-``leave`` passes it to the handler that was there before. Taking a lock is such a section, too: between the call that
-takes it and the ``try`` behind it there is room for a signal.
+bytes" and "we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread
+is inside such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler keeps the
+signal, and ``leave`` passes it to the handler that was there before. Taking a lock is such a section, too: between
+the call that takes it and the ``try`` behind it there is room for a signal.
 
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
-A handler that the program installs later replaces ours, and takes the risk with it: a torn link is then reported as broken.
+A handler that the program installs later replaces ours, and takes the risk with it: a torn link is then reported as
+broken.
 """
 
 from __future__ import annotations

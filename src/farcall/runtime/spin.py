@@ -1,12 +1,12 @@
 """Looking for something for a moment before sleeping on it.
 
-Putting a core to sleep and waking it costs more than a whole quick call. A thread that has reason to expect something within
-microseconds (the caller of a quick function, the I/O thread between two requests) therefore looks a few times, yielding
-its core between looks, before it lets the kernel wake it.
+Putting a core to sleep and waking it costs more than a whole quick call. A thread that has reason to expect something
+within microseconds (the caller of a quick function, the I/O thread between two requests) therefore looks a few times,
+yielding its core between looks, before it lets the kernel wake it.
 
-That pays only while waits are short and cores are free. So it remembers how long waits have been lately, and looks only if
-less than ``limit_s`` is to be expected; and where a yield hands the core to somebody for long, it stops looking for a while:
-10 ms, and twice as long each time, up to 1 s.
+That pays only while waits are short and cores are free. So it remembers how long waits have been lately, and looks
+only if less than ``limit_s`` is to be expected; and where a yield hands the core to somebody for long, it stops
+looking for a while: 10 ms, and twice as long each time, up to 1 s.
 
 One object per place that waits; used by one thread at a time.
 """

@@ -3,14 +3,17 @@
 from farcall.serialize.context import Annotated, Decoding, Encoding, current_decoding, current_encoding
 from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure
 from farcall.serialize.functions import decode_function, encode_function
-from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, is_custom
+from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, encode_recorded, is_custom
 from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
+from farcall.serialize.recording import RECORDING, Recording
 
 __all__ = [
+    "RECORDING",
     "Annotated",
     "Decoding",
     "Encoded",
     "Encoding",
+    "Recording",
     "RemoteTraceback",
     "RpcPickler",
     "TablePickler",
@@ -21,6 +24,7 @@ __all__ = [
     "decode_function",
     "encode",
     "encode_call",
+    "encode_recorded",
     "encode_failure",
     "encode_function",
     "installed_pickler",

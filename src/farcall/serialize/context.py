@@ -22,6 +22,7 @@ from farcall.serialize.policy import REDUCERS
 if TYPE_CHECKING:
     import torch
 
+    from farcall.serialize.recording import Recording
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
 __all__ = [
@@ -59,20 +60,30 @@ class Annotated(list[memoryview]):
     """The buffers of a message whose reducers noted something beside the pickle, to be known without reading it.
 
     On the sender ``notes`` travel in the frame, and ``undo`` is what takes them back if the message is not sent after
-    all; on the receiver ``notes`` are what the runtime made of them. The last reader clears both lists.
+    all; on the receiver ``notes`` are what the runtime made of them. The last reader clears both lists. A message of a
+    distributed autograd context has its ``recording``, and a ``message_id`` if gradients may come back for its tensors.
     """
 
-    __slots__ = ("notes", "undo")
+    __slots__ = ("message_id", "notes", "recording", "undo")
 
     def __init__(
         self,
         buffers: Sequence[memoryview],
         notes: list[Any],
         undo: Sequence[Callable[[], None]] = (),
+        recording: Recording | None = None,
+        message_id: int = 0,
     ) -> None:
         super().__init__(buffers)
         self.notes = notes
         self.undo = undo
+        self.recording = recording
+        self.message_id = message_id
+
+    @property
+    def context_id(self) -> int:
+        """The number of the autograd context; 0: none."""
+        return 0 if self.recording is None else self.recording.id
 
     def __bool__(self) -> bool:
         return True
@@ -85,6 +96,13 @@ class Annotated(list[memoryview]):
         """The message was not sent, or nobody knows whether it was."""
         for undo in self.undo:
             undo()
+        if self.recording is not None and self.message_id:
+            self.recording.withdraw_send(self.message_id)
+
+    def decline(self, peer: Any) -> None:
+        """The message came from ``peer``, and nobody will read it."""
+        if self.recording is not None and self.message_id:
+            self.recording.decline_receive(peer, self.message_id)
 
 
 class _Seeds:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ from farcall.serialize.context import (
 )
 from farcall.serialize.diagnosis import find_culprit
 from farcall.serialize.policy import REDUCERS
+from farcall.serialize.recording import RECORDING, Recording
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_other
 
-__all__ = ["Encoded", "TablePickler", "decode", "encode", "encode_call", "is_custom"]
+__all__ = ["Encoded", "TablePickler", "decode", "encode", "encode_call", "encode_recorded", "is_custom"]
 
 Encoded = tuple[bytes, Sequence[memoryview]]
 """A payload, and the memory that travels beside it; the views keep what they show alive."""
@@ -90,7 +91,13 @@ def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = No
 
 
 def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None) -> Encoded:
-    """Like ``encode``, but by the pickler the user installed, if any: for a call's function and arguments."""
+    """Like ``encode``, but by the pickler the user installed, if any: for a call's function and arguments.
+
+    In a distributed autograd context the message is recorded there.
+    """
+    recording = RECORDING.get()
+    if recording is not None and tensors is None and recording.admits(peer):
+        return encode_recorded(recording, value, peer, encode_call)
     pickler = policy.installed_pickler()
     if pickler is None:
         return encode(value, peer, tensors)
@@ -116,6 +123,22 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
     return payload + _CUSTOM, buffers
 
 
+def encode_recorded(
+    recording: Recording,
+    value: Any,
+    peer: Any,
+    encode: Callable[[Any, Any, list[torch.Tensor]], Encoded] = encode,
+) -> Encoded:
+    """Like ``encode``, for a message of a distributed autograd context."""
+    tensors: list[torch.Tensor] = []
+    payload, buffers = encode(value, peer, tensors)
+    message_id = recording.record_send(peer, tensors)
+    if buffers.__class__ is Annotated:
+        buffers.recording, buffers.message_id = recording, message_id
+        return payload, buffers
+    return payload, Annotated(buffers, [], (), recording, message_id)
+
+
 def is_custom(payload: bytes | memoryview) -> bool:
     """Whether a pickler that the user installed wrote this payload."""
     return payload[-1] == _CUSTOM[0]
@@ -130,8 +153,11 @@ def decode(
     """Rebuild the value of ``encode``.
 
     Tensors and arrays lie over ``buffers``, whose memoryview objects live as long as what was built on them;
-    read-only ones are copied. Tensors met are appended to ``tensors``, if given.
+    read-only ones are copied. Tensors met are appended to ``tensors``, if given; those of a message of a
+    distributed autograd context are recorded there.
     """
+    if buffers.__class__ is Annotated and buffers.message_id and tensors is None:
+        return _decode_recorded(payload, buffers, peer)
     try:
         form = payload[-1]
         if form == _PLAIN:
@@ -156,6 +182,19 @@ def decode(
                 else ""
             )
         ) from error
+
+
+def _decode_recorded(payload: bytes | memoryview, buffers: Annotated, peer: Any) -> Any:
+    recording, message_id = buffers.recording, buffers.message_id
+    assert recording is not None
+    tensors: list[torch.Tensor] = []
+    try:
+        value = decode(payload, buffers, peer, tensors)
+    except BaseException:
+        recording.decline_receive(peer, message_id)
+        raise
+    recording.record_receive(peer, message_id, tensors)
+    return value
 
 
 class TablePickler:

@@ -2,8 +2,8 @@
 
     results = run_cluster(3, work)          # work(rank) -> anything picklable, inside an initialised member
 
-Processes come from a fork server that has torch and farcall loaded, so that a member starts in a fraction of a second. Every
-exit code counts: a member that raises, dies or hangs fails the test, with its traceback.
+Processes come from a fork server that has torch and farcall loaded, so that a member starts in a fraction of a second.
+Every exit code counts: a member that raises, dies or hangs fails the test, with its traceback.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Member:
 
 
 def _run(sending: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    outcome: tuple[Any, str | None]
     try:
         outcome = (target(*args), None)
     except BaseException:

@@ -101,6 +101,9 @@ class Port:
     def workers(self) -> frozenset[int]:
         return frozenset(range(len(self._network.workers)))
 
+    def knows(self, peer: object) -> bool:
+        return False  # nothing travels as a message here
+
     def now(self) -> float:
         return self._network.clock_s
 

@@ -30,6 +30,12 @@ class ThreadPort:
     def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
         return tasks.get(timeout=timeout_s)
 
+    def workers(self) -> frozenset[int]:
+        return frozenset(range(len(self._workers)))
+
+    def knows(self, peer: object) -> bool:
+        return False  # nothing travels as a message here
+
     def now(self) -> float:
         return time.monotonic()
 

@@ -28,7 +28,12 @@ class End:
         self.transport = transport
         self.loop = Loop(name)
         self.link = Link(
-            WorkerInfo(name, 0), transport, self.loop, self.frames.put, self.broken.put, 1 << 20  # type: ignore[arg-type]
+            WorkerInfo(name, 0),
+            transport,
+            self.loop,
+            self.frames.put,
+            self.broken.put,
+            1 << 20,  # type: ignore[arg-type]
         )
         self.loop.start()
         if start:

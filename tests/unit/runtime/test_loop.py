@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from time import monotonic
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_ticker_is_asked_when_it_wished(loop: Loop) -> None:
 
     loop.add_ticker(Ticking(tick))
     assert thrice.wait(PATIENCE_S)
-    assert all(later - earlier >= 0.005 for earlier, later in zip(asked, asked[1:], strict=False))
+    assert all(later - earlier >= 0.005 for earlier, later in pairwise(asked))
 
 
 def test_a_time_named_inside_a_tick_is_kept(loop: Loop) -> None:

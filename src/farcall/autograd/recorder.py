@@ -1,0 +1,75 @@
+"""A node's distributed autograd: its contexts, joined to its calls, its letters and the deaths of its peers.
+
+One per node, made when the first context is opened here or the first message of one arrives. `attach_to` makes a node able to do
+so without anything being made yet.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from farcall.autograd.contexts import Contexts
+from farcall.autograd.letters import GRADIENTS, decode_letters
+from farcall.autograd.port import NodePort
+from farcall.errors import RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.notes import Notes, decode_notes
+from farcall.runtime.node import Node
+from farcall.runtime.peers import Peer
+from farcall.serialize import Annotated
+
+__all__ = ["Recorder", "attach_to"]
+
+logger = logging.getLogger("farcall")
+
+
+class Recorder:
+    """Distributed autograd at one node; ``node.part(Recorder)``."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.contexts = Contexts(NodePort(node))
+        node.on_peer_gone(self._on_peer_gone)
+        node.on_end(self.close)
+
+    def take_letter(self, peer: Peer, frame: Arrived) -> None:
+        """On the thread that reads."""
+        try:
+            self.contexts.deliver(peer.info.id, decode_letters(frame, peer))
+        except RpcError as error:
+            logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
+
+    def with_context(self, message: Arrived, notes: Notes) -> Arrived:
+        """``message`` with the context that its notes name."""
+        contexts = self.contexts
+        # An answer brings no context to life: its caller's has been released if it is not here.
+        find = contexts.admit if message[0] == REQUEST else contexts.find
+        recording = find(notes.context_id)
+        if recording is None:
+            return message
+        buffers = message[6]
+        if not isinstance(buffers, Annotated):
+            buffers = Annotated(buffers, [])
+        buffers.recording, buffers.message_id = recording, notes.message_id
+        return (*message[:6], buffers)
+
+    def close(self) -> None:
+        """The node ends: let go of every graph."""
+        for context_id in self.contexts.ids():
+            self.contexts.release(context_id)
+
+    def _on_peer_gone(self, worker: WorkerInfo) -> None:
+        # On the I/O thread; what follows may send letters, and waits for nobody.
+        self.contexts.worker_lost(worker.id, f"{worker.name} is gone")
+
+
+def attach_to(node: Node) -> None:
+    """Make ``node`` take part in other workers' contexts."""
+    node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
+
+    def find_recording(peer: Peer, message: Arrived) -> Arrived:
+        notes = decode_notes(message[4])
+        return node.part(Recorder).with_context(message, notes) if notes.context_id else message
+
+    node.find_recording = find_recording

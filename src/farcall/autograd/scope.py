@@ -1,0 +1,117 @@
+"""What programs call: contexts, backward passes and gradients, at the current node.
+
+Public as ``farcall.autograd``. Each function is a few lines over the node's contexts; the names with an underscore are
+those that programs written for ``torch.distributed.autograd`` use to look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from farcall.autograd.context import Context
+from farcall.autograd.contexts import Contexts
+from farcall.autograd.recorder import Recorder
+from farcall.runtime.node import Node, current_node
+from farcall.serialize import RECORDING
+
+__all__ = ["backward", "context", "get_gradients"]
+
+
+def _contexts() -> Contexts:
+    return current_node().part(Recorder).contexts
+
+
+class context:
+    """``with context() as context_id:`` records the calls made inside, by this thread and by what it calls.
+
+    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, the context
+    is forgotten on every worker that knows it, and with it its gradients. Contexts of one thread do not nest; those of
+    different threads and coroutines are independent.
+    """
+
+    def __init__(self, node: Node | None = None) -> None:
+        self._node = node
+        self._context: Context | None = None
+
+    def __enter__(self) -> int:
+        self._outside = RECORDING.get()
+        self._contexts = (self._node or current_node()).part(Recorder).contexts
+        self._context = self._contexts.new_context()
+        return self._context.id
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._context is not None
+        self._contexts.release_everywhere(self._context.id)
+        RECORDING.set(self._outside)
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Run a backward pass from ``roots`` over all workers; their gradients are in the context when this returns.
+
+    The gradient of each parameter lives in the context of the worker that owns it, see `get_gradients`; no ``.grad`` is
+    touched. Several passes in one context add up. Results that do not reach a root are no obstacle, and need not be
+    waited for.
+
+    Args:
+        context_id: of the context in which the roots were computed.
+        roots: scalar tensors of this worker that need a gradient, in a list.
+        retain_graph: keep the graph for another pass.
+
+    Raises:
+        RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
+            of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
+    """
+    node = current_node()
+    node.part(Recorder).contexts.backward(context_id, roots, retain_graph, node.timeout_s or None)
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients that this worker has in a context, by the tensor they belong to."""
+    return _contexts().get_gradients(context_id)
+
+
+def _new_context() -> Context:
+    """Open a context and put this thread into it; `_release_context` ends it."""
+    return _contexts().new_context()
+
+
+def _release_context(context_id: int) -> None:
+    """Forget a context on every worker that knows it."""
+    contexts = _contexts()
+    contexts.retrieve(context_id)
+    contexts.release_everywhere(context_id)
+
+
+def _current_context() -> Context:
+    """The context this thread is in."""
+    return _contexts().current()
+
+
+def _retrieve_context(context_id: int) -> Context:
+    """The context of that id, if this worker knows it."""
+    return _contexts().retrieve(context_id)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    """Whether this worker knows a context of that id."""
+    return _contexts().is_valid(context_id)
+
+
+def _get_max_id() -> int:
+    """The largest id that a context or message of this worker may get."""
+    return _contexts().max_id()
+
+
+def _get_debug_info() -> dict[str, str]:
+    """How many contexts and backward passes there are at this worker."""
+    return _contexts().debug_info()
+
+
+def _init(worker_id: int) -> Any:
+    """Nothing to do: a node brings its contexts along."""

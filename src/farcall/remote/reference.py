@@ -1,0 +1,370 @@
+"""`RRef`: a reference to a value that lives on one node and is used from many.
+
+One object is one fork of the reference, held as long as the object lives. What holding, sending and dropping mean is the
+business of `references.py`; how a creating call goes, that of `creation.py`. Here is what a program can do with one.
+
+Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import pickle
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import torch
+
+from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import Arrived
+from farcall.protocol.references import Fork
+from farcall.remote import proxy
+from farcall.remote.answer import read_answer
+from farcall.remote.call import UNSET_TIMEOUT
+from farcall.remote.creation import Creation
+from farcall.remote.future import Future
+from farcall.remote.owned import Owned
+from farcall.runtime.calls import SyncCall
+from farcall.runtime.loop import NEVER
+from farcall.runtime.node import Node, current_node
+from farcall.runtime.notes import request_notes
+from farcall.runtime.peers import Peer
+from farcall.serialize import RECORDING, Annotated, Encoding, current_decoding, current_encoding, register_reducer
+
+if TYPE_CHECKING:
+    from farcall.remote.references import NodeReferences
+
+T = TypeVar("T")
+
+_FETCH = b"pfarcall.remote.owner\0fetch"
+_TYPE_OF = b"pfarcall.remote.owner\0type_of"
+_BACKWARD = b"pfarcall.remote.owner\0backward"
+_EXTENSION_CODE = 0x66617272
+
+
+class RRef(Generic[T]):
+    """A reference to a value of type T, which lives on its owner.
+
+    ``RRef(value)`` makes the calling worker the owner of ``value``; `remote` and methods called through ``remote()`` give
+    references to values on other workers. A reference can be sent to any worker, as an argument or a result, also inside
+    containers and objects; the owner keeps the value as long as anybody holds one.
+
+    Args:
+        value: any object; it is not copied.
+        type_hint: its type for TorchScript, where that cannot be seen from the value.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_creation",
+        "_fork",
+        "_owned",
+        "_references",
+        "_release",
+        "_type",
+        "_type_hint",
+        "origin",
+    )
+
+    _fork: Fork
+    _references: NodeReferences
+    _owned: Owned | None
+    """Where the value is, if this node is its owner."""
+    _creation: Creation | None
+    """The creating call, if it was made through this very object."""
+    _release: Callable[[Fork], object]
+    _type: torch.futures.Future[Any] | None
+    origin: str
+    """Where in the program the reference was created, if that is recorded."""
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        from farcall.remote.references import NodeReferences
+
+        current_node().part(NodeReferences).own(self, value)
+        self._type_hint = type_hint
+
+    @staticmethod
+    def _of(
+        references: NodeReferences, fork: Fork, owned: Owned | None, creation: Creation | None, origin: str = ""
+    ) -> RRef[Any]:
+        rref: RRef[Any] = RRef.__new__(RRef)
+        rref._become(references, fork, owned, creation, origin)
+        return rref
+
+    def _become(
+        self, references: NodeReferences, fork: Fork, owned: Owned | None, creation: Creation | None, origin: str
+    ) -> None:
+        self._references = references
+        self._owned = owned
+        self._creation = creation
+        self._type = None
+        self._type_hint = None
+        self.origin = origin
+        self._fork = fork
+        self._release = references.released.append
+
+    def __del__(self) -> None:
+        try:
+            self._release(self._fork)
+        except Exception:
+            pass  # never made, or the interpreter is all but gone
+
+    # ------------------------------------------------------------------ whose it is
+
+    def is_owner(self) -> bool:
+        """Does the value live on this worker?"""
+        return self._owned is not None
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._references.worker(self._fork.owner)
+
+    def owner_name(self) -> str:
+        """The name of the worker on which the value lives."""
+        return self.owner().name
+
+    def confirmed_by_owner(self) -> bool:
+        """Does the owner know of this reference yet?"""
+        return self._references.confirmed(self._fork)
+
+    def __repr__(self) -> str:
+        ref, fork_id, *_ = self._fork
+        name = "OwnerRRef" if self.is_owner() else "UserRRef"
+        return (
+            f"{name}(owner={self.owner_name()}, id={ref.created_on}:{ref.local_id}, "
+            f"fork={fork_id.created_on}:{fork_id.local_id})"
+        )
+
+    # ------------------------------------------------------------------ the value
+
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        """A copy of the value; at the owner the value itself. Waits until it is there; raises what its creation raised.
+
+        Args:
+            timeout: seconds; 0 for none; by default that of the options.
+        """
+        if self._owned is not None:
+            return self._wait_for_value(self._owned, timeout)  # type: ignore[no-any-return]
+        payload = pickle.dumps((self._fork.ref[:], None), 5)
+        return self._ask(RRef.to_here, _FETCH, payload, (), timeout)  # type: ignore[no-any-return]
+
+    def local_value(self) -> T:
+        """The value itself; only at its owner."""
+        if self._owned is None:
+            raise RpcError(
+                f"{self!r}: can't call local_value() on user {self._references.node.info}; call it on owner "
+                f"{self.owner()}, or use to_here() for a copy"
+            )
+        return self._wait_for_value(self._owned, 0.0)  # type: ignore[no-any-return]
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
+        return proxy.Proxy(proxy.call_sync, self, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""
+        return proxy.Proxy(proxy.call_async, self, timeout)
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
+        return proxy.Proxy(proxy.call_remote, self, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass with the value, a tensor, as its root.
+
+        Args:
+            dist_autograd_ctx_id: the distributed autograd context that gradients go to. Without one, and only at the
+                owner, the pass is torch's own, and gradients go to ``.grad``.
+            retain_graph: keep the graph for another pass.
+        """
+        if self._owned is not None:
+            from farcall.remote.owner import run_backward
+
+            run_backward(self._wait_for_value(self._owned, UNSET_TIMEOUT), dist_autograd_ctx_id, retain_graph)
+            return
+        if dist_autograd_ctx_id == -1:
+            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients need a context to go to")
+        payload = pickle.dumps(((*self._fork.ref, dist_autograd_ctx_id, retain_graph), None), 5)
+        self._ask(RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
+
+    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value; without ``blocking`` a future of it. Asked once."""
+        future = self._type
+        if future is None:
+            if self._owned is not None:
+                future = torch.futures.Future()
+                self._references.tell_type(self._owned, future)
+            else:
+                payload = pickle.dumps((self._fork.ref[:], None), 5)
+                future = self._ask_async(RRef._get_type, _TYPE_OF, payload, (), timeout)
+            self._type = future
+        if not blocking:
+            return future
+        try:
+            return future.wait()
+        except RpcTimeout:
+            self._type = None
+            raise
+
+    def _get_future(self) -> torch.futures.Future[None]:
+        """A future that completes when the call that creates the value is done, with its error if it failed."""
+        if self._creation is not None:
+            return self._creation.future()
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    # ------------------------------------------------------------------ how it is asked for
+
+    def _peer(self) -> Peer:
+        return self._references.peer(self._fork)
+
+    def _wait_for_value(self, owned: Owned, timeout_s: float) -> Any:
+        """At the owner: the value, once it is there."""
+        if not owned.ready:
+            self._wait_until_ready(owned, timeout_s)
+        return owned.get()
+
+    def _wait_until_ready(self, owned: Owned, timeout_s: float) -> None:
+        node = self._references.node
+        if timeout_s == UNSET_TIMEOUT:
+            timeout_s = node.timeout_s
+        deadline = monotonic() + timeout_s if timeout_s else NEVER
+        creation = self._creation
+        with node.calls.waiting():
+            while not owned.ready:
+                now = monotonic()
+                until = deadline
+                if creation is not None:
+                    if creation.error is not None:
+                        raise copy.copy(creation.error)
+                    # Its failure is the I/O thread's doing, a moment after its deadline.
+                    until = min(deadline, max(creation.deadline, now) + 0.01)
+                if now >= deadline:
+                    raise RpcTimeout(f"the value of {self!r} was not there after {timeout_s:g} s")
+                owned.wait(min(until - now, 3600.0))
+
+    def _ask(
+        self,
+        what: Callable[..., Any],
+        function: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        timeout_s: float,
+    ) -> Any:
+        """Call a function of `owner.py` at the owner: the hot path."""
+        node = self._references.node
+        peer = self._peer()
+        call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+        creation = self._creation
+        if creation is not None and not (creation.arrived and creation.error is None):
+            creation.attach(call)
+        try:
+            node.calls.exchange(call, function, notes, payload, buffers)
+        except BaseException as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
+            if isinstance(error, NetworkError):
+                raise self._lost(error) from error
+            raise
+        if call.error is not None:
+            if isinstance(call.error, NetworkError):
+                raise self._lost(call.error) from call.error
+            raise call.error
+        assert call.frame is not None
+        return read_answer(call.frame, peer)
+
+    def _ask_async(
+        self,
+        what: Callable[..., Any],
+        function: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        timeout_s: float,
+    ) -> Future[Any]:
+        """The same, without waiting for the answer."""
+        node = self._references.node
+        peer = self._peer()
+        future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s, self)
+        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+        creation = self._creation
+        if creation is not None and not (creation.arrived and creation.error is None):
+            creation.attach(future)
+        try:
+            node.calls.send(future, function, notes, payload, buffers)
+        except BaseException as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
+            if not isinstance(error, NetworkError | RpcTimeout):
+                raise
+            future.on_failure(error)
+        return future
+
+    def _lost(self, error: NetworkError) -> NetworkError:
+        if isinstance(error, ReferenceLost):
+            return error
+        return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)
+
+    # ------------------------------------------------------------------ how it travels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Reached by picklers that are not ours; one that a user installed for calls may be at work on a call.
+        encoding = current_encoding()
+        if encoding is None:
+            _refuse_to_pickle()
+        return _reduce(self, encoding)
+
+
+class _Answer(Future[Any]):
+    """The future of a call to a reference's owner; it holds the reference until the answer is there."""
+
+    def __init__(
+        self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]
+    ) -> None:
+        super().__init__(node, peer, what, timeout_s)
+        self._rref: RRef[Any] | None = rref
+
+    def on_answer(self, frame: Arrived) -> None:
+        self._rref = None
+        super().on_answer(frame)
+
+    def on_failure(self, error: RpcError) -> None:
+        rref, self._rref = self._rref, None
+        if rref is not None and isinstance(error, NetworkError):
+            error = rref._lost(error)
+        super().on_failure(error)
+
+
+def _refuse_to_pickle() -> NoReturn:
+    raise SerializationError(
+        "Can not pickle rref in python pickler: a reference can only be sent as part of a call's arguments or result, "
+        "where farcall keeps account of it"
+    )
+
+
+def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
+    if encoding.peer is None:
+        _refuse_to_pickle()
+    references = rref._references
+    fork = references.fork(rref, encoding.peer)
+    return _arrived, (encoding.note(fork, lambda: references.withdraw(fork)),)
+
+
+def _arrived(index: int) -> RRef[Any]:
+    """The reference at this place among the notes of the message being read."""
+    buffers = current_decoding().buffers
+    if type(buffers) is not Annotated:
+        raise SerializationError("a reference came without its entry in the notes of the message")
+    found: RRef[Any] = buffers.notes[index]
+    return found
+
+
+register_reducer(RRef, _reduce)
+# By a number instead of a name: reading it is a dict lookup.
+copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
+
+__all__ = ["RRef"]

@@ -1,0 +1,523 @@
+"""The references of one node: the reference machine, the values that this node owns, and what carries both.
+
+Owns the lock around the machine and the table of values. Decides nothing about who may forget what: that is
+`protocol/references`. Everything else in `remote/` reaches the machine through here.
+
+Thread rules
+- The lock is held for microseconds, also while a control message is put on its way: so a message that registers a fork leaves
+  before anything that the fork's holder sends afterwards. Re-entrant, since a garbage collection inside may run user code.
+- ``released.append`` takes no lock: it is what destructors call. The I/O thread collects later.
+- A value dies outside the lock, and on a worker thread if its destructor may be user code.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+
+from farcall.errors import NetworkError, ReferenceLeak, ReferenceLost, RpcError, RpcTimeout
+from farcall.ids import RefId, WorkerInfo
+from farcall.protocol import references as protocol
+from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.notes import KEEP, decode_notes
+from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
+from farcall.remote.call import UNSET_TIMEOUT, encode_request
+from farcall.remote.creation import Creation, KeptRequest
+from farcall.remote.owned import Owned
+from farcall.remote.reference import RRef
+from farcall.runtime.loop import NEVER
+from farcall.runtime.node import Node
+from farcall.runtime.notes import request_notes
+from farcall.runtime.peers import Peer, RemotePeer
+from farcall.runtime.serving import Request, Server
+from farcall.serialize import Annotated, encode_failure
+
+logger = logging.getLogger("farcall")
+
+LINGER_S = 0.005
+RETRY_S = 0.01
+SETTLING_S = 5.0
+"""How long a graceful shutdown that looks for leaks waits for forks that are on their way to settle."""
+_MESSAGES = (
+    protocol.Register,
+    protocol.Confirm,
+    protocol.Accept,
+    protocol.Release,
+    protocol.Withdraw,
+    protocol.Inquire,
+    protocol.Answer,
+)
+_HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
+"""Types whose values die without running anybody's code."""
+
+
+def member_of(worker: WorkerInfo) -> int:
+    """The number by which the machine knows a member: one per process start. In a static group its rank is just that."""
+    return worker.id
+
+
+class Held(NamedTuple):
+    """Some other member's hold on a value of this node."""
+
+    holder: str
+    forks: int
+    ref: RefId
+    what: str
+    origin: str
+
+    def __str__(self) -> str:
+        times = f" ({self.forks} forks)" if self.forks > 1 else ""
+        where = f", created at {self.origin}" if self.origin else ""
+        return f"{self.holder} holds {self.ref.created_on}:{self.ref.local_id}, a {self.what}{where}{times}"
+
+
+class NodeReferences:
+    """A part of a node: ``node.part(NodeReferences)``. Also a ticker of its loop."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.traced = False
+        """Record where in the program each reference is created?"""
+        self.checks_leaks = False
+        """At a graceful shutdown, raise if anybody still holds something after all gave up what they held?"""
+        self.drop_at_shutdown: Callable[[], object] = self.drop_all
+        workers = [WorkerInfo(member.name, member.rank) for member in node.membership.members]
+        self._workers = {member_of(worker): worker for worker in workers}
+        self._lock = threading.RLock()
+        self._machine = References(
+            member_of(node.info),
+            self._workers,
+            linger_s=LINGER_S,
+            wake=lambda: node.attend_by(monotonic() + LINGER_S),
+        )
+        self.released = self._machine.released
+        self._values: dict[RefId, Owned] = {}
+        self._lost: set[int] = set()
+        self._failed: list[Creation] = []
+        self._agreed = False
+        self._settled_by: float | None = None
+        self._leaks: dict[int, list[Held]] = {}  # by holder
+        node.read_notes = self.read_notes
+        node.unsettled = self._unsettled
+        node.server.kept_request = _kept_request
+        for kind in _MESSAGES:
+            node.on_control(kind, self._on_control)
+        node.on_peer_gone(self._on_peer_gone)
+        node.on_shutdown(self._on_agreed, self._on_farewell)
+        node.add_ticker(self)
+
+    # ------------------------------------------------------------------ references come to be
+
+    def own(self, rref: RRef[Any], value: Any) -> None:
+        """Make ``rref`` a reference to a value of this node."""
+        origin = _origin() if self.traced else ""
+        owned = Owned.of(value, origin)
+        with self._lock:
+            fork = self._machine.own_local()
+            self._values[fork.ref] = owned
+        rref._become(self, fork, owned, None, origin)
+
+    def create(
+        self,
+        peer: Peer,
+        what: Callable[..., Any],
+        function: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        timeout_s: float,
+        keeps: object = None,
+    ) -> RRef[Any]:
+        """Have ``peer`` run a function and own its result."""
+        origin = _origin() if self.traced else ""
+        with self._lock:
+            fork = self._machine.create(member_of(peer.info))
+        owned: Owned | None = None
+        if fork.owner == self._machine.me:
+            owned = self._values[fork.ref] = Owned(origin)
+        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
+        creation = Creation(self, fork, peer, what, timeout_s, keeps)
+        rref = RRef._of(self, fork, owned, creation, origin)
+        try:
+            notes = request_notes(peer, buffers, fork, origin)
+            self.node.calls.send(creation, function, notes, payload, buffers, KEEP)
+        except BaseException as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
+            if not isinstance(error, NetworkError | RpcTimeout):
+                self.withdraw_creation(fork)
+                raise
+            creation.on_failure(error)  # like any end of the link: it surfaces at first use
+        return rref
+
+    def confirm_created(self, fork: Fork) -> None:
+        """The owner has answered the creating call."""
+        with self._lock:
+            self._machine.confirm_created(fork)
+            freed = self._carry_out()
+        _dispose(self.node, freed)
+
+    def withdraw_creation(self, fork: Fork) -> None:
+        """The creating call was not sent, or its answer did not come."""
+        with self._lock:
+            self._machine.withdraw_creation(fork)
+            freed = self._carry_out()
+        _dispose(self.node, freed)
+
+    # ------------------------------------------------------------------ references travel
+
+    def fork(self, rref: RRef[Any], peer: Peer) -> Fork:
+        """A fork of ``rref``, to be sent to ``peer``."""
+        creation = rref._creation
+        if creation is not None and creation.error is not None:
+            raise creation.error
+        info = peer.info
+        if self.node.peer(info.id) is not peer:
+            raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
+        with self._lock:
+            try:
+                return self._machine.fork(rref._fork, member_of(info))
+            except LookupError as error:
+                raise ReferenceLost(f"{rref!r} cannot be sent: {error}") from None
+
+    def withdraw(self, fork: Fork) -> None:
+        """The message that ``fork`` was to travel in was not sent, or nobody knows."""
+        with self._lock:
+            self._machine.withdraw(fork)
+            freed = self._carry_out()
+        _dispose(self.node, freed)
+
+    def read_notes(self, peer: Peer, message: Arrived) -> Arrived | None:
+        """A message with notes came: whatever becomes of it, its forks are accounted for from now on.
+
+        They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
+        """
+        notes = decode_notes(message[4])
+        sender = member_of(peer.info)
+        machine = self._machine
+        arrived: list[Any] = []
+        with self._lock:
+            created = notes.created
+            if created is not None:
+                if created.owner != created.holder and not machine.own(created):
+                    return None  # it came twice, or its caller is dead
+                owned = self._values.get(created.ref)
+                if owned is None:
+                    owned = self._values[created.ref] = Owned()
+                if notes.origin:
+                    owned.origin = f"{notes.origin} on {peer.info.name}"
+                arrived.append(owned)
+            for fork in notes.forks:
+                held = machine.receive(fork, sender)
+                rref = RRef._of(self, fork, self._owned_of(fork), None)
+                if not held:
+                    rref._release = _nothing
+                arrived.append(rref)
+            freed = self._carry_out()
+        _dispose(self.node, freed)
+        kind, flags, call_id, function, noted, payload, buffers = message
+        return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
+
+    def _owned_of(self, fork: Fork) -> Owned | None:
+        """Under the lock: the place of a value of this node; its creation may still be on its way."""
+        if fork.owner != self._machine.me:
+            return None
+        owned = self._values.get(fork.ref)
+        if owned is None:
+            owned = self._values[fork.ref] = Owned()
+        return owned
+
+    # ------------------------------------------------------------------ references are used
+
+    def find(self, ref: RefId) -> Owned:
+        """The value that somebody asks for."""
+        owned = self._values.get(ref)
+        if owned is None:
+            with self._lock:
+                owned = self._values.get(ref)
+                if owned is None:
+                    if not self._machine.lists(ref):
+                        raise ReferenceLost(
+                            f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to it "
+                            "any more, or references were given up at a shutdown"
+                        )
+                    owned = self._values[ref] = Owned()
+        return owned
+
+    def peer(self, fork: Fork) -> Peer:
+        """The owner of a fork's value."""
+        member = fork.owner
+        if member in self._lost:
+            raise ReferenceLost(f"the owner of {fork.ref.created_on}:{fork.ref.local_id}, {self.worker(member)}, is gone")
+        return self.node.peer(self._workers[member].id)
+
+    def worker(self, member: int) -> WorkerInfo:
+        """Who a member is."""
+        return self._workers[member]
+
+    def confirmed(self, fork: Fork) -> bool:
+        """Does the owner know of ``fork``?"""
+        with self._lock:
+            return self._machine.confirmed_by_owner(fork)
+
+    def tell_type(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
+        """Complete ``future`` with the type of a value of this node."""
+        if owned.ready:
+            _TypeTold(owned, future).run(False)
+        else:
+            owned.when_ready(lambda: self.node.executor.submit(_TypeTold(owned, future)))
+
+    # ------------------------------------------------------------------ what the loop, and the others, say
+
+    def tick(self, now: float) -> float:
+        """On the I/O thread: send what has lingered, look again after those who were about to wait."""
+        if self._failed:
+            failed, self._failed = self._failed, []
+            for creation in failed:
+                creation.fail_waiting()
+        if not self.released and self._machine.next_deadline() is None:
+            return now + RETRY_S if self._failed else NEVER
+        with self._lock:
+            freed = self._carry_out(now)
+            deadline = self._machine.next_deadline()
+        _dispose(self.node, freed)
+        if self._failed:
+            return now + RETRY_S
+        return NEVER if deadline is None else deadline
+
+    def fail_waiting_soon(self, creation: Creation) -> None:
+        """Look again, in a moment, whether calls that were about to be sent wait for a failed creation."""
+        self._failed.append(creation)
+        self.node.attend_by(monotonic() + RETRY_S)
+
+    def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
+        now = monotonic()
+        with self._lock:
+            freed = self._carry_out(now, self._machine.handle(member_of(peer.info), message, now))
+        _dispose(self.node, freed)
+        if self.checks_leaks:
+            self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
+
+    def _on_peer_gone(self, worker: WorkerInfo) -> None:
+        member = member_of(worker)
+        now = monotonic()
+        with self._lock:
+            self._lost.add(member)
+            if self.checks_leaks and self.node.ending:
+                self._note_leaks(member)
+            if self._agreed:
+                return  # everybody leaves, and nobody needs to ask anybody any more
+            freed = self._carry_out(now, self._machine.member_died(member, now))
+            for ref, owned in list(self._values.items()):
+                if not owned.ready and ref.created_on == member and not self._machine.lists(ref):
+                    freed.append(self._values.pop(ref))
+                    self._never_comes(ref, owned)
+        _dispose(self.node, freed)
+
+    def _carry_out(self, now: float | None = None, effects: Iterable[protocol.Effect] | None = None) -> list[Owned]:
+        """Under the lock: do what the machine says; the values that are to die are returned."""
+        machine = self._machine
+        if effects is None:
+            effects = machine.collect(monotonic() if now is None else now)
+        freed: list[Owned] = []
+        for effect in effects:
+            if effect.__class__ is FreeValue:
+                owned = self._values.pop(effect.ref, None)
+                if owned is not None:
+                    freed.append(owned)
+            elif effect.__class__ is Send:
+                peer = self.node.other(self._workers[effect.member].id)
+                if peer is not None:
+                    peer.control(effect.message)
+            elif effect.__class__ is NeverCreated:
+                owned = self._values.get(effect.ref)
+                if owned is None:
+                    owned = self._values[effect.ref] = Owned()
+                self._never_comes(effect.ref, owned)
+            elif effect.__class__ is Lost:
+                self._lost.add(effect.fork.owner)
+        deadline = machine.next_deadline()
+        if deadline is not None:
+            self.node.attend_by(deadline)
+        return freed
+
+    def _never_comes(self, ref: RefId, owned: Owned) -> None:
+        if not owned.ready:
+            why = ReferenceLost(
+                f"the call that should have created {ref.created_on}:{ref.local_id} never came: its caller died or gave up"
+            )
+            owned.fail(encode_failure(why, self.node.info))
+
+    # ------------------------------------------------------------------ the end
+
+    def drop_all(self, timeout_s: float = SETTLING_S) -> None:
+        """Give up every reference held here, once those under way have settled or ``timeout_s`` is over."""
+        deadline = monotonic() + timeout_s
+        with self.node.calls.waiting():
+            while self._machine.unsettled and monotonic() < deadline:
+                with self._lock:
+                    self._carry_out(None, self._machine.flush())
+                threading.Event().wait(0.002)
+        with self._lock:
+            freed = self._carry_out(None, self._machine.drop_all_users_and_unforked_owners())
+        _dispose(self.node, freed)
+
+    def _unsettled(self) -> int:
+        """What a graceful shutdown that looks for leaks must wait for, within a bound."""
+        if not self.checks_leaks:
+            return 0
+        unsettled = self._machine.unsettled
+        if unsettled:
+            now = monotonic()
+            if self._settled_by is None:
+                self._settled_by = now + SETTLING_S
+            if now > self._settled_by:
+                return 0
+            self.node.attend_by(now + RETRY_S)
+        else:
+            self._settled_by = None
+        return unsettled
+
+    def _on_agreed(self) -> None:
+        """All work everywhere is done: nobody needs references any more."""
+        self._agreed = True
+        self.drop_at_shutdown()
+
+    def _on_farewell(self) -> None:
+        """Everybody has said everything: who holds something now will never let it go."""
+        if self.checks_leaks:
+            with self._lock:
+                for member in self._workers:
+                    if member != self._machine.me:
+                        self._note_leaks(member)
+
+    def _note_leaks(self, member: int) -> None:
+        if member not in self._leaks:
+            self._leaks[member] = [
+                self._held(owned.ref, member, forks)
+                for owned in self._machine.snapshot().owned
+                if (forks := owned.forks_by_holder.get(member, 0))
+            ]
+
+    def _held(self, ref: RefId, member: int, forks: int) -> Held:
+        owned = self._values.get(ref)
+        return Held(self._workers[member].name, forks, ref, _describe(owned), owned.origin if owned else "")
+
+    def raise_leaks(self) -> None:
+        """After the end: raise if somebody held something to the last."""
+        leaks = [held for held_by_one in self._leaks.values() for held in held_by_one]
+        if leaks:
+            shown = "\n  ".join(map(str, leaks[:32]))
+            more = f"\n  and {len(leaks) - 32} more" if len(leaks) > 32 else ""
+            raise ReferenceLeak(f"Leaking RRef: values of {self.node.info.name} were held to the last:\n  {shown}{more}")
+
+    # ------------------------------------------------------------------ a look inside
+
+    def counts(self) -> protocol.Counts:
+        """Sizes, for debug information."""
+        with self._lock:
+            return self._machine.counts()
+
+    def pending_values(self) -> int:
+        """How many values of this node are still being made."""
+        return sum(1 for owned in list(self._values.values()) if not owned.ready)
+
+    def snapshot(self) -> tuple[protocol.Snapshot, dict[RefId, tuple[str, str]]]:
+        """Who holds what as known here, and what each value of this node is, and where it was created."""
+        with self._lock:
+            snapshot = self._machine.snapshot()
+            values = {ref: (_describe(owned), owned.origin) for ref, owned in self._values.items()}
+        return snapshot, values
+
+
+class _TypeTold:
+    """Completes a future with a value's type; a task of the executor."""
+
+    __slots__ = ("_future", "_owned")
+
+    quick = False
+
+    def __init__(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
+        self._owned = owned
+        self._future = future
+
+    def run(self, more: bool) -> None:
+        try:
+            found = type(self._owned.get())
+        except BaseException as error:
+            self._future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self._future.set_result(found)
+
+    def drop(self) -> None:
+        self.run(False)
+
+
+class _Disposal:
+    """Lets values die, on a worker thread since that may be user code."""
+
+    __slots__ = ("_values",)
+
+    quick = False
+
+    def __init__(self, values: list[Owned]) -> None:
+        self._values = values
+
+    def run(self, more: bool) -> None:
+        self._values.clear()
+
+    def drop(self) -> None:
+        pass
+
+
+def _dispose(node: Node, values: list[Owned]) -> None:
+    """The last references to ``values`` are in this list: outside of any lock, let go of them."""
+    if values and not all(type(owned.value) in _HARMLESS for owned in values):
+        node.executor.submit(_Disposal(values[:]))
+        values.clear()
+
+
+def _kept_request(server: Server, peer: Peer, frame: Arrived) -> Request:
+    buffers = frame[6]
+    assert type(buffers) is Annotated and frame[0] == REQUEST
+    owned: Owned = buffers.notes.pop(0)
+    return KeptRequest(server, peer, frame, owned)
+
+
+def _describe(owned: Owned | None) -> str:
+    if owned is None or not owned.ready:
+        return "value still being made"
+    if owned.failure is not None:
+        return "value whose creation failed"
+    return type(owned.value).__qualname__
+
+
+def _nothing(fork: Fork) -> None:
+    """The release of a fork that is not held."""
+
+
+def _origin() -> str:
+    """Where in the program, outside of farcall, this was called."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("farcall."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def call_remote(
+    node: Node,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> RRef[Any]:
+    """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
+    peer = node.peer(to)
+    function, payload, buffers = encode_request(peer, func, args, kwargs)
+    return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)

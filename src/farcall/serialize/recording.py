@@ -1,0 +1,47 @@
+"""Messages whose tensors a distributed autograd context records: how writing and reading tell the context.
+
+Owns the variable that says which context the running code is in, and what a message needs to know of one. It does not know
+graphs, passes or peers: whoever records implements `Recording`.
+
+Invariant: each message that was given a number is, at its receiver, either received or declined, exactly once.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RECORDING", "Recording"]
+
+
+class Recording(Protocol):
+    """A distributed autograd context."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the cluster."""
+
+    def admits(self, peer: Any) -> bool:
+        """Whether messages to ``peer`` are recorded now."""
+
+    def record_send(self, peer: Any, tensors: list[torch.Tensor]) -> int:
+        """The number of a message that leaves with these tensors; 0 if no gradient can come back for it."""
+
+    def withdraw_send(self, message_id: int) -> None:
+        """That message was not sent after all."""
+
+    def record_receive(self, peer: Any, message_id: int, tensors: list[torch.Tensor]) -> None:
+        """A message arrived with these tensors."""
+
+    def decline_receive(self, peer: Any, message_id: int) -> None:
+        """A message arrived, and nobody will use it."""
+
+    def enter(self) -> Recording | None:
+        """Put the running code into this context; where it was before."""
+
+
+# A context variable: a coroutine keeps its own while others run on the same thread.
+RECORDING: Final[ContextVar[Recording | None]] = ContextVar("farcall_autograd_context", default=None)

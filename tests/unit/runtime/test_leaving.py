@@ -1,0 +1,123 @@
+"""The driver of the departure machine: what it tells the machine, and that the loop wakes when the machine wants it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
+from farcall.runtime.leaving import Leaving
+
+LONG_S = 10.0
+
+
+class StillLoop:
+    """A loop that is run by hand, and remembers by when it was asked to wake."""
+
+    def __init__(self) -> None:
+        self.soon: deque[Callable[[], object]] = deque()
+        self.asked = threading.Event()
+        self.wake_at = float("inf")
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        self.soon.append(function)
+        self.asked.set()
+
+    def attend_by(self, when: float) -> None:
+        self.wake_at = min(self.wake_at, when)
+
+    def run(self) -> None:
+        assert self.asked.wait(LONG_S)
+        while self.soon:
+            self.soon.popleft()()
+
+
+class Leaver:
+    """Rank 0 of two, with its thread in ``enter``."""
+
+    def __init__(self, timeout_s: float = 0.0, in_flight: int = 0) -> None:
+        self.loop = StillLoop()
+        self.in_flight = in_flight
+        self.activity = 7
+        self.sent: list[tuple[int, DepartureMessage]] = []
+        self.leaving = Leaving(
+            0,
+            {0: "w0", 1: "w1"},
+            self.loop,  # type: ignore[arg-type]
+            lambda: (self.in_flight, self.activity),
+            lambda rank, message: self.sent.append((rank, message)),
+        )
+        self.result: list[tuple[str, ...]] = []
+        self.thread = threading.Thread(target=lambda: self.result.append(self.leaving.enter(timeout_s)), daemon=True)
+        self.thread.start()
+        self.loop.run()
+
+    def other_is_ready(self, round_number: int) -> None:
+        self.leaving.on_message(1, DepartureReport(round_number + 1, round_number, True, 0, 3, [], False))
+
+    def finished(self) -> tuple[str, ...]:
+        self.thread.join(LONG_S)
+        assert not self.thread.is_alive()
+        return self.result[0]
+
+
+def probes(leaver: Leaver) -> list[int]:
+    return [message.round for _, message in leaver.sent if isinstance(message, DepartureProbe)]
+
+
+def test_idle_members_agree_and_leave() -> None:
+    leaver = Leaver()
+    leaver.other_is_ready(0)
+    assert probes(leaver) == [1]
+    leaver.other_is_ready(1)
+    assert any(isinstance(message, DepartureReleased) for _, message in leaver.sent)
+    leaver.leaving.on_peer_gone(1)  # it was told and left: as good as an acknowledgement
+    assert leaver.finished() == ()
+
+
+def test_busy_member_waits_until_poked() -> None:
+    leaver = Leaver(in_flight=1)
+    leaver.other_is_ready(0)
+    assert probes(leaver) == []
+    leaver.in_flight = 0
+    leaver.loop.wake_at = float("inf")
+    leaver.leaving.poke()
+    assert leaver.loop.wake_at < time.monotonic() + 0.1  # soon
+    leaver.leaving.tick(0.0)
+    assert probes(leaver) == [1]
+
+
+def test_poke_costs_nothing_while_nobody_leaves() -> None:
+    loop = StillLoop()
+    leaving = Leaving(0, {0: "w0"}, loop, lambda: (0, 0), lambda rank, message: None)  # type: ignore[arg-type]
+    leaving.poke()
+    assert loop.wake_at == float("inf")
+
+
+def test_loop_is_asked_to_wake_at_the_deadline() -> None:
+    # Handled on the I/O thread between two looks at the tickers: without this the loop would sleep past the deadline.
+    leaver = Leaver(timeout_s=4.0)
+    first = leaver.leaving._machine.next_deadline()
+    assert first is not None
+    assert leaver.loop.wake_at == first
+
+
+def test_timeout_says_who_is_late_and_why() -> None:
+    leaver = Leaver(timeout_s=4.0)
+    while (deadline := leaver.leaving._machine.next_deadline()) is not None:
+        leaver.leaving.tick(deadline)
+    assert leaver.finished() == ("w1 has not called shutdown",)
+    assert leaver.leaving.late_names == ("w1",)
+
+
+def test_new_work_between_the_looks_starts_another_round() -> None:
+    leaver = Leaver()
+    leaver.other_is_ready(0)
+    leaver.activity += 1
+    leaver.other_is_ready(1)
+    assert probes(leaver) == [1, 2]
+    leaver.leaving.on_peer_gone(1)
+    assert leaver.finished() == ()

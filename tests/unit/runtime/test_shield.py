@@ -1,0 +1,133 @@
+"""The shield against Ctrl-C: sections are whole, nothing is lost, and the former handler comes back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from farcall.runtime import shield
+
+
+@pytest.fixture
+def pressed() -> Iterator[list[int]]:
+    """Signals that reached the program's own handler."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    assert shield.install()
+    yield seen
+    shield.uninstall()
+    signal.signal(signal.SIGINT, before)
+    assert shield._state.depth == shield._state.sealed == shield._state.users == 0
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_signal_outside_goes_through_at_once(pressed: list[int]) -> None:
+    press()
+    assert pressed == [signal.SIGINT]
+
+
+def test_signal_inside_waits_for_the_outermost_end(pressed: list[int]) -> None:
+    shield.enter()
+    shield.enter()
+    press()
+    press()
+    shield.leave()
+    assert pressed == []
+    shield.leave()
+    assert pressed == [signal.SIGINT]
+
+
+def test_pause_lets_a_held_signal_through_and_goes_on(pressed: list[int]) -> None:
+    shield.enter()
+    press()
+    shield.pause(shield.of_thread())
+    assert pressed == [signal.SIGINT]
+    press()
+    assert len(pressed) == 1
+    shield.leave()
+    assert len(pressed) == 2
+
+
+def test_pause_that_raises_leaves_the_section_intact() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    shield.install()
+    try:
+        shield.enter()
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            shield.pause(shield.of_thread())
+        assert shield._state.depth == 1
+        with pytest.raises(KeyboardInterrupt):
+            press()
+            shield.leave()
+        assert shield._state.depth == 0
+    finally:
+        shield.uninstall()
+        signal.signal(signal.SIGINT, before)
+
+
+def test_sealed_section_holds_even_where_others_pause(pressed: list[int]) -> None:
+    shield.seal()
+    press()
+    shield.pause(shield.of_thread())
+    mine = shield.of_thread()
+    depth, mine.depth = mine.depth, 0
+    shield.deliver()
+    mine.depth = depth
+    assert pressed == []
+    shield.unseal()
+    assert pressed == [signal.SIGINT]
+
+
+def elsewhere(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_sections_of_other_threads_hold_nothing_back(pressed: list[int]) -> None:
+    elsewhere(shield.enter)
+    press()
+    assert pressed == [signal.SIGINT]
+    elsewhere(shield.leave)
+
+
+def test_handler_comes_back_after_the_last_user() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    shield.install()
+    shield.install()
+    shield.uninstall()
+    assert signal.getsignal(signal.SIGINT) is not before
+    shield.uninstall()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_handler_set_by_the_program_meanwhile_is_kept() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    shield.install()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    shield.uninstall()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    shield.install()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    shield.uninstall()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_install_nothing() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    results: list[bool] = []
+    elsewhere(lambda: results.append(shield.install()))
+    assert results == [False]
+    assert signal.getsignal(signal.SIGINT) is before
