@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from farcall import autograd as autograd
+    from farcall import debug as debug
     from farcall import errors as errors
     from farcall import nn as nn
     from farcall import optim as optim
@@ -48,27 +49,30 @@ _HOMES = {
     "_use_rpc_pickler": "farcall.api",
     "_wait_all": "farcall.api",
     "autograd": "farcall",
+    "debug": "farcall",
     "errors": "farcall",
     "functions": "farcall.remote",
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
-    "remote": "farcall.api",
     "nn": "farcall",
     "optim": "farcall",
+    "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
 }
-_MODULES = ("autograd", "errors", "functions", "nn", "optim")
+_MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
     "Future",
     "Node",
+    "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
     "autograd",
+    "debug",
     "errors",
     "functions",
     "get_rpc_timeout",
@@ -76,11 +80,23 @@ __all__ = [
     "init_rpc",
     "nn",
     "optim",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shared_empty",
     "shutdown",
 ]
+
+
+class _Package(ModuleType):
+    """``farcall.remote`` is the function: the import of the package of that name must not put itself in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "remote" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

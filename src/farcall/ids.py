@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import msgspec
+
 MAX_NAME_CHARACTERS = 127
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+")
 
@@ -22,14 +24,17 @@ class WorkerInfo(NamedTuple):
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
-class RefId(NamedTuple):
+# Structs without garbage collection: there may be a million of these, and none can be part of a cycle.
+
+
+class RefId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """A reference, cluster-wide: who created it, and its number there."""
 
     created_on: int
     local_id: int
 
 
-class ForkId(NamedTuple):
+class ForkId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One holder's copy of a reference: who created the fork, and its number there."""
 
     created_on: int

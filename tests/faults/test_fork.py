@@ -87,7 +87,10 @@ def test_child_gets_a_clear_error_and_the_parent_goes_on() -> None:
 def become_a_worker(port: int) -> int:
     gc.collect()
     farcall.init_rpc(
-        "child", rank=0, world_size=1, rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+        "child",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}"),
     )
     found: int = farcall.rpc_sync("child", os.getpid)
     assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler

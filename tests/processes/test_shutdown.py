@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import Cancelled, NotInitialized, PeerDead, RpcError, ShutdownTimeout
+from farcall.errors import NotInitialized, PeerDead, RpcError, ShutdownTimeout
 from farcall.runtime.node import Node
 from farcall.testing.cluster import context, finish, free_port, run_cluster, start_cluster, start_processes
 
@@ -89,7 +90,7 @@ def unwaited(rank: int, port: int) -> list[int]:
 
 def test_work_that_makes_more_work_is_waited_for_although_nobody_waits_for_it() -> None:
     found = finish(start_processes(3, unwaited, free_port()))
-    assert sorted(sum(found, [])) == sorted(list(range(301)) * 5)
+    assert sorted(itertools.chain(*found)) == sorted(list(range(301)) * 5)
 
 
 def slow_until_both_leave() -> None:
@@ -451,6 +452,3 @@ def test_death_of_a_member_lets_the_leaving_ones_go() -> None:
     started = time.monotonic()
     finish(members, may_fail=[2])
     assert time.monotonic() - started < LONG_S
-
-
-__all__ = ["Cancelled"]

@@ -6,8 +6,8 @@
         gradients = farcall.autograd.get_gradients(context_id)
 
 `functions` records what crosses workers, `engine` runs one worker's part of the graph, `passes` joins that part to the
-protocol, `context` and `contexts` hold it all by id: none of these knows sockets, they speak to a `Port`. `recorder` and
-`port` tie them to a node; `scope` is what programs call.
+protocol, `context` and `contexts` hold it all by id: none of these knows sockets, they speak to a `Port`. `recorder`
+and `port` tie them to a node; `scope` is what programs call.
 """
 
 from farcall.autograd.scope import (

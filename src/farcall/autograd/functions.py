@@ -83,6 +83,9 @@ _Receive: Any = _function_class(
     {"forward": staticmethod(_receive_forward), "backward": staticmethod(_receive_backward)},
 )
 
+# Without what Function.apply does in Python for functorch and default arguments, none of which concerns us.
+_apply_receive: Any = super(torch.autograd.Function, _Receive).apply
+
 # A function's outputs need a gradient only if an input does. Nothing is ever accumulated here.
 _ANCHOR: Final = torch.empty(0, requires_grad=True)
 
@@ -105,8 +108,11 @@ def make_receive(context_id: int, from_worker: int, message_id: int, tensors: Se
     """Turn newly arrived ``tensors`` (leaves, not views), in place, into outputs of one receive node."""
     for tensor in tensors:
         tensor.requires_grad_(False)
-    with torch.enable_grad():
-        _Receive.apply(_ANCHOR, (context_id, from_worker, message_id), *tensors)
+    if torch.is_grad_enabled():
+        _apply_receive(_ANCHOR, (context_id, from_worker, message_id), *tensors)
+    else:
+        with torch.enable_grad():
+            _apply_receive(_ANCHOR, (context_id, from_worker, message_id), *tensors)
     node: Node = tensors[0].grad_fn
     if len(tensors) > 1:
         for tensor in tensors:

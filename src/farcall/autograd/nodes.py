@@ -72,10 +72,9 @@ def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
         for gradient, meta in zip(gradients, node._input_metadata, strict=True)  # type: ignore[attr-defined]
     ]
-    if type(node) is CHECKPOINT:
-        results = _call_checkpoint(node, filled, run_inner)
-    else:
-        results = _as_list(node.apply(*filled))  # type: ignore[no-untyped-call]
+    is_checkpoint = type(node) is CHECKPOINT
+    plain: Any = node.apply
+    results = _call_checkpoint(node, filled, run_inner) if is_checkpoint else _as_list(plain(*filled))
     # One result for each argument; edges only for tensors. Both agree on what needs a gradient.
     wanted = iter([result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed])
     return [None if child is None else next(wanted, None) for child, _ in node.next_functions]

@@ -19,7 +19,7 @@ from farcall.autograd.engine import Leaves, Phases, add_gradients, run_whole
 from farcall.autograd.functions import Edge, Node
 from farcall.autograd.nodes import Gradients, post_hooks
 from farcall.autograd.replicas import reduce_gradients
-from farcall.errors import RpcError
+from farcall.errors import PeerDead, RpcError, RpcTimeout
 from farcall.protocol import gradients as protocol
 from farcall.protocol.gradients import (
     BackwardPass,
@@ -150,7 +150,8 @@ class LocalPass:
     def react(self, event: protocol.Event, sender: int = -1) -> None:
         """Feed an event to the protocol and send what it says."""
         with self._lock:
-            self._apply(self.machine.handle(event, self._port.now(), sender))
+            effects = self.machine.handle(event, self._port.now(), sender)
+            self._apply(effects, PeerDead if isinstance(event, WorkerLost) else RpcError)
         self._flush()
 
     def wake(self) -> None:
@@ -188,7 +189,7 @@ class LocalPass:
                 self._port.take(self.tasks, timeout_s, self.machine.peers)()
             except Empty:
                 with self._lock:
-                    self._apply(self.machine.handle_deadline(self._port.now()))
+                    self._apply(self.machine.handle_deadline(self._port.now()), RpcTimeout)
                 self._flush()
         self.roots = {}
 
@@ -289,13 +290,13 @@ class LocalPass:
 
     # --- effects ------------------------------------------------------------------------------------------
 
-    def _apply(self, effects: Sequence[protocol.Effect]) -> None:
+    def _apply(self, effects: Sequence[protocol.Effect], kind: type[RpcError] = RpcError) -> None:
         for effect in effects:
             if isinstance(effect, Tell):
                 self._outbox.setdefault(effect.worker, []).append(effect.message)
             else:
                 if isinstance(effect, Failed):
-                    self.failure = RpcError(f"Error on Node {effect.worker}: {effect.reason}")
+                    self.failure = kind(f"Error on Node {effect.worker}: {effect.reason}")
                     self._phases = None
                 if self.tasks is not None:
                     self.tasks.put(_nothing)  # the caller looks at the machine's state

@@ -1,15 +1,19 @@
 """The runtime as distributed autograd sees it: letters over links, work on the executor, waits that read.
 
-A letter is one frame of its own kind. It is never answered, and nothing on its way waits for a thread that runs user functions:
-the thread that reads it hands it to the contexts, which run no graph there. Graphs run on workers of the executor, or on
-the thread that called `backward`.
+A letter is one frame of its own kind. It is never answered, and nothing on its way waits for a thread that runs user
+functions: the thread that reads it hands it to the contexts.
+
+Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
+peer's letter set off was quick, the next one is run by the I/O thread itself, as quick functions are
+(`runtime/inline.py`): if it is slow after all, another thread takes the role over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from time import monotonic
+from time import monotonic, perf_counter
 
 from farcall.autograd.letters import GRADIENTS, encode_letters
 from farcall.autograd.passes import Letter, Task
@@ -20,14 +24,19 @@ from farcall.runtime.peers import Peer
 
 __all__ = ["NodePort"]
 
+QUICK_S = 300e-6
+"""A part of a pass that took less than this is expected to be as quick the next time."""
+
 
 class NodePort:
     """A `Port` over a node."""
 
-    __slots__ = ("_node",)
+    __slots__ = ("_node", "_quick", "_reading")
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._quick: dict[int, bool] = {}  # by the worker whose letter set a graph off
+        self._reading = _Reading()
 
     @property
     def worker_id(self) -> int:
@@ -48,7 +57,32 @@ class NodePort:
         peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
 
     def submit(self, task: Task) -> None:
-        self._node.executor.submit(_Work(task))
+        tasks = self._reading.tasks
+        if tasks is not None:
+            tasks.append(task)
+        else:
+            self._node.executor.submit(_Work(self, -1, task))
+
+    def take_letter(self, peer: Peer, deliver: Callable[[], None]) -> None:
+        """Have a letter of ``peer`` delivered, on the thread that reads it, then see to what it set off."""
+        tasks: list[Task] = []
+        self._reading.tasks = tasks
+        try:
+            deliver()
+        finally:
+            self._reading.tasks = None
+            sender = peer.info.id
+            for task in tasks:
+                work = _Work(self, sender, task)
+                kept = peer.run_inline(work) if self._quick.get(sender) and task is tasks[-1] else None
+                if kept is None:
+                    self._node.executor.submit(work)
+                elif not kept:
+                    self._quick[sender] = False
+
+    def ran(self, sender: int, took_s: float) -> None:
+        """A part of a pass was run; ``sender``'s letter had set it off."""
+        self._quick[sender] = took_s < QUICK_S
 
     def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
         try:
@@ -84,18 +118,28 @@ class _Filled:
         return not self._tasks.empty()
 
 
+class _Reading(threading.local):
+    """What the letter being delivered by this thread has set off."""
+
+    tasks: list[Task] | None = None
+
+
 class _Work:
     """A worker's part of a graph, as a task of the executor."""
 
-    __slots__ = ("_task",)
+    __slots__ = ("_port", "_sender", "_task")
 
     quick = False
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, port: NodePort, sender: int, task: Task) -> None:
+        self._port = port
+        self._sender = sender
         self._task = task
 
     def run(self, more: bool) -> None:
+        started = perf_counter()
         self._task()
+        self._port.ran(self._sender, perf_counter() - started)
 
     def drop(self) -> None:
         pass  # the node has ended, and every context with it

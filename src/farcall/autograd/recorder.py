@@ -1,7 +1,7 @@
 """A node's distributed autograd: its contexts, joined to its calls, its letters and the deaths of its peers.
 
-One per node, made when the first context is opened here or the first message of one arrives. `attach_to` makes a node able to do
-so without anything being made yet.
+One per node, made when the first context is opened here or the first message of one arrives. `attach_to` makes a node
+able to do so without anything being made yet.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ class Recorder:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.contexts = Contexts(NodePort(node))
+        self._port = NodePort(node)
+        self.contexts = Contexts(self._port)
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
 
     def take_letter(self, peer: Peer, frame: Arrived) -> None:
         """On the thread that reads."""
-        try:
-            self.contexts.deliver(peer.info.id, decode_letters(frame, peer))
-        except RpcError as error:
-            logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
+
+        def deliver() -> None:
+            try:
+                self.contexts.deliver(peer.info.id, decode_letters(frame, peer))
+            except RpcError as error:
+                logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
+
+        self._port.take_letter(peer, deliver)
 
     def with_context(self, message: Arrived, notes: Notes) -> Arrived:
         """``message`` with the context that its notes name."""

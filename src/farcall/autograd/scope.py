@@ -28,9 +28,9 @@ def _contexts() -> Contexts:
 class context:
     """``with context() as context_id:`` records the calls made inside, by this thread and by what it calls.
 
-    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, the context
-    is forgotten on every worker that knows it, and with it its gradients. Contexts of one thread do not nest; those of
-    different threads and coroutines are independent.
+    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving,
+    the context is forgotten on every worker that knows it, and with it its gradients. Contexts of one thread do
+    not nest; those of different threads and coroutines are independent.
     """
 
     def __init__(self, node: Node | None = None) -> None:

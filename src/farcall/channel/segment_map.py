@@ -8,7 +8,10 @@ last use is that it is sent back to its owner is handed back as it is, content a
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -46,13 +49,29 @@ class MappedSegment:
         if not seals & _SEAL_SHRINK or really < size:
             raise SegmentRefused(f"the memory file has {really} bytes (seals {seals}), not a fixed {size}")
         try:
-            mapping = mmap.mmap(descriptor, size)
+            mapping = _map(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
             raise SegmentRefused(f"a segment of {size} bytes cannot be mapped: {error}") from error
         self.size = size
         # The view keeps the mapping, and every view of the view does: it is unmapped when the last one dies.
-        self.view = memoryview(mapping)
+        self.view = mapping
         self.address = address_of(self.view)
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment."""
+    if sys.version_info >= (3, 13):
+        return memoryview(mmap.mmap(descriptor, size, trackfd=False))
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    array = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(array, library.munmap, address, size).atexit = False
+    return memoryview(array).cast("B")
 
 
 class GivenBack:
@@ -131,12 +150,18 @@ class SegmentMap:
         """
         buffer = buffers[index]
         size, address = buffer.nbytes, address_of(buffer)
-        for segment_id, segment in list(self._segments.items()):
-            offset = address - segment.address
-            if 0 <= offset < segment.size:
-                break
-        else:
+        found = next(
+            (
+                (number, segment)
+                for number, segment in list(self._segments.items())
+                if 0 <= address - segment.address < segment.size
+            ),
+            None,
+        )
+        if found is None:
             return None
+        segment_id, segment = found
+        offset = address - segment.address
         lease = self._by_start.get((segment_id, offset))
         if lease is None or lease.holder != (segment_id, offset, size):
             return None

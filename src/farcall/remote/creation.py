@@ -14,6 +14,7 @@ is kept in the value's place, and surfaces at first use.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ from farcall.serialize import decode_failure, encode_failure
 
 if TYPE_CHECKING:
     from farcall.remote.references import NodeReferences
+
+# One for all: it is held for an instant. Re-entrant, since a garbage collection inside may run user code.
+_lock = threading.RLock()
 
 
 class Creation(PendingCall):
@@ -66,7 +70,7 @@ class Creation(PendingCall):
         self._references = references
         self._future: torch.futures.Future[None] | None = None
         self._looks = 100
-        self._waiting: list[PendingCall] = []  # calls that make no sense if this one fails
+        self._waiting: list[PendingCall] | None = None  # calls that make no sense if this one fails
         self.fork = fork
         self.peer = peer
         self.what = what
@@ -86,8 +90,7 @@ class Creation(PendingCall):
             self.outcome = decode_failure(frame[5], frame[6], self.peer)
         self.arrived = True
         self.keeps = None
-        if self._waiting:
-            self._waiting.clear()
+        self._waiting = None
         self._references.confirm_created(self.fork)
         if self._future is not None:
             self._finish_future()
@@ -111,59 +114,63 @@ class Creation(PendingCall):
 
     def attach(self, call: PendingCall) -> None:
         """Fail ``call``, which is about to be sent, if this creation fails; raises if it has."""
-        if not self.arrived:
-            self._waiting.append(call)
+        with _lock:
+            if not self.arrived:
+                if self._waiting is None:
+                    self._waiting = []
+                self._waiting.append(call)
         if self.error is not None:
             raise copy.copy(self.error)
 
     def fail_waiting(self) -> None:
         """Fail what waits for the value although it will not come."""
         assert self.error is not None
+        with _lock:
+            waiting, self._waiting = self._waiting, None
         unsent = []
-        for call in self._waiting:
+        for call in waiting or ():
             if call.call_id == 0:
                 unsent.append(call)
             elif self._references.node.calls.claim(call.call_id) is not None:
                 call.on_failure(copy.copy(self.error))
-        self._waiting = unsent
         if unsent and self._looks:
             self._looks -= 1
+            self._waiting = unsent
             self._references.fail_waiting_soon(self)
 
     def future(self) -> torch.futures.Future[None]:
         """A future that completes when the creating call is done."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            if self.arrived:
-                self._finish_future()
-        return self._future
+        with _lock:
+            future = self._future
+            if future is None:
+                future = self._future = torch.futures.Future()
+        if self.arrived:
+            self._finish_future()
+        return future
 
     def _finish_future(self) -> None:
-        # On a worker: callbacks are user code. Twice, by a race of `future` and the answer, is once.
-        self._references.node.executor.submit(_FutureEnd(self))
-
-    def finish_future(self) -> None:
-        """Complete the future with the outcome."""
-        future, error = self._future, self.error or self.outcome
-        if future is not None and not future.done():
-            if error is not None:
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(None)
+        with _lock:
+            future, self._future = self._future, None  # a done one may hold, by its error, whoever holds this
+        if future is not None:
+            self._references.node.executor.submit(_FutureEnd(future, self.error or self.outcome))
 
 
 class _FutureEnd:
-    """The end of a creation's future, as a task for a worker thread."""
+    """The end of a creation's future, as a task for a worker thread: callbacks are user code."""
 
-    __slots__ = ("_creation",)
+    __slots__ = ("_error", "_future")
 
     quick = False
 
-    def __init__(self, creation: Creation) -> None:
-        self._creation = creation
+    def __init__(self, future: torch.futures.Future[None], error: BaseException | None) -> None:
+        self._future = future
+        self._error = error
 
     def run(self, more: bool) -> None:
-        self._creation.finish_future()
+        if self._error is not None:
+            self._future.set_exception(copy.copy(self._error))  # type: ignore[arg-type]
+        else:
+            self._future.set_result(None)
 
     def drop(self) -> None:
         self.run(False)

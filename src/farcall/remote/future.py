@@ -9,10 +9,11 @@ run on the reader, which hands its role over if one of them blocks in a call.)
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -111,7 +112,11 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error."""
-        self.set_exception(error)  # type: ignore[arg-type]
+        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future: neither
+        # those that read the error, nor those of whoever waits, to each of whom a copy is raised.
+        error.__traceback__ = None
+        self._set_unwrap_func(_raise_copy)
+        _set_result(self, error)
         self._wake()
 
     def _wake(self) -> None:
@@ -142,6 +147,17 @@ def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
             RECORDING.set(outside)
 
     return run
+
+
+def _raise_copy(error: BaseException) -> NoReturn:
+    try:
+        fresh = copy.copy(error)
+        fresh.__cause__ = error.__cause__
+        if type(fresh) is not type(error) or str(fresh) != str(error):
+            fresh = error
+    except Exception:
+        fresh = error  # its class cannot be made so easily
+    raise fresh
 
 
 class _Completion:

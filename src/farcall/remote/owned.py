@@ -6,8 +6,7 @@ Owns the states of one such value and those who wait for it. Knows nothing of wh
     pending   the creating call returned      ready: ``value``
     pending   it raised, or will never come   ready: ``failure``
 
-Lock-free: whoever waits adds itself and then looks whether the value is ready; whoever makes it ready then runs those who
-wait; each is popped once, so it runs once.
+Whoever waits is called once, by whoever makes the value ready, or at once where it is.
 """
 
 from __future__ import annotations
@@ -18,6 +17,9 @@ from typing import Any
 
 from farcall.runtime.serving import StoredFailure
 from farcall.serialize import Encoded, decode_failure
+
+# One for all: it is held for an instant. Re-entrant, since a garbage collection inside may run user code.
+_lock = threading.RLock()
 
 
 class Owned:
@@ -30,7 +32,7 @@ class Owned:
         self.value: Any = None
         self.failure: Encoded | None = None
         self.origin = origin  # where the program created it, if that is recorded
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], None]] | None = None
 
     @staticmethod
     def of(value: Any, origin: str = "") -> Owned:
@@ -51,22 +53,22 @@ class Owned:
         self._become_ready()
 
     def _become_ready(self) -> None:
-        self.ready = True
-        self._run_waiting()
+        with _lock:
+            self.ready = True
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            for wake in waiting:
+                wake()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` once the value is there; at once if it is. ``wake`` must not block."""
-        self._waiting.append(wake)
-        if self.ready:
-            self._run_waiting()
-
-    def _run_waiting(self) -> None:
-        while self._waiting:
-            try:
-                wake = self._waiting.pop()
-            except IndexError:
+        with _lock:
+            if not self.ready:
+                if self._waiting is None:
+                    self._waiting = []
+                self._waiting.append(wake)
                 return
-            wake()
+        wake()
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the value is there; False: ``timeout_s`` (-1: no bound) passed first."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from farcall.autograd.scope import backward as backward_in_context
 from farcall.errors import RpcError
 from farcall.ids import RefId
 from farcall.remote.owned import Owned
@@ -82,11 +83,6 @@ METHOD_PREFIX = "of_"
 methods = _Methods()
 
 
-BackwardInContext = Callable[[int, list[torch.Tensor], bool], None]
-backward_in_context: BackwardInContext | None = None
-"""``(context id, roots, retain_graph)``: a distributed backward pass; set by whoever knows contexts."""
-
-
 def backward(created_on: int, local_id: int, context_id: int, retain_graph: bool) -> Any:
     """Run a backward pass from the value."""
     owned = _find(created_on, local_id)
@@ -101,9 +97,5 @@ def run_backward(root: Any, context_id: int, retain_graph: bool) -> None:
         raise RpcError(f"the RRef should contain a tensor for .backward(), not {type(root).__name__}")
     if context_id == -1:
         torch.autograd.backward([root], retain_graph=retain_graph)
-    elif backward_in_context is None:
-        raise RpcError(
-            f"Could not find autograd context with id: {context_id} (distributed autograd is not set up in this process)"
-        )
     else:
         backward_in_context(context_id, [root], retain_graph)

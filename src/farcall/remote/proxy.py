@@ -52,7 +52,7 @@ class Proxy:
 
 def _encode(rref: RRef[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded:
     ref = rref._fork.ref
-    return encode_call(((ref[0], ref[1], args, kwargs or None), None), rref._peer())
+    return encode_call(((ref.created_on, ref.local_id, args, kwargs or None), None), rref._peer())
 
 
 def _named(name: str) -> tuple[MethodName, bytes]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -65,6 +66,7 @@ class RRef(Generic[T]):
         "_references",
         "_release",
         "_type",
+        "_type_future",
         "_type_hint",
         "origin",
     )
@@ -76,7 +78,8 @@ class RRef(Generic[T]):
     _creation: Creation | None
     """The creating call, if it was made through this very object."""
     _release: Callable[[Fork], object]
-    _type: torch.futures.Future[Any] | None
+    _type: type[Any] | None
+    _type_future: weakref.ref[torch.futures.Future[Any]] | None
     origin: str
     """Where in the program the reference was created, if that is recorded."""
 
@@ -101,6 +104,7 @@ class RRef(Generic[T]):
         self._owned = owned
         self._creation = creation
         self._type = None
+        self._type_future = None
         self._type_hint = None
         self.origin = origin
         self._fork = fork
@@ -131,7 +135,7 @@ class RRef(Generic[T]):
         return self._references.confirmed(self._fork)
 
     def __repr__(self) -> str:
-        ref, fork_id, *_ = self._fork
+        ref, fork_id = self._fork.ref, self._fork.fork_id
         name = "OwnerRRef" if self.is_owner() else "UserRRef"
         return (
             f"{name}(owner={self.owner_name()}, id={ref.created_on}:{ref.local_id}, "
@@ -148,7 +152,8 @@ class RRef(Generic[T]):
         """
         if self._owned is not None:
             return self._wait_for_value(self._owned, timeout)  # type: ignore[no-any-return]
-        payload = pickle.dumps((self._fork.ref[:], None), 5)
+        ref = self._fork.ref
+        payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         return self._ask(RRef.to_here, _FETCH, payload, (), timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -187,27 +192,36 @@ class RRef(Generic[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients need a context to go to")
-        payload = pickle.dumps(((*self._fork.ref, dist_autograd_ctx_id, retain_graph), None), 5)
+        ref = self._fork.ref
+        payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
         self._ask(RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
-        future = self._type
+        if blocking and self._type is not None:
+            return self._type
+        # Weakly: a future that failed holds its error, whose traceback may hold us, in ways that no garbage collector
+        # sees. One that is still to come is held by the table of calls.
+        future = None if self._type_future is None else self._type_future()
         if future is None:
-            if self._owned is not None:
+            if self._type is not None:
+                future = torch.futures.Future()
+                future.set_result(self._type)
+            elif self._owned is not None:
                 future = torch.futures.Future()
                 self._references.tell_type(self._owned, future)
             else:
-                payload = pickle.dumps((self._fork.ref[:], None), 5)
+                ref = self._fork.ref
+                payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
                 future = self._ask_async(RRef._get_type, _TYPE_OF, payload, (), timeout)
-            self._type = future
+            self._type_future = weakref.ref(future)
         if not blocking:
             return future
         try:
-            return future.wait()
-        except RpcTimeout:
-            self._type = None
-            raise
+            self._type = future.wait()
+        finally:
+            del future  # as above
+        return self._type
 
     def _get_future(self) -> torch.futures.Future[None]:
         """A future that completes when the call that creates the value is done, with its error if it failed."""
@@ -272,9 +286,13 @@ class RRef(Generic[T]):
                 raise self._lost(error) from error
             raise
         if call.error is not None:
-            if isinstance(call.error, NetworkError):
-                raise self._lost(call.error) from call.error
-            raise call.error
+            failure, call.error = call.error, None
+            try:
+                if isinstance(failure, NetworkError):
+                    raise self._lost(failure) from failure
+                raise failure
+            finally:
+                del failure  # or the traceback would hold this frame, the frame the error, and both the reference
         assert call.frame is not None
         return read_answer(call.frame, peer)
 

@@ -12,6 +12,7 @@ Thread rules
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import threading
@@ -86,7 +87,7 @@ class NodeReferences:
         """Record where in the program each reference is created?"""
         self.checks_leaks = False
         """At a graceful shutdown, raise if anybody still holds something after all gave up what they held?"""
-        self.drop_at_shutdown: Callable[[], object] = self.drop_all
+        self.drop_at_shutdown: Callable[[], object] = lambda: self.drop_all(0.0)
         workers = [WorkerInfo(member.name, member.rank) for member in node.membership.members]
         self._workers = {member_of(worker): worker for worker in workers}
         self._lock = threading.RLock()
@@ -100,16 +101,20 @@ class NodeReferences:
         self._values: dict[RefId, Owned] = {}
         self._lost: set[int] = set()
         self._failed: list[Creation] = []
+        self._unsent: list[Send] = []
         self._agreed = False
+        self._farewells: set[int] = set()
+        self._farewell_came = threading.Event()
         self._settled_by: float | None = None
-        self._leaks: dict[int, list[Held]] = {}  # by holder
+        self._leaks: list[Held] = []
         node.read_notes = self.read_notes
         node.unsettled = self._unsettled
         node.server.kept_request = _kept_request
         for kind in _MESSAGES:
             node.on_control(kind, self._on_control)
         node.on_peer_gone(self._on_peer_gone)
-        node.on_shutdown(self._on_agreed, self._on_farewell)
+        node.on_control(protocol.Farewell, self._on_farewell)
+        node.on_agreed(self._on_agreed)
         node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be
@@ -159,6 +164,8 @@ class NodeReferences:
         """The owner has answered the creating call."""
         with self._lock:
             self._machine.confirm_created(fork)
+            if not self._machine.has_news:
+                return
             freed = self._carry_out()
         _dispose(self.node, freed)
 
@@ -175,7 +182,7 @@ class NodeReferences:
         """A fork of ``rref``, to be sent to ``peer``."""
         creation = rref._creation
         if creation is not None and creation.error is not None:
-            raise creation.error
+            raise copy.copy(creation.error)
         info = peer.info
         if self.node.peer(info.id) is not peer:
             raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
@@ -198,6 +205,8 @@ class NodeReferences:
         They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
         """
         notes = decode_notes(message[4])
+        if notes.created is None and not notes.forks:
+            return message
         sender = member_of(peer.info)
         machine = self._machine
         arrived: list[Any] = []
@@ -218,7 +227,7 @@ class NodeReferences:
                 if not held:
                     rref._release = _nothing
                 arrived.append(rref)
-            freed = self._carry_out()
+            freed = self._carry_out() if machine.has_news else []
         _dispose(self.node, freed)
         kind, flags, call_id, function, noted, payload, buffers = message
         return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
@@ -252,9 +261,10 @@ class NodeReferences:
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""
         member = fork.owner
+        peer = self.node.peer(self._workers[member].id)
         if member in self._lost:
             raise ReferenceLost(f"the owner of {fork.ref.created_on}:{fork.ref.local_id}, {self.worker(member)}, is gone")
-        return self.node.peer(self._workers[member].id)
+        return peer
 
     def worker(self, member: int) -> WorkerInfo:
         """Who a member is."""
@@ -280,14 +290,17 @@ class NodeReferences:
             failed, self._failed = self._failed, []
             for creation in failed:
                 creation.fail_waiting()
-        if not self.released and self._machine.next_deadline() is None:
-            return now + RETRY_S if self._failed else NEVER
-        with self._lock:
-            freed = self._carry_out(now)
-            deadline = self._machine.next_deadline()
+        freed: list[Owned] = []
+        if self.released or self._unsent or self._machine.next_deadline() is not None:
+            with self._lock:
+                unsent, self._unsent = self._unsent, []
+                for effect in unsent:
+                    self._send(effect)
+                freed = self._carry_out(now)
         _dispose(self.node, freed)
-        if self._failed:
+        if self._failed or self._unsent:
             return now + RETRY_S
+        deadline = self._machine.next_deadline()
         return NEVER if deadline is None else deadline
 
     def fail_waiting_soon(self, creation: Creation) -> None:
@@ -308,8 +321,7 @@ class NodeReferences:
         now = monotonic()
         with self._lock:
             self._lost.add(member)
-            if self.checks_leaks and self.node.ending:
-                self._note_leaks(member)
+            self._farewell_came.set()
             if self._agreed:
                 return  # everybody leaves, and nobody needs to ask anybody any more
             freed = self._carry_out(now, self._machine.member_died(member, now))
@@ -331,9 +343,7 @@ class NodeReferences:
                 if owned is not None:
                     freed.append(owned)
             elif effect.__class__ is Send:
-                peer = self.node.other(self._workers[effect.member].id)
-                if peer is not None:
-                    peer.control(effect.message)
+                self._send(effect)
             elif effect.__class__ is NeverCreated:
                 owned = self._values.get(effect.ref)
                 if owned is None:
@@ -345,6 +355,15 @@ class NodeReferences:
         if deadline is not None:
             self.node.attend_by(deadline)
         return freed
+
+    def _send(self, effect: Send) -> None:
+        peer = self.node.other(self._workers[effect.member].id)
+        if peer is not None:
+            peer.control(effect.message)
+        elif effect.member not in self._lost:
+            # This node is still starting. A fork came over one link, and the link to its owner does not stand yet.
+            self._unsent.append(effect)
+            self.node.attend_by(monotonic() + RETRY_S)
 
     def _never_comes(self, ref: RefId, owned: Owned) -> None:
         if not owned.ready:
@@ -387,22 +406,34 @@ class NodeReferences:
         """All work everywhere is done: nobody needs references any more."""
         self._agreed = True
         self.drop_at_shutdown()
-
-    def _on_farewell(self) -> None:
-        """Everybody has said everything: who holds something now will never let it go."""
+        for member in self._others():
+            peer = self.node.other(self._workers[member].id)
+            if peer is not None:
+                peer.control(protocol.Farewell())
         if self.checks_leaks:
-            with self._lock:
-                for member in self._workers:
-                    if member != self._machine.me:
-                        self._note_leaks(member)
+            self._find_leaks()
 
-    def _note_leaks(self, member: int) -> None:
-        if member not in self._leaks:
-            self._leaks[member] = [
-                self._held(owned.ref, member, forks)
-                for owned in self._machine.snapshot().owned
-                if (forks := owned.forks_by_holder.get(member, 0))
-            ]
+    def _on_farewell(self, peer: RemotePeer, message: protocol.Farewell) -> None:
+        self._farewells.add(member_of(peer.info))
+        self._farewell_came.set()
+
+    def _others(self) -> list[int]:
+        return [member for member in self._workers if member != self._machine.me and member not in self._lost]
+
+    def _find_leaks(self) -> None:
+        """Who holds something after it has said that it released all, will never let it go."""
+        deadline = monotonic() + SETTLING_S
+        while any(member not in self._farewells for member in self._others()):
+            self._farewell_came.clear()
+            if all(member in self._farewells for member in self._others()):
+                break
+            if not self._farewell_came.wait(max(0.0, deadline - monotonic())):
+                break
+        with self._lock:
+            for owned in self._machine.snapshot().owned:
+                for member, forks in owned.forks_by_holder.items():
+                    if member in self._farewells:
+                        self._leaks.append(self._held(owned.ref, member, forks))
 
     def _held(self, ref: RefId, member: int, forks: int) -> Held:
         owned = self._values.get(ref)
@@ -410,7 +441,7 @@ class NodeReferences:
 
     def raise_leaks(self) -> None:
         """After the end: raise if somebody held something to the last."""
-        leaks = [held for held_by_one in self._leaks.values() for held in held_by_one]
+        leaks = self._leaks
         if leaks:
             shown = "\n  ".join(map(str, leaks[:32]))
             more = f"\n  and {len(leaks) - 32} more" if len(leaks) > 32 else ""
@@ -450,7 +481,7 @@ class _TypeTold:
         try:
             found = type(self._owned.get())
         except BaseException as error:
-            self._future.set_exception(error)  # type: ignore[arg-type]
+            self._future.set_exception(error)
         else:
             self._future.set_result(found)
 

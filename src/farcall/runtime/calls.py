@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from farcall.errors import Delivery, RpcError, RpcTimeout
+from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.runtime.executor import Executor
 from farcall.runtime.link import abdicate
@@ -186,13 +186,18 @@ class CallTable:
         buffers: Sequence[memoryview],
         flags: int = 0,
     ) -> None:
-        """Send the request of ``call``, whose outcome somebody else waits for; if that fails, nothing is left behind."""
+        """Send the request of ``call``, whose outcome somebody else waits for; a failure leaves nothing behind."""
         try:
             call_id = self.register(call)
             call.peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
             self.watch_deadline(call)
+        except (NetworkError, RpcTimeout):
+            if self.claim(call.call_id) is None:
+                return  # its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough
+            self._loop.attend_by(0.0)
+            raise
         except BaseException:
             self._pending.pop(call.call_id, None)  # as above
             self._loop.attend_by(0.0)

@@ -1,7 +1,7 @@
 """How two members get connected: dialling with a handshake, and letting in those who dial.
 
-Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is passed,
-64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most.
+Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is
+passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most.
 
 Accepting runs on the I/O thread; dialling on the thread that starts the node.
 """
@@ -73,7 +73,7 @@ class Door:
         admit: Callable[[Identity], str | None],
         on_member: Callable[[Transport, Established], None],
     ) -> None:
-        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; those wanted go to ``on_member``."""
+        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; others go to ``on_member``."""
         self._me = me
         self._secret = secret
         self._admit = admit

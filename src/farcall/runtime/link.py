@@ -283,17 +283,24 @@ class Link:
     def _drain(self) -> None:
         """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
         try:
-            while self._outbox and not self._unsent:
-                outbox = self._outbox
-                data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
-                taken = self.transport.send_bytes(data)
-                self.bytes_sent += taken
-                if taken < len(data):
+            before = self.bytes_sent
+            fresh = False
+            while self._outbox or self._unsent:
+                if not self._unsent:
+                    fresh = True
+                    outbox = self._outbox
+                    data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
+                    taken = self.transport.send_bytes(data)
+                    self.bytes_sent += taken
+                    if taken == len(data):
+                        continue
                     self._unsent.append(memoryview(data)[taken:])
-            while self._unsent and self._send_some():
-                pass
-            if self._unsent:
-                self._set_blocked(True)
+                if not self._send_some():
+                    self._set_blocked(True)
+                    self._count_queued(None if fresh else self.bytes_sent - before)
+                    return
+            if self._full:
+                self._has_room()
         except TransportError as error:
             self._broke(error)
 
@@ -307,6 +314,15 @@ class Link:
             self._full = True
         if self._descriptor is not None:
             self._loop.want_write(self._descriptor, blocked)
+
+    def _count_queued(self, sent_bytes: int | None) -> None:
+        """The kernel is full: how much is queued now, after ``sent_bytes`` of it went (None: count anew)."""
+        if sent_bytes is None:
+            self._queued_bytes = _size(self._unsent) + sum(map(len, tuple(self._outbox)))
+        else:
+            self._queued_bytes = max(0, self._queued_bytes - sent_bytes)
+        if self._queued_bytes <= self._backlog_limit:
+            self._wake_waiting()
 
     def _has_room(self) -> None:
         """Nothing waits for the kernel any more."""
@@ -363,13 +379,7 @@ class Link:
             try:
                 # Unblocked first: who appends to the outbox from now on will try to flush.
                 self._set_blocked(False)
-                before = self.bytes_sent
                 self._drain()
-                self._queued_bytes = max(0, self._queued_bytes - (self.bytes_sent - before))
-                if not self._blocked:
-                    self._has_room()
-                elif self._queued_bytes <= self._backlog_limit:
-                    self._wake_waiting()
             finally:
                 self._write_lock.release()
             self.flush()

@@ -63,12 +63,13 @@ class _Epoll:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._flags = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
 
     def add(self, descriptor: int, events: int) -> None:
-        self._epoll.register(descriptor, _to_epoll(events))
+        self._epoll.register(descriptor, self._flags[events])
 
     def modify(self, descriptor: int, events: int) -> None:
-        self._epoll.modify(descriptor, _to_epoll(events))
+        self._epoll.modify(descriptor, self._flags[events])
 
     def remove(self, descriptor: int) -> None:
         self._epoll.unregister(descriptor)
@@ -76,6 +77,8 @@ class _Epoll:
     def poll(self, timeout_s: float) -> list[tuple[int, int]]:
         # epoll counts whole milliseconds and Python rounds up, so this never wakes early.
         found = self._epoll.poll(-1 if timeout_s == NEVER else timeout_s)
+        if not found:
+            return []
         return [
             (fd, (READ if flags & ~select.EPOLLOUT else 0) | (WRITE if flags & select.EPOLLOUT else 0))
             for fd, flags in found
@@ -83,10 +86,6 @@ class _Epoll:
 
     def close(self) -> None:
         self._epoll.close()
-
-
-def _to_epoll(events: int) -> int:
-    return (select.EPOLLIN if events & READ else 0) | (select.EPOLLOUT if events & WRITE else 0)
 
 
 class _Selector:
@@ -296,10 +295,7 @@ class Loop:
                     others_work = hook() or others_work
             except Exception:
                 logger.exception("an I/O handler failed; please report this")
-            if self._soon:
-                timeout_s = 0.0
-            else:
-                timeout_s = max(0.0, self._next_wake - now)
+            timeout_s = 0.0 if self._soon else max(0.0, self._next_wake - now)
             if others_work or timeout_s == 0.0:
                 found = self._poller.poll(timeout_s)
             else:

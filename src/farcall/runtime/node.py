@@ -83,6 +83,9 @@ class _Write:
         except RpcError as error:
             logger.info("a message was not sent: %s", error)
 
+    def drop(self) -> None:
+        pass  # nobody waits for a message to a peer that this node has left
+
 
 _thread = threading.local()
 _started: weakref.WeakSet[Node] = weakref.WeakSet()
@@ -135,7 +138,6 @@ class Node:
         self._parts_lock = threading.RLock()
         self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
         self._agreed_hooks: list[Callable[[], None]] = []
-        self._farewell_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
         self.read_notes: Callable[[Peer, Arrived], Arrived | None] = lambda peer, message: message
         """What a message with notes becomes before anybody reads it; None: nothing. Set by the layer above."""
@@ -359,11 +361,9 @@ class Node:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
         self._gone_hooks.append(hook)
 
-    def on_shutdown(self, agreed: Callable[[], None], farewell: Callable[[], None]) -> None:
-        """In a graceful shutdown call ``agreed`` when all work everywhere is done, and ``farewell``, which must not raise,
-        when everything that the others said before they left has been heard."""
-        self._agreed_hooks.append(agreed)
-        self._farewell_hooks.append(farewell)
+    def on_agreed(self, hook: Callable[[], None]) -> None:
+        """In a graceful shutdown call ``hook`` when all work everywhere is done, and the links still stand."""
+        self._agreed_hooks.append(hook)
 
     def on_end(self, hook: Callable[[], None]) -> None:
         """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
@@ -409,8 +409,6 @@ class Node:
                 peer.link.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
-            for hook in self._farewell_hooks:
-                hook()
         for peer in remotes:
             peer.link.close()
         if hasattr(self, "membership"):
@@ -468,11 +466,6 @@ class Node:
     def running(self) -> bool:
         """May calls be made?"""
         return self._state in ("running", "leaving")
-
-    @property
-    def ending(self) -> bool:
-        """Has this node begun, or done, its shutdown?"""
-        return self._state in ("leaving", "ended")
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:
         """The member called ``to``, by name, rank or WorkerInfo."""

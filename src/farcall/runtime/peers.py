@@ -194,7 +194,7 @@ class RemotePeer(Peer):
     ) -> None:
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
-        if not buffers and len(payload) < LARGE_BYTES:
+        if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
             data = encode_small(kind, flags, call_id, function, notes, payload)
         else:
             placed = [self._place(buffers, index, deadline, kind == RESPONSE) for index in range(len(buffers))]

@@ -191,7 +191,7 @@ class Encoding(pickle.Pickler):
         self.undo.append(undo)
 
     def note(self, note: Any, undo: Callable[[], None]) -> int:
-        """Send ``note`` beside the pickle; its place among the notes. ``undo``: see ``on_failure`` and ``Annotated``."""
+        """Send ``note`` beside the pickle; its place among them. ``undo``: see ``on_failure`` and ``Annotated``."""
         self.on_failure(undo)
         self.notes.append(note)
         return len(self.notes) - 1

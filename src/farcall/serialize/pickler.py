@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from farcall.errors import FunctionNotFound, SerializationError
+from farcall.errors import FunctionNotFound, RpcError, SerializationError
 from farcall.serialize import policy
 from farcall.serialize.context import (
     SEEDS,
@@ -81,7 +81,7 @@ def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = No
             buffers = encoding.buffers
     except BaseException as error:
         _undo(encoding)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or _says_it_all(error):
             raise
         raise _explain(value, error) from error
     encoding.reset()
@@ -113,7 +113,7 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
             buffers = Annotated(buffers, outer.notes, outer.undo)
     except BaseException as error:
         _undo(outer)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or _says_it_all(error):
             raise
         raise SerializationError(
             f"the installed pickler {type(pickler).__name__} could not write the call: {_text(error)}"
@@ -297,6 +297,12 @@ def _owning(buffer: memoryview) -> Any:
 def _undo(encoding: Encoding) -> None:
     for undo in reversed(encoding.undo):
         undo()
+    encoding.reset()  # it is in a cycle with itself, and must not hold what it met until a garbage collection
+
+
+def _says_it_all(error: BaseException) -> bool:
+    """Whether a reducer of ours refused for a reason that is not about pickling."""
+    return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
 def _explain(value: Any, error: Exception) -> SerializationError:

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from farcall.errors import NetworkError
-from farcall.protocol import messages
+from farcall.ids import ForkId, RefId
+from farcall.protocol import messages, references
 from farcall.protocol.messages import (
     BlocksReleased,
     CallCancelled,
@@ -30,6 +31,7 @@ from farcall.protocol.messages import (
     encode_message,
 )
 
+FORK = references.Fork(RefId(1, 2), ForkId(1, 3), owner=4, holder=1, number=5)
 EXAMPLES = [
     Ping(nonce=2**63),
     Pong(nonce=0),
@@ -45,6 +47,14 @@ EXAMPLES = [
     DepartureStatus(late=[(1, "has not called shutdown")], unnamed_count=2),
     DepartureReleased(),
     DepartureAcknowledged(),
+    references.Register([FORK]),
+    references.Confirm([(FORK.ref, FORK.fork_id)]),
+    references.Accept([FORK.fork_id]),
+    references.Release([(FORK.ref, FORK.fork_id)]),
+    references.Withdraw([FORK]),
+    references.Inquire(round=1, dead=[3]),
+    references.Answer(round=1, forks=[FORK]),
+    references.Farewell(),
 ]
 
 
@@ -53,7 +63,8 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_every_message_is_exported() -> None:
-    assert {kind.__name__ for kind in get_args(Message)} <= set(messages.__all__)
+    exported = {getattr(module, name) for module in (messages, references) for name in module.__all__}
+    assert set(get_args(Message)) <= exported
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

@@ -52,9 +52,7 @@ class Hall:
         self.loop = StillLoop()
         self.door = Door(["memory:"], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
-        self.door.open(
-            identity("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member)
-        )
+        self.door.open(identity("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member))
 
     def dial(self) -> Transport:
         transport = dial(self.door.addresses[0], 1.0)
@@ -128,9 +126,7 @@ def test_bytes_behind_the_proof_are_handed_over(hall: Hall) -> None:
         (b"\x89farcall" + b"\x00\x63", "version 99"),
     ],
 )
-def test_strangers_are_shown_out(
-    hall: Hall, caplog: pytest.LogCaptureFixture, what: bytes, reason: str
-) -> None:
+def test_strangers_are_shown_out(hall: Hall, caplog: pytest.LogCaptureFixture, what: bytes, reason: str) -> None:
     for _ in range(3):
         stranger = hall.dial()
         stranger.send((what,))

@@ -18,7 +18,7 @@ import torch
 
 from farcall.cli.bench.contenders import CallSystem, Contender, Transport
 from farcall.cli.bench.floor import Floor
-from farcall.cli.bench.functions import discard, echo, noop
+from farcall.cli.bench.functions import Layer, discard, echo, noop, weight_of
 from farcall.cli.bench.measure import (
     Measure,
     Operation,
@@ -90,7 +90,46 @@ def open_descriptors(system: CallSystem) -> Operation:
     return lambda: len(os.listdir("/proc/self/fd"))
 
 
+LAYER_WIDTH = 64
+
+
+def train_step(system: CallSystem) -> Operation:
+    """Forward through one remote layer, backward, and a step of the optimizer."""
+    layer = system.remote(system.peers[0], Layer, args=(LAYER_WIDTH,))
+    weight = system.remote(system.peers[0], weight_of, args=(layer,))
+    optimizer = system.optimizer(torch.optim.SGD, [weight], lr=1e-6)
+    inputs = torch.ones(1, LAYER_WIDTH)
+
+    def operation() -> None:
+        with system.autograd.context() as context_id:
+            loss = layer.rpc_sync().forward(inputs).sum()
+            system.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    return operation
+
+
+def chain(length: int) -> Callable[[CallSystem], Operation]:
+    """So many calls, each with the result of the one before, then backward through all of them."""
+
+    def setup(system: CallSystem) -> Operation:
+        layer = system.remote(system.peers[0], Layer, args=(LAYER_WIDTH,))
+        inputs = torch.ones(1, LAYER_WIDTH, requires_grad=True)
+
+        def operation() -> None:
+            with system.autograd.context() as context_id:
+                value = inputs
+                for _ in range(length):
+                    value = layer.rpc_sync().forward(value)
+                system.autograd.backward(context_id, [value.sum()])
+
+        return operation
+
+    return setup
+
+
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
+CHAIN_LENGTHS = (10, 20, 40, 80)
 TEAM_SIZES = (2, 4, 8, 16)
 # A pair has sent large tensors before, and what it keeps open for those has nothing to do with the number of
 # peers.
@@ -114,6 +153,9 @@ def _cases() -> list[Case]:
             Case(f"send {label}", "GiB/s", "higher", call_with_tensor(discard, size_bytes), measure, send),
             Case(f"echo {label}", "GiB/s", "higher", call_with_tensor(echo, size_bytes), measure, back),
         ]
+    cases.append(Case("train step", "us", "lower", train_step, typical_us))
+    for length in CHAIN_LENGTHS:
+        cases.append(Case(f"backward through {length} calls", "us", "lower", chain(length), typical_us))
     big = SIZES["256 MiB"]
     cases += [
         Case("send 256 MiB in a segment", "GiB/s", "higher", send_shared(big), bandwidth(big)),

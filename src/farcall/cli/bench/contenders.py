@@ -39,6 +39,11 @@ class CallSystem(Contender):
     peers: list[str]
     rpc_sync: Callable[..., Any]
     rpc_async: Callable[..., Any]
+    remote: Callable[..., Any]
+    autograd: Any
+    """The module of contexts and backward passes."""
+    optimizer: Callable[..., Any]
+    """The class of distributed optimizers."""
 
     def start(self, rank: int, size: int, directory: str, transport: Transport) -> None:
         names = [f"member{index}" for index in range(size)]
@@ -63,7 +68,9 @@ class Stock(CallSystem):
     def join(self, rank: int, size: int, init_method: str, transport: Transport) -> None:
         # It warns of its own deprecation, from one release of torch to the next in other words.
         warnings.simplefilter("ignore")
+        import torch.distributed.autograd
         import torch.distributed.rpc as rpc
+        from torch.distributed.optim import DistributedOptimizer
 
         over_tcp = transport == "tcp"
         options = rpc.TensorPipeRpcBackendOptions(
@@ -76,6 +83,9 @@ class Stock(CallSystem):
         init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
         self.rpc_sync = rpc.rpc_sync
         self.rpc_async = rpc.rpc_async
+        self.remote = rpc.remote
+        self.autograd = torch.distributed.autograd
+        self.optimizer = DistributedOptimizer
 
     def stop(self) -> None:
         import torch.distributed.rpc as rpc
@@ -103,6 +113,9 @@ class Farcall(CallSystem):
         farcall.init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
         self.rpc_sync = farcall.rpc_sync
         self.rpc_async = farcall.rpc_async
+        self.remote = farcall.remote
+        self.autograd = farcall.autograd
+        self.optimizer = farcall.optim.DistributedOptimizer
 
     def stop(self) -> None:
         import farcall

@@ -1,6 +1,8 @@
-"""The functions that the benchmark calls remotely. They do nothing, so that what is measured is the call."""
+"""The functions that the benchmark calls remotely. They do next to nothing, so that what is measured is the call."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -16,3 +18,20 @@ def discard(tensor: torch.Tensor) -> None:
 def echo(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that came."""
     return tensor
+
+
+class Layer:
+    """A weight on its worker."""
+
+    def __init__(self, width: int) -> None:
+        self.weight = torch.nn.Parameter(torch.eye(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Pass ``x`` through the weight."""
+        return x @ self.weight
+
+
+def weight_of(layer: Any) -> torch.nn.Parameter:
+    """The weight behind a reference to a layer of this worker."""
+    weight: torch.nn.Parameter = layer.local_value().weight
+    return weight

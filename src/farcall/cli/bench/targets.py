@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from farcall.cli.bench.cases import CASES, COUNTED_TEAM_SIZES
+from farcall.cli.bench.cases import CASES, CHAIN_LENGTHS, COUNTED_TEAM_SIZES
 from farcall.cli.bench.contenders import Farcall, Stock
 from farcall.cli.bench.floor import Floor
 from farcall.cli.bench.results import Results
@@ -76,6 +76,20 @@ def descriptors_per_peer(text: str, at_most: float) -> Target:
     return Target(text, f"at most {at_most:.3g} a peer", cases, value, lambda value: value <= at_most)
 
 
+def linear_growth(text: str, at_most: float) -> Target:
+    """How much more a further call costs in the longest chain than in the shortest: the slope at both ends."""
+    shortest, second, third, longest = CHAIN_LENGTHS
+    cases = tuple(f"backward through {length} calls" for length in CHAIN_LENGTHS)
+
+    def value(results: Results) -> float | None:
+        first, next_one, last_but_one, last = (results.median(case, Farcall.name, "p50") for case in cases)
+        if first is None or next_one is None or last_but_one is None or last is None:
+            return None
+        return ((last - last_but_one) / (longest - third)) / ((next_one - first) / (second - shortest))
+
+    return Target(text, f"at most {at_most:.3g}x", cases, value, lambda value: value <= at_most)
+
+
 TARGETS: tuple[Target, ...] = (
     better_than_stock("no-op p50", "no-op", "p50", 5),
     near_the_floor("no-op p50 against a raw ping-pong", "no-op", "p50", 2),
@@ -90,6 +104,9 @@ TARGETS: tuple[Target, ...] = (
         "ahead of moolib (10,500 calls/s where stock made 3,800)", "no-op, 64 in flight", "rate", 10.5 / 3.8
     ),
     better_than_stock("ahead of NIXL (2.4 GiB/s where stock moved 1.3)", "send 256 MiB", "p50", 2.4 / 1.3),
+    better_than_stock("a training step over one remote worker", "train step", "p50", 3),
+    better_than_stock("20 calls in a chain, then backward", "backward through 20 calls", "p50", 3),
+    linear_growth("a further call in a long chain against one in a short chain", 1.5),
     descriptors_per_peer("descriptors of a node", 2),
 )
 

@@ -219,6 +219,11 @@ class References:
         self._linger_until = None
         return self._outbox.take(everything=True)
 
+    @property
+    def has_news(self) -> bool:
+        """Would ``collect`` return something, or set a deadline?"""
+        return self._outbox.waits(lazily=self._linger_until is None)
+
     def next_deadline(self) -> float | None:
         """When ``handle_deadline`` is due, as of the last ``collect``."""
         return self._linger_until

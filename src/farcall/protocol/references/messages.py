@@ -12,6 +12,7 @@ new.
     Withdraw   sender -> receiver   "this fork may never come: if it has not, take it as dropped"
     Inquire    owner -> everyone    "these are dead: take nothing more from them, and tell what you hold"
     Answer     member -> owner      "done; these forks of yours are not confirmed yet"
+    Farewell   member -> everyone   "I leave, and have released what I held": for the runtime, not the machine
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 from farcall.ids import ForkId, RefId
 
 
-class Fork(NamedTuple):
+class Fork(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One holder's copy of a reference, as it travels in requests, results and messages.
 
     ``number`` counts the forks on one way (maker to receiver), without gaps: it is how a receiver knows a
@@ -74,7 +75,11 @@ class Answer(_Control, frozen=True, tag=46):
     forks: list[Fork]
 
 
-Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire | Answer
+class Farewell(_Control, frozen=True, tag=47):
+    """Not needed to free anything. It tells what is left then from what was merely on its way."""
+
+
+Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire | Answer | Farewell
 
 
 class Send(NamedTuple):

@@ -101,6 +101,10 @@ class Outbox:
             waiting.append(held)
         self.lazy += 1
 
+    def waits(self, lazily: bool) -> bool:
+        """Is there something to be done now; or, if asked, something that lingers?"""
+        return bool(self.effects or self._register or self._withdraw or self._confirm or (lazily and self.lazy))
+
     def forget_member(self, member: int) -> None:
         """Nothing is said to the dead."""
         for waiting in (self._register, self._withdraw, self._confirm):

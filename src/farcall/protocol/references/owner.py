@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from farcall.ids import ForkId, RefId
 from farcall.protocol.references.messages import (
     Fork,
@@ -38,14 +40,11 @@ from farcall.protocol.references.messages import (
 from farcall.protocol.references.outbox import Outbox
 
 
-class _Owned:
+class _Owned(msgspec.Struct, gc=False):
     """One value's listing."""
 
-    __slots__ = ("created", "holders")
-
-    def __init__(self, created: bool) -> None:
-        self.created = created
-        self.holders: dict[ForkId, int] = {}
+    created: bool
+    holders: dict[ForkId, int] = msgspec.field(default_factory=dict)
 
 
 class OwnerSide:

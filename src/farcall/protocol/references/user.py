@@ -28,22 +28,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from farcall.ids import ForkId
 from farcall.protocol.references.messages import Confirmed, Fork, Held, Lost, UsedSnapshot
 from farcall.protocol.references.outbox import Outbox
 
 
-class _Used:
+class _Used(msgspec.Struct, gc=False):
     """One fork held here."""
 
-    __slots__ = ("children", "confirmed", "dropped", "fork", "parent")
-
-    def __init__(self, fork: Fork, parent: int | None, confirmed: bool) -> None:
-        self.fork = fork
-        self.parent = parent  # the member to send Accept to; None: nobody waits for one
-        self.confirmed = confirmed
-        self.dropped = False
-        self.children = 0
+    fork: Fork
+    parent: int | None  # the member to send Accept to; None: nobody waits for one
+    confirmed: bool
+    dropped: bool = False
+    children: int = 0
 
 
 class UserSide:

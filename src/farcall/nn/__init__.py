@@ -1,0 +1,5 @@
+"""Modules that live on another worker."""
+
+from farcall.nn.remote_module import RemoteModule
+
+__all__ = ["RemoteModule"]

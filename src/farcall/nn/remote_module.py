@@ -1,0 +1,254 @@
+"""`RemoteModule`: a module on another worker, used like one of this worker.
+
+What it has here is a reference to the module and the signature of its ``forward``, so that wrong arguments are found
+before anything is sent. Parameters, buffers and hooks are the remote module's: methods that would have to pretend
+otherwise are refused, each with what to do instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from farcall.api import current_node
+from farcall.ids import WorkerInfo
+from farcall.nn.remote_device import parse_remote_device
+from farcall.remote import proxy
+from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
+from farcall.remote.future import Future
+from farcall.remote.reference import RRef
+
+__all__ = ["RemoteModule"]
+
+M = TypeVar("M", bound="RemoteModule")
+
+_SENT_DEFAULTS = (int, float, str, bool, type(None), type)  # other defaults of forward may be unknown elsewhere
+_ANYTHING = inspect.Signature(
+    [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
+
+
+class RemoteModule(nn.Module):
+    """A module that lives on another worker, on a device there.
+
+    ``remote_module(x)`` runs the module's forward there; inside a distributed autograd context gradients flow
+    through it. It can itself be sent to other workers, all of which then use the one module.
+
+    Args:
+        remote_device: ``"worker"``, ``"worker/cpu"``, ``"worker/cuda:0"``, ``"rank:0/cpu"``; the CPU if none is given.
+        module_cls: a subclass of ``nn.Module``, or a function that makes a module, to be called there.
+        args, kwargs: for ``module_cls``.
+    """
+
+    module_rref: RRef[nn.Module]
+    device: torch.device
+    on: WorkerInfo
+
+    def __init__(
+        self,
+        remote_device: str | WorkerInfo,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        where = parse_remote_device(remote_device)
+        making = (module_cls, tuple(args or ()), dict(kwargs or {}), where.device)
+        rref = call_sync(current_node(), where.worker, _make_module, making, None, UNSET_TIMEOUT)
+        self._become(rref, where.device, _forward_signature(module_cls))
+
+    @classmethod
+    def init_from_module_rref(cls: type[M], remote_device: str | WorkerInfo, module_rref: RRef[nn.Module]) -> M:
+        """A `RemoteModule` over a module that exists already; ``remote_device`` says where it lives."""
+        where = parse_remote_device(remote_device)
+        if not isinstance(module_rref, RRef):
+            raise TypeError(f"module_rref must be a reference (farcall.RRef), not {type(module_rref).__name__}")
+        owner = module_rref.owner()
+        if where.worker not in (owner.name, owner.id):
+            raise ValueError(f"the module lives on {owner.name} (rank {owner.id}), not on {where.worker!r}")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._become(module_rref, where.device, _ANYTHING)
+        return made
+
+    def _become(self, rref: RRef[nn.Module], device: torch.device, signature: inspect.Signature) -> None:
+        self.module_rref = rref
+        self.device = device
+        self.on = rref.owner()
+        self._signature = signature
+
+    # Made when asked for: kept in the instance they would be a cycle, and the reference would outlive its last use.
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """Run the module's forward where it lives, and return its result."""
+        return _with_signature(self._forward, "forward", self._signature)
+
+    @property
+    def forward_async(self) -> Callable[..., Future[Any]]:
+        """Run the module's forward where it lives; a future of its result."""
+        return _with_signature(self._forward_async, "forward_async", self._signature)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._signature.bind(*args, **kwargs)
+        if self.device.type == "cpu":
+            return proxy.call_sync(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+        request = (self.module_rref, self.device, args, kwargs)
+        return call_sync(current_node(), self.on, _run_forward, request, None, UNSET_TIMEOUT)
+
+    def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._signature.bind(*args, **kwargs)
+        if self.device.type == "cpu":
+            return proxy.call_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+        request = (self.module_rref, self.device, args, kwargs)
+        return call_async(current_node(), self.on, _run_forward, request, None, UNSET_TIMEOUT)
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the module's parameters, for a `DistributedOptimizer`."""
+        found: list[RRef[nn.Parameter]] = call_sync(
+            current_node(), self.on, _parameters, (self.module_rref, recurse), None, UNSET_TIMEOUT
+        )
+        return found
+
+    def train(self: M, mode: bool = True) -> M:
+        """Put the remote module into training mode, or out of it."""
+        call_sync(current_node(), self.on, _train, (self.module_rref, mode), None, UNSET_TIMEOUT)
+        self.training = mode
+        return self
+
+    def eval(self: M) -> M:
+        """Put the remote module into evaluation mode."""
+        return self.train(False)
+
+    def extra_repr(self) -> str:
+        return f"on={self.on.name}, device={self.device}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The reference inside can be sent in a message, and refuses every other pickler.
+        parameters = [
+            parameter if isinstance(parameter.default, _SENT_DEFAULTS) else parameter.replace(default=...)
+            for parameter in self._signature.parameters.values()
+        ]
+        signature = inspect.Signature(parameters)
+        return _arrive, (type(self), self.module_rref, self.device, signature, self.training)
+
+
+def _with_signature(method: Callable[..., Any], name: str, signature: inspect.Signature) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    forward.__name__ = name
+    forward.__qualname__ = f"RemoteModule.{name}"
+    forward.__doc__ = method.__doc__
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _forward_signature(module_cls: Callable[..., nn.Module]) -> inspect.Signature:
+    """The parameters of the module's forward, without self; anything goes where that cannot be known."""
+    if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
+        return _ANYTHING
+    try:
+        signature = inspect.signature(module_cls.forward)
+    except (TypeError, ValueError):
+        return _ANYTHING
+    parameters = list(signature.parameters.values())[1:]
+    return inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters])
+
+
+def _arrive(
+    cls: type[M], rref: RRef[nn.Module], device: torch.device, signature: inspect.Signature, training: bool
+) -> M:
+    made = cls.__new__(cls)
+    nn.Module.__init__(made)
+    made._become(rref, device, signature)
+    made.training = training
+    return made
+
+
+# ---------------------------------------------------------------------- at the worker where the module lives
+
+
+def _make_module(
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> RRef[nn.Module]:
+    _check_device(device)
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
+            f"of {type(module)}."
+        )
+    return RRef(module.to(device))
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RuntimeError(f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device}")
+
+
+def _run_forward(
+    rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    module = rref.local_value()
+    moved = [_moved(value, device) for value in args]
+    result = module(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})
+    return tuple(map(_to_cpu, result)) if isinstance(result, tuple) else _to_cpu(result)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _parameters(rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
+
+
+def _train(rref: RRef[nn.Module], mode: bool) -> None:
+    rref.local_value().train(mode)
+
+
+# ---------------------------------------------------------------------- what makes no sense
+
+_INSTEAD = {
+    "its parameters live on another worker; use remote_parameters()": (
+        *("parameters", "named_parameters", "requires_grad_", "zero_grad"),
+    ),
+    "it has no state of its own; call the method on the module itself, at its worker: get_module_rref()": (
+        *("buffers", "named_buffers", "children", "named_children", "modules", "named_modules"),
+        *("state_dict", "load_state_dict", "apply", "share_memory"),
+        *("register_buffer", "register_parameter", "register_module", "add_module", "get_submodule"),
+        *("register_backward_hook", "register_full_backward_hook", "register_forward_pre_hook"),
+        *("register_forward_hook",),
+    ),
+    "it is made on the device given as remote_device and stays there": (
+        *("to", "cuda", "cpu", "xpu", "ipu", "type", "float", "double", "half", "bfloat16", "to_empty"),
+    ),
+}
+
+
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method {name} not supported for RemoteModule: {why}")
+
+    method.__name__ = name
+    return method
+
+
+for _why, _names in _INSTEAD.items():
+    for _name in _names:
+        setattr(RemoteModule, _name, _refusing(_name, _why))

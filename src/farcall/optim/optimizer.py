@@ -1,0 +1,159 @@
+"""`DistributedOptimizer`: a torch optimizer on each worker that owns parameters, stepped together.
+
+A parameter and its optimizer state stay where they are; only the order to step travels. Gradients come from a
+distributed autograd context, are lent to ``.grad`` for the time of the step, and what was in ``.grad`` before is put
+back.
+
+Invariant: of all optimizers of a node one steps at a time, since they may share parameters and each needs ``.grad``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from farcall.autograd.recorder import Recorder
+from farcall.ids import WorkerInfo
+from farcall.remote.call import UNSET_TIMEOUT, call_async
+from farcall.remote.reference import RRef
+from farcall.runtime.node import Node, current_node
+
+__all__ = ["DistributedOptimizer"]
+
+Parameters = Sequence[RRef[torch.Tensor]]
+Group = dict[str, Any]
+
+
+class DistributedOptimizer:
+    """Runs a ``torch.optim`` optimizer where the parameters are.
+
+        with farcall.autograd.context() as context_id:
+            loss = model(inputs).sum()
+            farcall.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    Args:
+        optimizer_class: any class of ``torch.optim``, or one like them, that all owners of parameters can import.
+        params_rref: references to the parameters, or a list of groups, as ``torch.optim`` has them, of references.
+        args, kwargs: for ``optimizer_class``, on every worker.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params_rref: Iterable[RRef[torch.Tensor] | Mapping[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._node = current_node()
+        by_owner = _groups_by_owner(params_rref)
+        futures = {
+            owner: call_async(
+                self._node, owner, _make_local, (optimizer_class, groups, args, kwargs), None, UNSET_TIMEOUT
+            )
+            for owner, groups in by_owner.items()
+        }
+        self._locals: list[RRef[_LocalOptimizer]] = _wait_for_all(futures, "the optimizer could not be made")
+
+    def step(self, context_id: int) -> None:
+        """Step every worker's optimizer with the gradients of a context; returns when all have done so.
+
+        Parameters that have no gradient in the context are left as they are.
+
+        Raises:
+            The first error of a worker; its notes name all workers that failed. The others have stepped.
+        """
+        self._node.part(Recorder).contexts.retrieve(context_id)
+        futures = {local.owner(): local.rpc_async().step(context_id) for local in self._locals}
+        _wait_for_all(futures, "the optimizer could not step")
+
+
+def _groups_by_owner(parameters: Iterable[RRef[torch.Tensor] | Mapping[str, Any]]) -> dict[WorkerInfo, list[Group]]:
+    groups = list(parameters)
+    if not groups:
+        raise ValueError("the optimizer got no parameters: params_rref is empty")
+    if not any(isinstance(group, Mapping) for group in groups):
+        groups = [{"params": groups}]
+    found: dict[WorkerInfo, list[Group]] = {}
+    for group in groups:
+        if not isinstance(group, Mapping):
+            raise TypeError("params_rref holds references or groups of them, not both")
+        options = {key: value for key, value in group.items() if key != "params"}
+        of_owner: dict[WorkerInfo, list[RRef[torch.Tensor]]] = {}
+        for rref in group["params"]:
+            if not isinstance(rref, RRef):
+                raise TypeError(
+                    f"params_rref holds references to parameters (farcall.RRef), not {type(rref).__name__}"
+                )
+            of_owner.setdefault(rref.owner(), []).append(rref)
+        for owner, rrefs in of_owner.items():
+            found.setdefault(owner, []).append({"params": rrefs, **options})
+    return found
+
+
+def _wait_for_all(futures: Mapping[WorkerInfo, torch.futures.Future[Any]], what: str) -> list[Any]:
+    """All results; after all have ended, the first error, with the names of all that failed."""
+    results = []
+    errors: dict[WorkerInfo, Exception] = {}
+    for owner, future in futures.items():
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            errors[owner] = error
+    if errors:
+        first = next(iter(errors.values()))
+        failed = ", ".join(f"{owner.name} ({type(error).__name__}: {error})" for owner, error in errors.items())
+        first.add_note(f"{what} on {len(errors)} of {len(futures)} workers: {failed}")
+        raise first
+    return results
+
+
+# ---------------------------------------------------------------------- at the owners
+
+
+class _Steps:
+    """The right to step, one for each node."""
+
+    def __init__(self, node: Node) -> None:
+        self.lock = threading.Lock()
+
+
+class _LocalOptimizer:
+    """The optimizer of one worker's parameters."""
+
+    def __init__(self, node: Node, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        self._node = node
+        self._optimizer = optimizer
+        self._parameters = parameters
+
+    def step(self, context_id: int) -> None:
+        recorder = self._node.part(Recorder)
+        # A worker whose parameters took no part in the loss may not know the context.
+        context = recorder.contexts.find(context_id)
+        gradients = {} if context is None else recorder.contexts.get_gradients(context_id)
+        with self._node.part(_Steps).lock:
+            kept = [parameter.grad for parameter in self._parameters]
+            try:
+                for parameter in self._parameters:
+                    parameter.grad = gradients.get(parameter)
+                self._optimizer.step()
+            finally:
+                for parameter, gradient in zip(self._parameters, kept, strict=True):
+                    parameter.grad = gradient
+
+
+def _make_local(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    groups: list[Group],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RRef[_LocalOptimizer]:
+    local_groups = [{**group, "params": [rref.local_value() for rref in group["params"]]} for group in groups]
+    parameters = [parameter for group in local_groups for parameter in group["params"]]
+    # A single group without options is what most classes, and those that only look like torch's, know.
+    plain = len(local_groups) == 1 and local_groups[0].keys() == {"params"}
+    optimizer = optimizer_class(parameters if plain else local_groups, *args, **kwargs)
+    return RRef(_LocalOptimizer(current_node(), optimizer, parameters))

@@ -1,0 +1,97 @@
+"""Peers: offers of shared segments, each with its own descriptor."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from farcall.channel.shared_memory import SegmentMap
+from farcall.ids import WorkerInfo
+from farcall.protocol import messages
+from farcall.protocol.frames import FrameDecoder
+from farcall.runtime.peers import RemotePeer
+
+SIZE_BYTES = 4096
+
+
+class Transport:
+    """Descriptors that came with one read."""
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.descriptors = descriptors
+
+    def take_descriptors(self) -> list[int]:
+        taken, self.descriptors = self.descriptors, []
+        return taken
+
+
+class Link:
+    broken = None
+
+    def __init__(self, descriptors: list[int]) -> None:
+        self.transport = Transport(descriptors)
+        self.sent: list[bytes] = []
+
+    def send(self, data: bytes, **_: object) -> None:
+        self.sent.append(data)
+
+    @property
+    def messages(self) -> list[messages.Message]:
+        decoder = FrameDecoder()
+        found = []
+        for data in self.sent:
+            decoder.writable()[: len(data)] = data
+            found += [messages.decode_message(frame[5]) for frame in decoder.received(len(data))]
+        return found
+
+
+def memory_file() -> int:
+    import fcntl
+
+    descriptor = os.memfd_create("farcall-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SIZE_BYTES)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0x0002)
+    return descriptor
+
+
+def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
+    peer = RemotePeer(WorkerInfo("other", 1), "token", None, segments, lambda write: write())
+    link = Link(descriptors)
+    peer.link = link  # type: ignore[assignment]
+    return peer, link
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
+def test_offers_that_come_together_keep_their_descriptors() -> None:
+    descriptors = [memory_file(), memory_file(), memory_file()]
+    segments = SegmentMap(lambda urgent: None)
+    peer, link = peer_with(segments, descriptors[:2])
+    for number in (1, 2):
+        peer.on_segment_offered(messages.SegmentOffered(number, SIZE_BYTES))
+    assert link.messages == [messages.SegmentAccepted(1), messages.SegmentAccepted(2)]
+    # One more than was announced is closed with the peer.
+    link.transport.descriptors = descriptors[2:]
+    peer.on_segment_offered(messages.SegmentOffered(3, SIZE_BYTES * 100))
+    assert isinstance(link.messages[-1], messages.SegmentRefused)
+    peer.close()
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
+def test_refused_offer_costs_no_descriptor() -> None:
+    descriptor = memory_file()
+    peer, link = peer_with(None, [descriptor])
+    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
+    assert isinstance(link.messages[0], messages.SegmentRefused)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_offer_without_descriptor_is_refused() -> None:
+    peer, link = peer_with(SegmentMap(lambda urgent: None), [])
+    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
+    assert isinstance(link.messages[0], messages.SegmentRefused)
+    peer.close()
