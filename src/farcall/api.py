@@ -153,8 +153,8 @@ def remote(
 ) -> RRef[T]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
 
-    What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`; ``timeout`` is
-    how long the creation may take.
+    What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`;
+    ``timeout`` is how long the creation may take.
     """
     return call_remote(current_node(), to, func, args, kwargs, timeout)
 

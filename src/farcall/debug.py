@@ -1,6 +1,7 @@
 """A look inside a running node: for people, and for tests.
 
-Public as ``farcall.debug``. Everything here is a picture of one moment; nothing here changes anything but what is recorded.
+Public as ``farcall.debug``. Everything here is a picture of one moment; nothing here changes anything but what is
+recorded.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ def on_the_way(deed: str, route: list[str], x: torch.Tensor) -> torch.Tensor:
 def all_quiet(names: list[str]) -> None:
     for name in names:
         wait_until(
-            lambda name=name: farcall.rpc_sync(name, counts)
-            == {"num_current_backward_passes": "0", "num_autograd_contexts": "0"},
+            lambda name=name: (
+                farcall.rpc_sync(name, counts) == {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+            ),
             f"quiet on {name}",
         )
 

@@ -13,19 +13,34 @@ import farcall
 PUBLIC = [
     "Future",
     "Node",
+    "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "autograd",
+    "debug",
     "errors",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "nn",
+    "optim",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shared_empty",
     "shutdown",
 ]
-UNDERSCORED = ["_all_gather", "_barrier", "_set_rpc_timeout", "_use_rpc_pickler", "_wait_all"]
+UNDERSCORED = [
+    "_all_gather",
+    "_barrier",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_rref_context_get_debug_info",
+    "_set_rpc_timeout",
+    "_use_rpc_pickler",
+    "_wait_all",
+]
+MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 
 def test_the_names() -> None:
@@ -37,7 +52,7 @@ def test_the_names() -> None:
 @pytest.mark.parametrize("name", PUBLIC + UNDERSCORED)
 def test_each_can_be_had(name: str) -> None:
     found = getattr(farcall, name)
-    assert isinstance(found, ModuleType) if name in ("errors", "functions") else callable(found)
+    assert isinstance(found, ModuleType) if name in MODULES else callable(found)
 
 
 def test_other_names_are_refused() -> None:

@@ -24,7 +24,7 @@ from farcall.runtime.peers import Peer
 
 __all__ = ["NodePort"]
 
-QUICK_S = 300e-6
+QUICK_S = 1e-3
 """A part of a pass that took less than this is expected to be as quick the next time."""
 
 

@@ -197,9 +197,7 @@ def _check_device(device: torch.device) -> None:
         raise RuntimeError(f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device}")
 
 
-def _run_forward(
-    rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run_forward(rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     module = rref.local_value()
     moved = [_moved(value, device) for value in args]
     result = module(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})

@@ -67,6 +67,14 @@ class DistributedOptimizer:
             The first error of a worker; its notes name all workers that failed. The others have stepped.
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
+        if len(self._locals) == 1:
+            (local,) = self._locals
+            try:
+                local.rpc_sync().step(context_id)  # quicker than a future
+            except Exception as error:
+                _note_failures({local.owner(): error}, 1, "the optimizer could not step")
+                raise
+            return
         futures = {local.owner(): local.rpc_async().step(context_id) for local in self._locals}
         _wait_for_all(futures, "the optimizer could not step")
 
@@ -85,9 +93,7 @@ def _groups_by_owner(parameters: Iterable[RRef[torch.Tensor] | Mapping[str, Any]
         of_owner: dict[WorkerInfo, list[RRef[torch.Tensor]]] = {}
         for rref in group["params"]:
             if not isinstance(rref, RRef):
-                raise TypeError(
-                    f"params_rref holds references to parameters (farcall.RRef), not {type(rref).__name__}"
-                )
+                raise TypeError(f"params_rref holds references to parameters (farcall.RRef), not {type(rref).__name__}")
             of_owner.setdefault(rref.owner(), []).append(rref)
         for owner, rrefs in of_owner.items():
             found.setdefault(owner, []).append({"params": rrefs, **options})
@@ -104,11 +110,16 @@ def _wait_for_all(futures: Mapping[WorkerInfo, torch.futures.Future[Any]], what:
         except Exception as error:
             errors[owner] = error
     if errors:
-        first = next(iter(errors.values()))
-        failed = ", ".join(f"{owner.name} ({type(error).__name__}: {error})" for owner, error in errors.items())
-        first.add_note(f"{what} on {len(errors)} of {len(futures)} workers: {failed}")
-        raise first
+        raise _note_failures(errors, len(futures), what)
     return results
+
+
+def _note_failures(errors: Mapping[WorkerInfo, Exception], among: int, what: str) -> Exception:
+    """The first error, with a note that names all workers that failed."""
+    first = next(iter(errors.values()))
+    failed = ", ".join(f"{owner.name} ({type(error).__name__}: {error})" for owner, error in errors.items())
+    first.add_note(f"{what} on {len(errors)} of {among} workers: {failed}")
+    return first
 
 
 # ---------------------------------------------------------------------- at the owners

@@ -1,8 +1,8 @@
 """The creating call of a reference, at both ends.
 
-At its creator a `Creation` waits in the table of calls until the owner has answered; at its owner a `KeptRequest` runs the
-function and keeps the outcome. The answer says only that the owner has the reference, and that the function is done; its error
-is kept in the value's place, and surfaces at first use.
+At its creator a `Creation` waits in the table of calls until the owner has answered; at its owner a `KeptRequest`
+runs the function and keeps the outcome. The answer says only that the owner has the reference, and that the function
+is done; its error is kept in the value's place, and surfaces at first use.
 
     a creation   event                    becomes     with
     (none)       sent                     pending
@@ -179,19 +179,23 @@ class _FutureEnd:
 class KeptRequest(Request):
     """A creating call, at its owner: the outcome stays here."""
 
-    __slots__ = ("_owned",)
+    __slots__ = ("_flush_soon", "_owned")
 
-    def __init__(self, server: Server, peer: Peer, frame: Arrived, owned: Owned) -> None:
+    def __init__(
+        self, server: Server, peer: Peer, frame: Arrived, owned: Owned, flush_soon: Callable[[Peer], None]
+    ) -> None:
         super().__init__(server, peer, frame)
         self._owned = owned
+        self._flush_soon = flush_soon
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
-        """Keep the result, and tell the creator that it is there."""
+        """Keep the result, and tell the creator, in a moment: nobody waits for that, and company is likely to come."""
         self._owned.resolve(outcome.pop())
-        hold_back = more and self.quick
-        self._send(RESPONSE, b"", (), hold_back)
-        if hold_back:
-            self.server._corked.add(self.peer)
+        if self.quick:
+            self._send(RESPONSE, b"", (), True)
+            self._flush_soon(self.peer)
+        else:
+            self._send(RESPONSE, b"", (), False)
 
     def _fail(self, error: BaseException) -> None:
         # Without a peer, because nobody knows yet who will ask: references inside the exception stay behind.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import threading
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -23,6 +22,7 @@ from farcall.remote.answer import read_answer
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Future(torch.futures.Future[T], PendingCall):
         self._node = node
         self._frame: Arrived | None = None
         self._has_callbacks = False
-        self._waiters: list[threading.Event] = []
+        self._waiters: list[Gate] = []
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
@@ -58,7 +58,7 @@ class Future(torch.futures.Future[T], PendingCall):
                     self.peer.help_until(self, self.deadline)
                 if not self.done():
                     # Not torch's own wait: it does not listen to Ctrl-C.
-                    finished = threading.Event()
+                    finished = Gate()
                     self._waiters.append(finished)
                     if not self.done():
                         finished.wait()
@@ -112,17 +112,17 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error."""
-        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future: neither
-        # those that read the error, nor those of whoever waits, to each of whom a copy is raised.
+        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future:
+        # neither those that read the error, nor those of whoever waits, to each of whom a copy is raised.
         error.__traceback__ = None
         self._set_unwrap_func(_raise_copy)
         _set_result(self, error)
         self._wake()
 
     def _wake(self) -> None:
-        # After the result is set: a waiter appends its event first and then looks at done().
+        # After the result is set: a waiter appends its gate first and then looks at done().
         for finished in self._waiters:
-            finished.set()
+            finished.open()
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""

@@ -54,10 +54,10 @@ class Node(node.Node):
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
         if not self.running:
             return
-        references = self.part(NodeReferences)
-        references.checks_leaks = self.checks_leaks and graceful
+        parting = self.part(NodeReferences).parting
+        parting.checks_leaks = self.checks_leaks and graceful
         super().shutdown(graceful, timeout_s)
-        references.raise_leaks()
+        parting.raise_leaks()
 
     def rpc_sync(
         self,

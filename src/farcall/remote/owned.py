@@ -15,8 +15,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from farcall.runtime.node import Node
 from farcall.runtime.serving import StoredFailure
 from farcall.serialize import Encoded, decode_failure
+
+NOT_MADE = "value still being made"
+_HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
+"""Types whose values die without running anybody's code."""
 
 # One for all: it is held for an instant. Re-entrant, since a garbage collection inside may run user code.
 _lock = threading.RLock()
@@ -88,3 +95,56 @@ class Owned:
         if self.failure is not None:
             raise StoredFailure(self.failure)
         return self.value
+
+    def describe(self) -> str:
+        """What is here, in words."""
+        if not self.ready:
+            return NOT_MADE
+        return "value whose creation failed" if self.failure is not None else type(self.value).__qualname__
+
+
+class TypeTold:
+    """Completes a future with a value's type; a task of the executor."""
+
+    __slots__ = ("_future", "_owned")
+
+    quick = False
+
+    def __init__(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
+        self._owned = owned
+        self._future = future
+
+    def run(self, more: bool) -> None:
+        try:
+            found = type(self._owned.get())
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(found)
+
+    def drop(self) -> None:
+        self.run(False)
+
+
+class _Disposal:
+    """Lets values die, on a worker thread since that may be user code."""
+
+    __slots__ = ("_values",)
+
+    quick = False
+
+    def __init__(self, values: list[Owned]) -> None:
+        self._values = values
+
+    def run(self, more: bool) -> None:
+        self._values.clear()
+
+    def drop(self) -> None:
+        pass
+
+
+def dispose(node: Node, values: list[Owned]) -> None:
+    """The last references to ``values`` are in this list: outside of any lock, let go of them."""
+    if values and not all(type(owned.value) in _HARMLESS for owned in values):
+        node.executor.submit(_Disposal(values[:]))
+        values.clear()

@@ -1,8 +1,8 @@
 """What an owner does for those who refer to its values: give a copy, call a method, tell the type, run backward.
 
-Ordinary functions, called over ordinary requests, so they run where calls run and fail as calls fail. Each names its value by
-the two numbers of a `RefId`: the caller keeps its own fork until the answer. A value that is still being made is waited for
-without a thread.
+Ordinary functions, called over ordinary requests, so they run where calls run and fail as calls fail. Each names its
+value by the two numbers of a `RefId`: the caller keeps its own fork until the answer. A value that is still being
+made is waited for without a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``rref.rpc_sync().method(...)``: methods of a value called where the value lives.
 
-A proxy turns attribute access into a call of the method of that name. It knows nothing of what the object has: a missing
-attribute is the owner's AttributeError.
+A proxy turns attribute access into a call of the method of that name. It knows nothing of what the object has: a
+missing attribute is the owner's AttributeError.
 """
 
 from __future__ import annotations

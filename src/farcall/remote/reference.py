@@ -1,7 +1,8 @@
 """`RRef`: a reference to a value that lives on one node and is used from many.
 
-One object is one fork of the reference, held as long as the object lives. What holding, sending and dropping mean is the
-business of `references.py`; how a creating call goes, that of `creation.py`. Here is what a program can do with one.
+One object is one fork of the reference, held as long as the object lives. What holding, sending and dropping mean is
+the business of `references.py`; how a creating call goes, that of `creation.py`. Here is what a program can do with
+one.
 
 Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
 """
@@ -49,9 +50,9 @@ _EXTENSION_CODE = 0x66617272
 class RRef(Generic[T]):
     """A reference to a value of type T, which lives on its owner.
 
-    ``RRef(value)`` makes the calling worker the owner of ``value``; `remote` and methods called through ``remote()`` give
-    references to values on other workers. A reference can be sent to any worker, as an argument or a result, also inside
-    containers and objects; the owner keeps the value as long as anybody holds one.
+    ``RRef(value)`` makes the calling worker the owner of ``value``; `remote` and methods called through ``remote()``
+    give references to values on other workers. A reference can be sent to any worker, as an argument or a result,
+    also inside containers and objects; the owner keeps the value as long as anybody holds one.
 
     Args:
         value: any object; it is not copied.
@@ -191,7 +192,7 @@ class RRef(Generic[T]):
             run_backward(self._wait_for_value(self._owned, UNSET_TIMEOUT), dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
-            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients need a context to go to")
+            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients go to a context")
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
         self._ask(RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
@@ -340,9 +341,7 @@ class RRef(Generic[T]):
 class _Answer(Future[Any]):
     """The future of a call to a reference's owner; it holds the reference until the answer is there."""
 
-    def __init__(
-        self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]
-    ) -> None:
+    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)
         self._rref: RRef[Any] | None = rref
 

@@ -4,8 +4,9 @@ Owns the lock around the machine and the table of values. Decides nothing about 
 `protocol/references`. Everything else in `remote/` reaches the machine through here.
 
 Thread rules
-- The lock is held for microseconds, also while a control message is put on its way: so a message that registers a fork leaves
-  before anything that the fork's holder sends afterwards. Re-entrant, since a garbage collection inside may run user code.
+- The lock is held for microseconds, also while a control message is put on its way: so a message that registers a
+  fork leaves before anything that the fork's holder sends afterwards. Re-entrant, since a garbage collection inside
+  may run user code.
 - ``released.append`` takes no lock: it is what destructors call. The I/O thread collects later.
 - A value dies outside the lock, and on a worker thread if its destructor may be user code.
 """
@@ -17,34 +18,35 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from time import monotonic
-from typing import Any, NamedTuple
+from time import monotonic, sleep
+from typing import Any
 
 import torch
 
-from farcall.errors import NetworkError, ReferenceLeak, ReferenceLost, RpcError, RpcTimeout
+from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
-from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import KEEP, decode_notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
 from farcall.remote.call import UNSET_TIMEOUT, encode_request
 from farcall.remote.creation import Creation, KeptRequest
-from farcall.remote.owned import Owned
+from farcall.remote.owned import Owned, TypeTold, dispose
+from farcall.remote.parting import Parting
 from farcall.remote.reference import RRef
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer, RemotePeer
-from farcall.runtime.serving import Request, Server
+from farcall.runtime.serving import Server
 from farcall.serialize import Annotated, encode_failure
 
 logger = logging.getLogger("farcall")
 
 LINGER_S = 0.005
+CONFIRM_S = 0.002
+"""How long the answer to a creating call may wait for company: nobody waits for it, and a first use is likely."""
 RETRY_S = 0.01
-SETTLING_S = 5.0
-"""How long a graceful shutdown that looks for leaks waits for forks that are on their way to settle."""
 _MESSAGES = (
     protocol.Register,
     protocol.Confirm,
@@ -54,28 +56,11 @@ _MESSAGES = (
     protocol.Inquire,
     protocol.Answer,
 )
-_HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
-"""Types whose values die without running anybody's code."""
 
 
 def member_of(worker: WorkerInfo) -> int:
-    """The number by which the machine knows a member: one per process start. In a static group its rank is just that."""
+    """The number by which the machine knows a member: one per process start. In a static group the rank is that."""
     return worker.id
-
-
-class Held(NamedTuple):
-    """Some other member's hold on a value of this node."""
-
-    holder: str
-    forks: int
-    ref: RefId
-    what: str
-    origin: str
-
-    def __str__(self) -> str:
-        times = f" ({self.forks} forks)" if self.forks > 1 else ""
-        where = f", created at {self.origin}" if self.origin else ""
-        return f"{self.holder} holds {self.ref.created_on}:{self.ref.local_id}, a {self.what}{where}{times}"
 
 
 class NodeReferences:
@@ -85,9 +70,6 @@ class NodeReferences:
         self.node = node
         self.traced = False
         """Record where in the program each reference is created?"""
-        self.checks_leaks = False
-        """At a graceful shutdown, raise if anybody still holds something after all gave up what they held?"""
-        self.drop_at_shutdown: Callable[[], object] = lambda: self.drop_all(0.0)
         workers = [WorkerInfo(member.name, member.rank) for member in node.membership.members]
         self._workers = {member_of(worker): worker for worker in workers}
         self._lock = threading.RLock()
@@ -102,19 +84,13 @@ class NodeReferences:
         self._lost: set[int] = set()
         self._failed: list[Creation] = []
         self._unsent: list[Send] = []
-        self._agreed = False
-        self._farewells: set[int] = set()
-        self._farewell_came = threading.Event()
-        self._settled_by: float | None = None
-        self._leaks: list[Held] = []
+        self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
         node.read_notes = self.read_notes
-        node.unsettled = self._unsettled
-        node.server.kept_request = _kept_request
+        node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
             node.on_control(kind, self._on_control)
         node.on_peer_gone(self._on_peer_gone)
-        node.on_control(protocol.Farewell, self._on_farewell)
-        node.on_agreed(self._on_agreed)
+        self.parting = Parting(self)
         node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be
@@ -167,14 +143,14 @@ class NodeReferences:
             if not self._machine.has_news:
                 return
             freed = self._carry_out()
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
 
     def withdraw_creation(self, fork: Fork) -> None:
         """The creating call was not sent, or its answer did not come."""
         with self._lock:
             self._machine.withdraw_creation(fork)
             freed = self._carry_out()
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
 
     # ------------------------------------------------------------------ references travel
 
@@ -197,7 +173,7 @@ class NodeReferences:
         with self._lock:
             self._machine.withdraw(fork)
             freed = self._carry_out()
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
 
     def read_notes(self, peer: Peer, message: Arrived) -> Arrived | None:
         """A message with notes came: whatever becomes of it, its forks are accounted for from now on.
@@ -228,9 +204,19 @@ class NodeReferences:
                     rref._release = _nothing
                 arrived.append(rref)
             freed = self._carry_out() if machine.has_news else []
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
         kind, flags, call_id, function, noted, payload, buffers = message
         return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
+
+    def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
+        """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
+        buffers = frame[6]
+        assert type(buffers) is Annotated
+        return KeptRequest(server, peer, frame, buffers.notes.pop(0), self._flush_soon)
+
+    def _flush_soon(self, peer: Peer) -> None:
+        self._held_back.add(peer)
+        self.node.attend_by(monotonic() + CONFIRM_S)
 
     def _owned_of(self, fork: Fork) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
@@ -252,8 +238,8 @@ class NodeReferences:
                 if owned is None:
                     if not self._machine.lists(ref):
                         raise ReferenceLost(
-                            f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to it "
-                            "any more, or references were given up at a shutdown"
+                            f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to "
+                            "it any more, or references were given up at a shutdown"
                         )
                     owned = self._values[ref] = Owned()
         return owned
@@ -263,7 +249,8 @@ class NodeReferences:
         member = fork.owner
         peer = self.node.peer(self._workers[member].id)
         if member in self._lost:
-            raise ReferenceLost(f"the owner of {fork.ref.created_on}:{fork.ref.local_id}, {self.worker(member)}, is gone")
+            ref = fork.ref
+            raise ReferenceLost(f"the owner of {ref.created_on}:{ref.local_id}, {self.worker(member)}, is gone")
         return peer
 
     def worker(self, member: int) -> WorkerInfo:
@@ -277,15 +264,18 @@ class NodeReferences:
 
     def tell_type(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
         """Complete ``future`` with the type of a value of this node."""
+        told = TypeTold(owned, future)
         if owned.ready:
-            _TypeTold(owned, future).run(False)
+            told.run(False)
         else:
-            owned.when_ready(lambda: self.node.executor.submit(_TypeTold(owned, future)))
+            owned.when_ready(lambda: self.node.executor.submit(told))
 
     # ------------------------------------------------------------------ what the loop, and the others, say
 
     def tick(self, now: float) -> float:
         """On the I/O thread: send what has lingered, look again after those who were about to wait."""
+        while self._held_back:
+            self._held_back.pop().flush()
         if self._failed:
             failed, self._failed = self._failed, []
             for creation in failed:
@@ -297,7 +287,7 @@ class NodeReferences:
                 for effect in unsent:
                     self._send(effect)
                 freed = self._carry_out(now)
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
         if self._failed or self._unsent:
             return now + RETRY_S
         deadline = self._machine.next_deadline()
@@ -312,8 +302,8 @@ class NodeReferences:
         now = monotonic()
         with self._lock:
             freed = self._carry_out(now, self._machine.handle(member_of(peer.info), message, now))
-        _dispose(self.node, freed)
-        if self.checks_leaks:
+        dispose(self.node, freed)
+        if self.parting.checks_leaks:
             self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
 
     def _on_peer_gone(self, worker: WorkerInfo) -> None:
@@ -321,15 +311,15 @@ class NodeReferences:
         now = monotonic()
         with self._lock:
             self._lost.add(member)
-            self._farewell_came.set()
-            if self._agreed:
+            self.parting.on_peer_gone()
+            if self.parting.agreed:
                 return  # everybody leaves, and nobody needs to ask anybody any more
             freed = self._carry_out(now, self._machine.member_died(member, now))
             for ref, owned in list(self._values.items()):
                 if not owned.ready and ref.created_on == member and not self._machine.lists(ref):
                     freed.append(self._values.pop(ref))
                     self._never_comes(ref, owned)
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
 
     def _carry_out(self, now: float | None = None, effects: Iterable[protocol.Effect] | None = None) -> list[Owned]:
         """Under the lock: do what the machine says; the values that are to die are returned."""
@@ -368,84 +358,40 @@ class NodeReferences:
     def _never_comes(self, ref: RefId, owned: Owned) -> None:
         if not owned.ready:
             why = ReferenceLost(
-                f"the call that should have created {ref.created_on}:{ref.local_id} never came: its caller died or gave up"
+                f"the call that should have created {ref.created_on}:{ref.local_id} never came: "
+                "its caller died or gave up"
             )
             owned.fail(encode_failure(why, self.node.info))
 
     # ------------------------------------------------------------------ the end
 
-    def drop_all(self, timeout_s: float = SETTLING_S) -> None:
+    def drop_all(self, timeout_s: float) -> None:
         """Give up every reference held here, once those under way have settled or ``timeout_s`` is over."""
         deadline = monotonic() + timeout_s
         with self.node.calls.waiting():
             while self._machine.unsettled and monotonic() < deadline:
-                with self._lock:
-                    self._carry_out(None, self._machine.flush())
-                threading.Event().wait(0.002)
+                self._flush()
+                sleep(0.002)
+        self._flush()
         with self._lock:
             freed = self._carry_out(None, self._machine.drop_all_users_and_unforked_owners())
-        _dispose(self.node, freed)
+        dispose(self.node, freed)
 
-    def _unsettled(self) -> int:
-        """What a graceful shutdown that looks for leaks must wait for, within a bound."""
-        if not self.checks_leaks:
-            return 0
-        unsettled = self._machine.unsettled
-        if unsettled:
-            now = monotonic()
-            if self._settled_by is None:
-                self._settled_by = now + SETTLING_S
-            if now > self._settled_by:
-                return 0
-            self.node.attend_by(now + RETRY_S)
-        else:
-            self._settled_by = None
-        return unsettled
-
-    def _on_agreed(self) -> None:
-        """All work everywhere is done: nobody needs references any more."""
-        self._agreed = True
-        self.drop_at_shutdown()
-        for member in self._others():
-            peer = self.node.other(self._workers[member].id)
-            if peer is not None:
-                peer.control(protocol.Farewell())
-        if self.checks_leaks:
-            self._find_leaks()
-
-    def _on_farewell(self, peer: RemotePeer, message: protocol.Farewell) -> None:
-        self._farewells.add(member_of(peer.info))
-        self._farewell_came.set()
-
-    def _others(self) -> list[int]:
-        return [member for member in self._workers if member != self._machine.me and member not in self._lost]
-
-    def _find_leaks(self) -> None:
-        """Who holds something after it has said that it released all, will never let it go."""
-        deadline = monotonic() + SETTLING_S
-        while any(member not in self._farewells for member in self._others()):
-            self._farewell_came.clear()
-            if all(member in self._farewells for member in self._others()):
-                break
-            if not self._farewell_came.wait(max(0.0, deadline - monotonic())):
-                break
+    def _flush(self) -> None:
+        """Let nothing linger."""
         with self._lock:
-            for owned in self._machine.snapshot().owned:
-                for member, forks in owned.forks_by_holder.items():
-                    if member in self._farewells:
-                        self._leaks.append(self._held(owned.ref, member, forks))
+            freed = self._carry_out(None, self._machine.flush())
+        dispose(self.node, freed)
 
-    def _held(self, ref: RefId, member: int, forks: int) -> Held:
-        owned = self._values.get(ref)
-        return Held(self._workers[member].name, forks, ref, _describe(owned), owned.origin if owned else "")
+    @property
+    def unsettled(self) -> int:
+        """How many forks wait for a message of another member before they can be released."""
+        return self._machine.unsettled
 
-    def raise_leaks(self) -> None:
-        """After the end: raise if somebody held something to the last."""
-        leaks = self._leaks
-        if leaks:
-            shown = "\n  ".join(map(str, leaks[:32]))
-            more = f"\n  and {len(leaks) - 32} more" if len(leaks) > 32 else ""
-            raise ReferenceLeak(f"Leaking RRef: values of {self.node.info.name} were held to the last:\n  {shown}{more}")
+    def others(self) -> list[WorkerInfo]:
+        """The other members that are still there."""
+        me = self._machine.me
+        return [worker for member, worker in self._workers.items() if member != me and member not in self._lost]
 
     # ------------------------------------------------------------------ a look inside
 
@@ -462,70 +408,8 @@ class NodeReferences:
         """Who holds what as known here, and what each value of this node is, and where it was created."""
         with self._lock:
             snapshot = self._machine.snapshot()
-            values = {ref: (_describe(owned), owned.origin) for ref, owned in self._values.items()}
+            values = {ref: (owned.describe(), owned.origin) for ref, owned in self._values.items()}
         return snapshot, values
-
-
-class _TypeTold:
-    """Completes a future with a value's type; a task of the executor."""
-
-    __slots__ = ("_future", "_owned")
-
-    quick = False
-
-    def __init__(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
-        self._owned = owned
-        self._future = future
-
-    def run(self, more: bool) -> None:
-        try:
-            found = type(self._owned.get())
-        except BaseException as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(found)
-
-    def drop(self) -> None:
-        self.run(False)
-
-
-class _Disposal:
-    """Lets values die, on a worker thread since that may be user code."""
-
-    __slots__ = ("_values",)
-
-    quick = False
-
-    def __init__(self, values: list[Owned]) -> None:
-        self._values = values
-
-    def run(self, more: bool) -> None:
-        self._values.clear()
-
-    def drop(self) -> None:
-        pass
-
-
-def _dispose(node: Node, values: list[Owned]) -> None:
-    """The last references to ``values`` are in this list: outside of any lock, let go of them."""
-    if values and not all(type(owned.value) in _HARMLESS for owned in values):
-        node.executor.submit(_Disposal(values[:]))
-        values.clear()
-
-
-def _kept_request(server: Server, peer: Peer, frame: Arrived) -> Request:
-    buffers = frame[6]
-    assert type(buffers) is Annotated and frame[0] == REQUEST
-    owned: Owned = buffers.notes.pop(0)
-    return KeptRequest(server, peer, frame, owned)
-
-
-def _describe(owned: Owned | None) -> str:
-    if owned is None or not owned.ready:
-        return "value still being made"
-    if owned.failure is not None:
-        return "value whose creation failed"
-    return type(owned.value).__qualname__
 
 
 def _nothing(fork: Fork) -> None:

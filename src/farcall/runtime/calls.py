@@ -24,9 +24,9 @@ from typing import Any
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.runtime.executor import Executor
-from farcall.runtime.link import abdicate
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
+from farcall.runtime.role import abdicate
 
 
 class PendingCall:

@@ -7,13 +7,13 @@ machine decides; this file only tells it whether the node is idle, and carries i
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from time import monotonic
 
 from farcall.protocol import departure
 from farcall.protocol.departure import Departure, DepartureMessage
 from farcall.runtime.loop import NEVER, Loop
+from farcall.runtime.shield import Gate
 
 logger = logging.getLogger("farcall")
 
@@ -39,7 +39,7 @@ class Leaving:
         self._local_state = local_state
         self._send = send
         self._told: tuple[int, int] | None = None
-        self._done = threading.Event()
+        self._done = Gate()
         self.entered = False
         self.late: tuple[str, ...] = ()
         """Who was waited for when the time was up, and why; perhaps "... more" last."""
@@ -106,14 +106,14 @@ class Leaving:
                 case departure.Send(rank, message):
                     self._send(rank, message)
                 case departure.Finished():
-                    self._done.set()
+                    self._done.open()
                 case departure.LogWaiting(late, more):
                     logger.warning("shutdown waits: %s", _named(late, more))
                 case departure.TimedOut(late, more):
                     self.late_names = tuple(one.name for one in late)
                     self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())
                     self.late = self.late or ("the last acknowledgements",)
-                    self._done.set()
+                    self._done.open()
 
 
 def _named(late: tuple[departure.Late, ...], more: int) -> str:

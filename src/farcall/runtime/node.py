@@ -1,7 +1,7 @@
 """One member of a cluster: the composition root that wires loop, links, calls, executor and protocol machines together.
 
-It starts and stops things and routes messages to the part they belong to; it holds no protocol of its own. Several nodes
-may live in one process.
+It starts and stops things and routes messages to the part they belong to; it holds no protocol of its own. Several
+nodes may live in one process.
 
     state      by                             to
     new        start()                        starting: meets the others, dials the earlier ones, awaits the later ones
@@ -48,10 +48,11 @@ from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.doors import Door, dial_member
 from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving
-from farcall.runtime.link import Link, abdicate
+from farcall.runtime.link import Link
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.rendezvous import MemberRecord, Membership, find_meeting_place, join
+from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport, TransportError
@@ -131,7 +132,7 @@ class Node:
         self._state = "new"
         self._exiting = False
         self._incarnation = secrets.token_hex(8)
-        self._linked = threading.Condition()
+        self._linked = shield.Gate()
         self._peers: dict[str | int, Peer] = {}
         self._remotes: dict[int, RemotePeer] = {}
         self._parts: dict[Any, Any] = {}
@@ -181,6 +182,7 @@ class Node:
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
         deadline = monotonic() + self.options.start_deadline_s
+        shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
         _started.add(self)
         self._loop = Loop(self._name, self.options.busy_wait_s)
@@ -197,6 +199,7 @@ class Node:
         self.calls = CallTable(self._loop, self.executor)
         self._door: Door | None = None
         try:
+            shield.unseal()
             place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
             host = choose_host(self.options.advertise, place.host).host
             self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
@@ -256,11 +259,9 @@ class Node:
                     continue
                 self._on_member(transport, established)
         expected = [member for member in membership.members if member.rank != self.info.id]
-        with self._linked:
-            self._linked.wait_for(
-                lambda: failures or len(self._remotes) == len(expected), max(0.0, deadline - monotonic())
-            )
-            missing = [member for member in expected if member.rank not in self._remotes]
+        while not failures and len(self._remotes) < len(expected) and (remaining := deadline - monotonic()) > 0:
+            self._linked.wait(remaining)
+        missing = [member for member in expected if member.rank not in self._remotes]
         if missing:
             whys = [
                 f"{member.name} (rank {member.rank})"
@@ -314,11 +315,10 @@ class Node:
             self.options.busy_wait_s,
         )
         logger.info("%s is connected to %s over %s", self._name, info.name, transport.describe())
-        with self._linked:
-            self._remotes[info.id] = peer
-            self._peers[info.name] = self._peers[info.id] = peer
-            self._linked.notify_all()
+        self._peers[info.name] = self._peers[info.id] = peer
+        self._remotes[info.id] = peer
         peer.link.start(established.leftover)
+        self._linked.open()
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
@@ -355,7 +355,7 @@ class Node:
             part = self._parts.get(kind)
             if part is None:
                 part = self._parts[kind] = kind(self)
-            return part  # type: ignore[no-any-return]
+            return part
 
     def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
@@ -406,9 +406,10 @@ class Node:
         if linger:
             deadline = monotonic() + 1.0
             for peer in remotes:
-                peer.link.end_sending(deadline)
+                peer.link.outgoing.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
+        self.calls.fail_all(lambda call: why)  # first: who waits learns the true reason, not "the link is gone"
         for peer in remotes:
             peer.link.close()
         if hasattr(self, "membership"):

@@ -208,19 +208,19 @@ class RemotePeer(Peer):
         if awaited is not None:
             self.link.exchange(data, awaited, deadline)
         else:
-            self.link.send(data, deadline, more)
+            self.link.outgoing.send(data, deadline, more)
 
     def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
         if self.link.on_io_thread():
             if is_request:
                 pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
-            self._write_later(partial(self.link.send_pieces, pieces, deadline))
+            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline))
         else:
-            self.link.send_pieces(pieces, deadline)
+            self.link.outgoing.send_pieces(pieces, deadline)
 
     def flush(self) -> None:
-        self.link.flush()
+        self.link.outgoing.flush()
 
     def help_until(self, awaited: Awaited, deadline: float) -> None:
         self.link.help_until(awaited, deadline)
@@ -239,7 +239,7 @@ class RemotePeer(Peer):
         """Send a control message, if the link still stands; never waits."""
         if self.link.broken is None:
             try:
-                self.link.send(
+                self.link.outgoing.send(
                     encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message)),
                     more=more,
                     urgent=True,
@@ -314,7 +314,9 @@ class RemotePeer(Peer):
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
-        self.link.send_with_descriptor(encode_small(CONTROL, 0, 0, b"", b"", message), offer.descriptor, deadline)
+        self.link.outgoing.send_with_descriptor(
+            encode_small(CONTROL, 0, 0, b"", b"", message), offer.descriptor, deadline
+        )
 
     def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
         """The peer has mapped a segment of ours."""

@@ -19,6 +19,7 @@ from farcall.ids import check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.runtime.meeting import Agreement, Meeting
 from farcall.runtime.members import MemberRecord
+from farcall.runtime.shield import Gate
 from farcall.runtime.stores import KeyStore, MeetingPlace, find_meeting_place
 
 __all__ = ["MeetingPlace", "MemberRecord", "Membership", "find_meeting_place", "join"]
@@ -84,7 +85,7 @@ def _run_interruptibly(meeting: Meeting, timeout_s: float) -> Agreement:
 
     Seen with torch 2.13: connecting to a port where something other than a store listens.
     """
-    done = threading.Event()
+    done = Gate()
     result: list[Agreement] = []
     failure: list[BaseException] = []
 
@@ -94,11 +95,11 @@ def _run_interruptibly(meeting: Meeting, timeout_s: float) -> Agreement:
         except BaseException as error:
             failure.append(error)
         finally:
-            done.set()
+            done.open()
 
     thread = threading.Thread(target=run, name="farcall-rendezvous", daemon=True)
-    thread.start()
     try:
+        thread.start()
         answered = done.wait(timeout_s + _GRACE_S)
     except BaseException:
         # Ctrl-C: the others should learn it from us, if that takes no time.

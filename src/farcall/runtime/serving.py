@@ -3,7 +3,8 @@
 Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
 cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
 
-A request whose function was quick when it last ran is run by the I/O thread itself (`inline.py`), all others by workers.
+A request whose function was quick when it last ran is run by the I/O thread itself (`inline.py`), all others by
+workers.
 
 A function answers in one of these ways, found out from what it returned:
 
@@ -54,7 +55,7 @@ ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
 class Later:
-    """The result of a function that cannot answer yet: ``finish()`` can, once what ``subscribe`` was given was called."""
+    """The result of a function that cannot answer yet: ``finish()`` can, once ``subscribe``'s argument was called."""
 
     __slots__ = ("finish", "subscribe")
 

@@ -92,6 +92,31 @@ def pause(shield: Shield) -> None:
             shield.depth = depth
 
 
+class Gate:
+    """For one thread to wait at until another opens it.
+
+    Not a ``threading.Event``: Ctrl-C in the middle of its ``wait`` can leave its inner lock taken, and whoever
+    opens it, our I/O thread, would then wait for good.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let the waiting thread, or the next one to come, through. From any thread; never blocks."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # it is open
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait until it is open, and close it behind; False after ``timeout_s`` (-1: no bound)."""
+        return self._lock.acquire(True, timeout_s)
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     if _state.depth or _state.sealed:
         _state.held = (number, frame)

@@ -69,8 +69,8 @@ def test_frames_come_in_order_whatever_the_pieces(ends: tuple[End, End]) -> None
     left.transport.largest_send = 7  # type: ignore[attr-defined]
     right.transport.largest_receive = 5  # type: ignore[attr-defined]
     for number in range(200):
-        left.link.send(small(number), more=number % 3 == 0)
-    left.link.flush()
+        left.link.outgoing.send(small(number), more=number % 3 == 0)
+    left.link.outgoing.flush()
     assert [right.next()[2] for _ in range(200)] == list(range(200))
 
 
@@ -84,7 +84,7 @@ def test_bytes_behind_the_handshake_are_frames() -> None:
 
 
 def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:
-    threads = [threading.Thread(target=end.link.send_pieces, args=(large(7),)) for end in ends]
+    threads = [threading.Thread(target=end.link.outgoing.send_pieces, args=(large(7),)) for end in ends]
     for thread in threads:
         thread.start()
     for end in ends:
@@ -96,7 +96,7 @@ def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:
 def test_io_threads_that_both_write_still_read(ends: tuple[End, End]) -> None:
     """A callback may send from the I/O thread. Two that wait for each other's reading must hand their roles over."""
     for end in ends:
-        end.loop.call_soon(lambda end=end: end.link.send_pieces(large(3)))
+        end.loop.call_soon(lambda end=end: end.link.outgoing.send_pieces(large(3)))
     for end in ends:
         assert end.next()[2] == 3
 
@@ -107,9 +107,9 @@ def test_many_threads_tear_no_frame(ends: tuple[End, End]) -> None:
     def work(first: int) -> None:
         for number in range(first, first + 20):
             if number % 5:
-                left.link.send(small(number, number))
+                left.link.outgoing.send(small(number, number))
             else:
-                left.link.send_pieces(large(number % 256, 100_000))
+                left.link.outgoing.send_pieces(large(number % 256, 100_000))
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 160, 20)]
     for thread in threads:
@@ -123,7 +123,7 @@ def test_a_peer_that_does_not_read_costs_a_timeout() -> None:
     near, far = memory_pair(1024)
     end = End("stuck", near)
     with pytest.raises(RpcTimeout, match="stuck"):
-        end.link.send_pieces(large(1), deadline=0.0)
+        end.link.outgoing.send_pieces(large(1), deadline=0.0)
     end.close()
     far.close()
 
@@ -133,7 +133,7 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
     right.link.close()
     assert "closed" in left.broken.get(timeout=PATIENCE_S)
     with pytest.raises(PeerDead, match="left") as refused:
-        left.link.send(small(1))
+        left.link.outgoing.send(small(1))
     assert refused.value.delivery == Delivery.NOT_SENT
     told = threading.Event()
     left.loop.call_soon(told.set)
@@ -143,5 +143,5 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
 
 def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
-    left.link.send(b"this is no frame at all, and it is long enough to see that")
+    left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
     assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)

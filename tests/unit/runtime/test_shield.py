@@ -131,3 +131,14 @@ def test_other_threads_install_nothing() -> None:
     elsewhere(lambda: results.append(shield.install()))
     assert results == [False]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_gate_lets_one_through_whoever_comes_first() -> None:
+    gate = shield.Gate()
+    assert not gate.wait(0.0)
+    gate.open()
+    gate.open()
+    assert gate.wait(0.0)
+    assert not gate.wait(0.0)
+    elsewhere(gate.open)
+    assert gate.wait()

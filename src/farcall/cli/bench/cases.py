@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from time import sleep
 from typing import Any, Literal
 
 import torch
 
 from farcall.cli.bench.contenders import CallSystem, Contender, Transport
 from farcall.cli.bench.floor import Floor
-from farcall.cli.bench.functions import Layer, discard, echo, noop, weight_of
+from farcall.cli.bench.functions import Layer, Service, discard, echo, noop, weight_of
 from farcall.cli.bench.measure import (
     Measure,
     Operation,
@@ -26,6 +27,7 @@ from farcall.cli.bench.measure import (
     count_once,
     latency_us,
     rate,
+    throughput,
     typical_us,
 )
 
@@ -83,6 +85,35 @@ def send_shared(size_bytes: int) -> Callable[[CallSystem], Operation]:
     return lambda system: call(discard, system.shared_empty(size_bytes))(system)
 
 
+def create_and_fetch(system: CallSystem) -> Operation:
+    """``remote``, then ``to_here``."""
+    return lambda: system.remote(system.peers[0], noop).to_here()
+
+
+def call_method(system: CallSystem) -> Operation:
+    """A method of an object that a reference refers to."""
+    service = system.remote(system.peers[0], Service)
+    return lambda: service.rpc_sync().noop()
+
+
+def create_and_drop(count: int) -> Callable[[CallSystem], Operation]:
+    """Make references and drop them at once, until their owner has forgotten all of them."""
+
+    def setup(system: CallSystem) -> Operation:
+        owner = system.peers[0]
+        kept = system.rpc_sync(owner, system.owned)  # by whoever ran before
+
+        def operation() -> None:
+            for _ in range(count):
+                system.remote(owner, noop)
+            while system.rpc_sync(owner, system.owned) > kept:
+                sleep(0.001)
+
+        return operation
+
+    return setup
+
+
 def open_descriptors(system: CallSystem) -> Operation:
     """How many descriptors the caller has open, after it has called everyone."""
     for peer in system.peers:
@@ -130,6 +161,7 @@ def chain(length: int) -> Callable[[CallSystem], Operation]:
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
 CHAIN_LENGTHS = (10, 20, 40, 80)
+MANY = 5_000
 TEAM_SIZES = (2, 4, 8, 16)
 # A pair has sent large tensors before, and what it keeps open for those has nothing to do with the number of
 # peers.
@@ -142,6 +174,11 @@ def _cases() -> list[Case]:
         Case("no-op, 64 in flight", "calls/s", "higher", issue(noop), rate(64)),
         Case("no-op to oneself", "us", "lower", call_oneself(noop), latency_us),
         Case("echo tensor(1)", "us", "lower", call(echo, torch.ones(1)), latency_us, Floor.ping_pong),
+    ]
+    cases += [
+        Case("remote, to_here", "us", "lower", create_and_fetch, latency_us),
+        Case("method of a reference", "us", "lower", call_method, latency_us),
+        Case("create and drop", "refs/s", "higher", create_and_drop(MANY), throughput(MANY)),
     ]
     for label, size_bytes in SIZES.items():
         send, back = (

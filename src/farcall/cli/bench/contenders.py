@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from farcall.cli.bench.functions import owned_by_farcall, owned_by_stock
+
 Transport = Literal["local", "tcp"]
 RPC_TIMEOUT_S = 120.0
 
@@ -39,6 +41,8 @@ class CallSystem(Contender):
     peers: list[str]
     rpc_sync: Callable[..., Any]
     rpc_async: Callable[..., Any]
+    owned: Callable[[], int]
+    """To be called on a peer: how many of its values others refer to."""
     remote: Callable[..., Any]
     autograd: Any
     """The module of contexts and backward passes."""
@@ -83,6 +87,7 @@ class Stock(CallSystem):
         init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
         self.rpc_sync = rpc.rpc_sync
         self.rpc_async = rpc.rpc_async
+        self.owned = owned_by_stock
         self.remote = rpc.remote
         self.autograd = torch.distributed.autograd
         self.optimizer = DistributedOptimizer
@@ -113,6 +118,7 @@ class Farcall(CallSystem):
         farcall.init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
         self.rpc_sync = farcall.rpc_sync
         self.rpc_async = farcall.rpc_async
+        self.owned = owned_by_farcall
         self.remote = farcall.remote
         self.autograd = farcall.autograd
         self.optimizer = farcall.optim.DistributedOptimizer

@@ -88,6 +88,15 @@ def rate(in_flight: int) -> Measure:
     return measure
 
 
+def throughput(count: int) -> Measure:
+    """Things per second of an operation that does ``count`` of them."""
+
+    def measure(operation: Operation, budget_s: float) -> Statistics:
+        return {"rate": count / (percentile(sample_ns(operation, budget_s), 0.5) / 1e9)}
+
+    return measure
+
+
 def count_once(operation: Operation, budget_s: float) -> Statistics:
     """The number that the operation returns: for what is counted, not timed."""
     return {"count": float(operation())}

@@ -99,6 +99,9 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("256 MiB that live in a segment", "send 256 MiB in a segment", "p50", 20),
     better_than_stock("no-op p50 over TCP", "no-op over TCP", "p50", 4),
     better_than_stock("256 MiB sent over TCP", "send 256 MiB over TCP", "p50", 1.5),
+    better_than_stock("remote, to_here p50", "remote, to_here", "p50", 5),
+    better_than_stock("method of a reference p50", "method of a reference", "p50", 5),
+    better_than_stock("references made and dropped", "create and drop", "rate", 5),
     better_than_stock("ahead of Pyro5 (145 us where stock took 440)", "no-op", "p50", 440 / 145),
     better_than_stock(
         "ahead of moolib (10,500 calls/s where stock made 3,800)", "no-op, 64 in flight", "rate", 10.5 / 3.8

@@ -1,0 +1,353 @@
+"""The writing half of a link: bytes out of many threads, in order, without a hop.
+
+Owns the write lock, what is queued and what the kernel did not take. Knows nothing of what frames mean.
+
+- Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
+  Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
+- A frame with large pieces is written by its own thread, piece by piece, under the lock, until the kernel has all of
+  it: no copy is made, and the caller may change its tensors as soon as the call returns. That is also the
+  back-pressure.
+- What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
+  ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
+- An error of the transport breaks the link: ``on_error`` is told, and gives the error to raise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from farcall.errors import PeerDead, RpcTimeout
+from farcall.protocol.frames import Piece
+from farcall.runtime import shield
+from farcall.runtime.loop import NEVER, Loop
+from farcall.runtime.role import abdicate, role
+from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
+
+
+class Outgoing:
+    """What one link has to send."""
+
+    __slots__ = (
+        "_backlog_limit",
+        "_blocked",
+        "_closed",
+        "_descriptor",
+        "_full",
+        "_loop",
+        "_name",
+        "_on_error",
+        "_outbox",
+        "_queued_bytes",
+        "_transport",
+        "_unsent",
+        "_waiting",
+        "_write_lock",
+        "bytes_sent",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        loop: Loop,
+        backlog_limit_bytes: int,
+        on_error: Callable[[Exception | None], PeerDead],
+    ) -> None:
+        """``on_error(None)`` gives the error for what is sent after the end."""
+        self.bytes_sent = 0
+        self._name = name
+        self._transport = transport
+        self._descriptor = transport.fileno()
+        self._loop = loop
+        self._backlog_limit = backlog_limit_bytes
+        self._on_error = on_error
+        self._closed = False
+        self._outbox: deque[bytes] = deque()
+        self._unsent: deque[memoryview] = deque()
+        self._blocked = False  # the I/O thread is to write what the kernel did not take
+        self._full = False  # the kernel takes no more at the moment, whoever writes
+        self._queued_bytes = 0
+        self._write_lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+
+    def send(self, data: bytes, deadline: float = NEVER, more: bool = False, urgent: bool = False) -> None:
+        """Send one small frame.
+
+        ``more``: another one follows at once from this thread; it, or ``flush``, sends both.
+        ``urgent``: never wait for room (control messages).
+        """
+        if self._closed:
+            raise self._on_error(None)
+        self._outbox.append(data)
+        if not more:
+            self.flush()
+            if self._full and not urgent:
+                self._wait_for_room(len(data), deadline)
+
+    def flush(self) -> None:
+        """Send what is in the outbox; never waits."""
+        mine = shield.of_thread()
+        mine.depth += 1
+        try:
+            while self._outbox and not self._blocked:
+                if not self._write_lock.acquire(False):
+                    return  # the holder looks at the outbox again after it let go
+                try:
+                    self._drain()
+                finally:
+                    self._write_lock.release()
+        finally:
+            mine.depth -= 1
+            if mine.held is not None:
+                shield.deliver()
+
+    def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER) -> None:
+        """Send one frame of large pieces, waiting until the kernel has all of it."""
+        mine = [memoryview(piece) for piece in pieces if len(piece)]
+        self._lock_for_writing(deadline)
+        try:
+            self._unsent.extend(map(memoryview, self._take_outbox()))
+            self._unsent.extend(mine)
+            try:
+                if not self._write_out(deadline):
+                    raise RpcTimeout(f"{self._name} did not take a message of {_size(mine)} bytes in time")
+            except BaseException:
+                self._take_back(mine)
+                raise
+        finally:
+            self._unlock_after_writing()
+
+    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float) -> None:
+        """Send one small frame and, with its first byte, a descriptor."""
+        self._lock_for_writing(deadline)
+        try:
+            self._unsent.extend(map(memoryview, self._take_outbox()))
+            taken = 0
+            while not taken and self._write_out(deadline):
+                taken = self._transport.send((data,), (descriptor,))
+                self.bytes_sent += taken
+                if 0 < taken < len(data):
+                    self._unsent.append(memoryview(data)[taken:])
+                if not taken:
+                    if monotonic() >= deadline:
+                        break
+                    self._wait_writable(WAIT_SLICE_S)
+            if not taken:
+                raise RpcTimeout(f"{self._name} took no bytes in time")
+        except TransportError as error:
+            raise self._on_error(error) from error
+        finally:
+            self._unlock_after_writing()
+
+    def _lock_for_writing(self, deadline: float) -> None:
+        """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
+        mine = shield.of_thread()
+        mine.depth += 1
+        try:
+            if not self._write_lock.acquire(False):
+                abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
+                while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
+                    if monotonic() >= deadline:
+                        raise RpcTimeout(f"{self._name} did not take the bytes queued before this message in time")
+                    shield.pause(mine)
+            if self._closed:
+                self._write_lock.release()
+                raise self._on_error(None)
+        except BaseException:
+            shield.leave()
+            raise
+        if self._blocked:
+            self._set_blocked(False)  # this thread goes on with what the I/O thread was to send
+
+    def _unlock_after_writing(self) -> None:
+        if self._unsent and not self._closed:
+            self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
+        else:
+            self._has_room()
+        self._write_lock.release()
+        self.flush()
+        shield.leave()
+
+    def _write_out(self, deadline: float) -> bool:
+        """Under the write lock: send all that is unsent, waiting for room. False: the deadline came first."""
+        try:
+            while self._unsent:
+                if not self._send_some():
+                    remaining = deadline - monotonic()
+                    if remaining <= 0:
+                        return False
+                    self._full = True  # who queues small frames meanwhile must not do so without bound
+                    self._wait_writable(min(WAIT_SLICE_S, remaining))
+        except TransportError as error:
+            raise self._on_error(error) from error
+        return True
+
+    def _wait_writable(self, timeout_s: float) -> None:
+        """Inside a shielded section: wait for the kernel; Ctrl-C may end this wait."""
+        abdicate()
+        mine = shield.of_thread()
+        depth, mine.depth = mine.depth, 0
+        try:
+            if mine.held is not None:
+                shield.deliver()
+            self._transport.wait_writable(timeout_s)
+        finally:
+            mine.depth = depth
+
+    def _take_back(self, mine: list[memoryview]) -> None:
+        """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread."""
+        if len(self._unsent) >= len(mine) and _size(self._unsent) >= _size(mine):
+            for _ in mine:
+                self._unsent.pop()
+
+    def _send_some(self) -> bool:
+        """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
+        unsent = self._unsent
+        taken = self._transport.send([unsent[index] for index in range(min(len(unsent), 64))])
+        self.bytes_sent += taken
+        if not taken:
+            return False
+        while unsent and taken >= len(unsent[0]):
+            taken -= len(unsent.popleft())
+        if taken:
+            unsent[0] = unsent[0][taken:]
+        return True
+
+    def _drain(self) -> None:
+        """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
+        try:
+            before = self.bytes_sent
+            fresh = False
+            while self._outbox or self._unsent:
+                if not self._unsent:
+                    fresh = True
+                    outbox = self._outbox
+                    data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
+                    taken = self._transport.send_bytes(data)
+                    self.bytes_sent += taken
+                    if taken == len(data):
+                        continue
+                    self._unsent.append(memoryview(data)[taken:])
+                if not self._send_some():
+                    self._set_blocked(True)
+                    self._count_queued(None if fresh else self.bytes_sent - before)
+                    return
+            if self._full:
+                self._has_room()
+        except TransportError as error:
+            self._on_error(error)
+
+    def _take_outbox(self) -> list[bytes]:
+        outbox = self._outbox
+        return [outbox.popleft() for _ in range(len(outbox))]
+
+    def _set_blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        if blocked:
+            self._full = True
+        if self._descriptor is not None:
+            self._loop.want_write(self._descriptor, blocked)
+
+    def _count_queued(self, sent_bytes: int | None) -> None:
+        """The kernel is full: how much is queued now, after ``sent_bytes`` of it went (None: count anew)."""
+        if sent_bytes is None:
+            self._queued_bytes = _size(self._unsent) + sum(map(len, tuple(self._outbox)))
+        else:
+            self._queued_bytes = max(0, self._queued_bytes - sent_bytes)
+        if self._queued_bytes <= self._backlog_limit:
+            self.wake_waiting()
+
+    def _has_room(self) -> None:
+        """Nothing waits for the kernel any more."""
+        if self._full:
+            self._full = False
+            self._queued_bytes = 0
+            self.wake_waiting()
+
+    def wake_waiting(self) -> None:
+        waiting = self._waiting
+        while waiting:
+            try:
+                waiting.popleft().release()
+            except IndexError:
+                return  # another thread was faster
+
+    def _wait_for_room(self, size_bytes: int, deadline: float) -> None:
+        """After a small frame was queued behind a full kernel: wait if too much is queued already."""
+        if self._loop.on_thread() or role.link is not None:
+            return  # readers never wait for room: the peer may be waiting for them to read
+        self._queued_bytes += size_bytes
+        self.wait_while(lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline)
+        if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
+            raise RpcTimeout(f"{self._name} does not read: {self._queued_bytes} bytes wait to be sent")
+
+    def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Sleep while ``condition`` holds, looking again at each ``wake_waiting``, until ``deadline`` at most.
+
+        Not a Condition: Ctrl-C in the middle of that would leave its lock behind.
+        """
+        mine = shield.of_thread()
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiting.append(gate)
+        while condition():  # after the line above: whoever changes it from now on opens the gate
+            remaining = deadline - monotonic()
+            if remaining <= 0:
+                return
+            depth, mine.depth = mine.depth, 0
+            try:
+                if mine.held is not None:
+                    shield.deliver()
+                opened = gate.acquire(True, _bounded(min(WAIT_SLICE_S, remaining)))
+            finally:
+                mine.depth = depth
+            if opened:
+                self._waiting.append(gate)
+
+    def write(self) -> None:
+        """On the I/O thread: the kernel has room again."""
+        if self._blocked and self._write_lock.acquire(False):
+            try:
+                # Unblocked first: who appends to the outbox from now on will try to flush.
+                self._set_blocked(False)
+                self._drain()
+            finally:
+                self._write_lock.release()
+            self.flush()
+
+    def end_sending(self, deadline: float) -> None:
+        """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
+        if self._write_lock.acquire(True, _bounded(deadline - monotonic())):
+            try:
+                self._unsent.extend(map(memoryview, self._take_outbox()))
+                if not self._closed and self._write_out(deadline):
+                    self._transport.end_sending()
+            except PeerDead:
+                pass  # it was faster
+            finally:
+                self._write_lock.release()
+
+    def close(self) -> None:
+        """Nothing is sent any more; whoever waits for room learns it."""
+        self._closed = True
+        self.wake_waiting()
+
+    def forget(self) -> None:
+        """After ``close``: drop what is queued, once nobody writes."""
+        with self._write_lock:
+            self._unsent.clear()
+            self._outbox.clear()
+
+
+def _bounded(seconds: float) -> float:
+    """Seconds as ``Lock.acquire`` wants them: -1 for no bound, never negative otherwise."""
+    if seconds == NEVER:
+        return -1
+    return min(max(0.0, seconds), threading.TIMEOUT_MAX)
+
+
+def _size(pieces: Sequence[memoryview] | deque[memoryview]) -> int:
+    return sum(len(piece) for piece in pieces)

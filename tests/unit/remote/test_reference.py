@@ -1,0 +1,314 @@
+"""References without sockets: values and those who wait for them, destructors, and what happens between two events."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from farcall.errors import ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.ids import ForkId, RefId, WorkerInfo
+from farcall.protocol.frames import REQUEST, RESPONSE
+from farcall.protocol.notes import Notes, encode_notes
+from farcall.protocol.references import Confirm, Fork, Register, Release
+from farcall.remote.owned import Owned
+from farcall.remote.proxy import Proxy
+from farcall.remote.reference import RRef
+from farcall.remote.references import RETRY_S, NodeReferences
+from farcall.runtime.calls import PendingCall
+from farcall.runtime.serving import StoredFailure
+from farcall.serialize import Annotated, encode, encode_failure
+
+ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "owner", "other")))
+
+
+class FakePeer:
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.sent: list[Any] = []
+        self.refuses: Exception | None = None
+
+    def control(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+class FakeCalls:
+    """A table of calls whose requests go nowhere."""
+
+    def __init__(self) -> None:
+        self.pending: dict[int, PendingCall] = {}
+        self.refuses: Exception | None = None
+
+    def send(self, call: PendingCall, *message: Any) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        call.call_id = len(self.pending) + 1
+        self.pending[call.call_id] = call
+
+    def claim(self, call_id: int) -> PendingCall | None:
+        return self.pending.pop(call_id, None)
+
+    def waiting(self) -> Any:
+        return nullcontext()
+
+
+class FakeNode:
+    """What the references of a node ask of it, in one thread and without time."""
+
+    def __init__(self) -> None:
+        self.info = ME
+        self.timeout_s = 60.0
+        self.membership = SimpleNamespace(
+            members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
+        )
+        self.server = SimpleNamespace(worker=ME)
+        self.calls = FakeCalls()
+        self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
+        self.tasks: list[Any] = []
+        self.executor = SimpleNamespace(submit=self.tasks.append)
+        self.attended: list[float] = []
+        self.hooks: dict[str, Callable[..., Any]] = {}
+
+    def peer(self, rank: int) -> FakePeer:
+        return self.peers[rank]
+
+    def other(self, rank: int) -> FakePeer | None:
+        return self.peers.get(rank)
+
+    def attend_by(self, when: float) -> None:
+        self.attended.append(when)
+
+    def on_control(self, kind: type[Any], handle: Callable[..., Any]) -> None:
+        self.hooks[kind.__name__] = handle
+
+    def on_peer_gone(self, hook: Callable[..., Any]) -> None:
+        self.hooks["gone"] = hook
+
+    def on_agreed(self, hook: Callable[..., Any]) -> None:
+        self.hooks["agreed"] = hook
+
+    def add_ticker(self, ticker: object) -> None: ...
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+@pytest.fixture
+def references(node: FakeNode) -> NodeReferences:
+    return NodeReferences(node)  # type: ignore[arg-type]
+
+
+def local(references: NodeReferences, value: Any) -> RRef[Any]:
+    rref: RRef[Any] = RRef.__new__(RRef)
+    references.own(rref, value)
+    return rref
+
+
+def create(references: NodeReferences, node: FakeNode, timeout_s: float = 60.0) -> RRef[Any]:
+    return references.create(node.peer(OWNER.id), print, b"f", b"", (), timeout_s)  # type: ignore[arg-type]
+
+
+def answer(node: FakeNode) -> None:
+    for call_id, call in list(node.calls.pending.items()):
+        node.calls.claim(call_id)
+        call.on_answer((RESPONSE, 0, call_id, b"", b"", b"", ()))
+
+
+# ---------------------------------------------------------------------- values
+
+
+def test_whoever_waits_for_a_value_is_woken_once() -> None:
+    owned = Owned()
+    woken: list[str] = []
+    owned.when_ready(lambda: woken.append("before"))
+    assert not owned.wait(0.0)
+    owned.resolve("value")
+    owned.when_ready(lambda: woken.append("after"))
+    assert woken == ["before", "after"]
+    assert owned.wait(0.0)
+    assert owned.get() == owned.get_to_send() == "value"
+
+
+def test_a_failed_value_raises_a_new_error_each_time() -> None:
+    owned = Owned()
+    try:
+        raise KeyError("why")
+    except KeyError as error:
+        owned.fail(encode_failure(error, "there"))
+    raised = []
+    for _ in range(2):
+        with pytest.raises(KeyError, match="why") as caught:
+            owned.get()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+    with pytest.raises(StoredFailure):
+        owned.get_to_send()
+
+
+# ---------------------------------------------------------------------- destructors
+
+
+def test_a_destructor_never_waits_for_the_lock(references: NodeReferences, node: FakeNode) -> None:
+    rref = local(references, "value")
+    holding, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with references._lock:
+            holding.set()
+            done.wait(10.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holding.wait(10.0)
+    del rref  # would hang here
+    assert len(references.released) == 1
+    assert node.attended, "nobody was asked to collect it"
+    done.set()
+    thread.join()
+    references.drop_all(0.0)
+    assert not references.snapshot()[0].owned
+
+
+def test_a_reference_that_was_never_made_dies_quietly(capsys: pytest.CaptureFixture[str]) -> None:
+    RRef.__new__(RRef)
+    gc.collect()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_value_that_may_run_code_dies_on_a_worker(references: NodeReferences, node: FakeNode) -> None:
+    for value in (1, object()):
+        rref = local(references, value)
+        del rref
+        references.drop_all(0.0)
+    assert len(node.tasks) == 1, "the integer needs no worker, the object does"
+
+
+# ---------------------------------------------------------------------- creations
+
+
+def test_a_creation_is_confirmed_by_its_answer_and_released_afterwards(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    rref = create(references, node)
+    assert not rref.confirmed_by_owner()
+    assert references.counts().pending_users == 1
+    answer(node)
+    assert rref.confirmed_by_owner()
+    fork = rref._fork
+    del rref
+    references.drop_all(0.0)
+    assert node.peer(OWNER.id).sent == [Release([(fork.ref, fork.fork_id)])]
+
+
+def test_a_creation_dropped_before_its_answer_is_released_after_it(references: NodeReferences, node: FakeNode) -> None:
+    create(references, node)
+    references.drop_all(0.0)
+    assert node.peer(OWNER.id).sent == []
+    answer(node)
+    references.tick(node.attended[-1])
+    assert [type(message) for message in node.peer(OWNER.id).sent] == [Release]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RpcTimeout("late"), RpcTimeout), (ReferenceLost("gone"), ReferenceLost)]
+)
+def test_a_creation_that_was_not_sent_surfaces_at_use(
+    references: NodeReferences, node: FakeNode, error: RpcError, raised: type[RpcError]
+) -> None:
+    node.calls.refuses = error
+    rref = create(references, node)
+    other: Any = node.peer(OTHER.id)
+    for use in (rref.to_here, rref.rpc_sync().anything, lambda: references.fork(rref, other)):
+        with pytest.raises(raised, match="RRef creation"):
+            use()
+
+
+def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    rref = create(references, node)
+    creation = rref._creation
+    assert creation is not None
+    failed: list[RpcError] = []
+    waiting: Any = SimpleNamespace(call_id=0, on_failure=failed.append)
+    creation.attach(waiting)
+    node.calls.claim(creation.call_id)
+    creation.on_failure(RpcTimeout("late"))
+    assert failed == []
+    node.calls.send(waiting)  # it gets its number only now
+    assert references.tick(100.0) != 100.0 + RETRY_S
+    assert [type(error) for error in failed] == [RpcTimeout]
+
+
+# ---------------------------------------------------------------------- messages with notes
+
+
+def message(kind: int, *forks: Fork) -> Any:
+    return (kind, 0, 1, b"f", encode_notes(Notes(list(forks))), b"", ())
+
+
+def test_forks_of_a_message_that_nobody_reads_are_released(references: NodeReferences, node: FakeNode) -> None:
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
+    noted = references.read_notes(node.peer(OWNER.id), message(RESPONSE, fork))  # type: ignore[arg-type]
+    assert noted is not None
+    assert isinstance(noted[6], Annotated)
+    assert references.counts().users == 1
+    del noted
+    references.drop_all(0.0)
+    assert node.peer(OWNER.id).sent == [Release([(fork.ref, fork.fork_id)])]
+
+
+def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: NodeReferences, node: FakeNode) -> None:
+    owner = node.peers.pop(OWNER.id)
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
+    noted = references.read_notes(node.peer(OTHER.id), message(REQUEST, fork))  # type: ignore[arg-type]
+    assert references.tick(1.0) == 1.0 + RETRY_S
+    assert owner.sent == []
+    node.peers[OWNER.id] = owner
+    references.tick(2.0)
+    assert owner.sent == [Register([fork])]
+    node.hooks["Confirm"](owner, Confirm([(fork.ref, fork.fork_id)]))
+    assert noted is not None
+    assert isinstance(noted[6], Annotated)
+    assert noted[6].notes[0].confirmed_by_owner()
+
+
+def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
+    with pytest.raises(SerializationError, match="can only be sent as part of a call"):
+        encode([local(references, 1)])
+    assert references.counts().forks == 0
+
+
+def test_a_use_of_a_dead_owners_reference_says_so(references: NodeReferences, node: FakeNode) -> None:
+    rref = create(references, node)
+    answer(node)
+    node.hooks["gone"](OWNER)
+    for use in (rref.to_here, rref.rpc_sync().anything, rref.remote().anything):
+        with pytest.raises(ReferenceLost, match="owner"):
+            use()
+    assert references.counts().users == 0
+
+
+# ---------------------------------------------------------------------- looks
+
+
+def test_a_proxy_takes_any_name_and_has_none_of_its_own() -> None:
+    called: list[Any] = []
+    proxy = Proxy(lambda *args, **kwargs: called.append((args, kwargs)), "rref", 3.0)  # type: ignore[arg-type]
+    proxy.call(1, name=2)
+    proxy.__next__()
+    assert called == [(("rref", "call", 3.0, 1), {"name": 2}), (("rref", "__next__", 3.0), {})]
+
+
+def test_the_origin_is_recorded_only_when_asked(references: NodeReferences, node: FakeNode) -> None:
+    assert create(references, node).origin == ""
+    references.traced = True
+    assert __file__ in create(references, node).origin
+    assert __file__ in local(references, 1).origin
