@@ -19,7 +19,7 @@ import torch
 from farcall.errors import NotInitialized, RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
-from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
+from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
 from farcall.remote.future import Future
 from farcall.remote.gather import gather
 from farcall.remote.node import Node
@@ -227,7 +227,7 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 def _set_rpc_timeout(seconds: float) -> None:
     """Change the default timeout of this process's calls."""
-    current_node().timeout_s = float(seconds)
+    current_node().timeout_s = check_timeout(float(seconds))
 
 
 def get_rpc_timeout() -> float:

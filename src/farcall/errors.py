@@ -133,7 +133,11 @@ class HandshakeRefused(NetworkError, ConnectionError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """The answer did not come within the call's timeout."""
+    """The answer did not come within the call's timeout; ``delivery`` says whether the call was sent at all."""
+
+    def __init__(self, message: str = "", delivery: Delivery = Delivery.UNKNOWN) -> None:
+        super().__init__(message)
+        self.delivery = delivery
 
 
 class ReferenceLeak(RpcError):

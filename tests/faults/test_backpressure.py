@@ -54,9 +54,10 @@ most_seen: list[int] = [0]
 
 def flood() -> None:
     for _ in range(20_000):  # 1.2 GB, if nobody stopped it
+        started = time.monotonic()
         future = farcall.rpc_async("w1", swallow, (BLOB,), timeout=1.0)
         most_seen.append(queued_bytes())
-        if future.done():
+        if time.monotonic() - started > 0.9:
             future.wait()  # it had to wait for room, and that took too long
 
 
@@ -84,6 +85,11 @@ def flood_a_frozen_one(rank: int, port: int, transports: tuple[str, ...], with_p
             flood()
         most_queued = max(most_seen)
         took = time.monotonic() - started
+        queued = queued_bytes()
+        for _ in range(50):
+            with pytest.raises((RpcTimeout, RuntimeError)):
+                farcall.rpc_async("w1", swallow, (BLOB,), timeout=0.005).wait()
+        assert queued_bytes() == queued  # what was given up leaves nothing behind
         grown = memory_bytes() - before
         os.kill(victim, signal.SIGCONT)
         if with_pieces:

@@ -166,7 +166,8 @@ class SegmentMap:
         if lease is None or lease.holder != (segment_id, offset, size):
             return None
         given = GivenBack(self, lease, segment_id, offset)
-        self._returning[id(lease)] = given
+        if self._returning.setdefault(id(lease), given) is not given:
+            return None  # another answer is about to send it back: this one's own view keeps the block alive
         del buffer
         # If nobody else uses the block, this assignment ends its last use: _on_death runs before the next line.
         buffers[index] = segment.view[offset : offset + size]

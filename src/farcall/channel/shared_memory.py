@@ -207,6 +207,21 @@ class SegmentPool:
             segment.offered_to.add(peer)
             return Offer(segment_id, segment.descriptor, segment.size)
 
+    def withdraw_offer(self, segment_id: int, peer: Hashable) -> None:
+        """An offer was not sent after all."""
+        with self._lock:
+            segment = self._segments.get(segment_id)
+            if segment is not None:
+                segment.offered_to.discard(peer)
+
+    def take_retired(self) -> list[tuple[int, list[Hashable]]]:
+        """Segments given up since the last look, and the peers to tell; cheap if there are none."""
+        if not self._retired:
+            return []
+        with self._lock:
+            retired, self._retired = self._retired, []
+            return retired
+
     def trim(
         self, now: float, idle_s: float = 10.0, keep_bytes: int = SEGMENT_BYTES
     ) -> list[tuple[int, list[Hashable]]]:

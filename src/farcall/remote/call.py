@@ -33,7 +33,7 @@ def call_sync(
     """Call ``func`` on ``to`` and return its result."""
     peer = node.peer(to)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
-    call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+    call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
     try:
         node.calls.exchange(call, function, notes, payload, buffers)
@@ -61,7 +61,9 @@ def call_async(
     """
     peer = node.peer(to)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
-    future: Future[Any] = Future(node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+    future: Future[Any] = Future(
+        node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    )
     try:
         notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
         node.calls.send(future, function, notes, payload, buffers)
@@ -74,11 +76,24 @@ def call_async(
     return future
 
 
+def check_timeout(seconds: float) -> float:
+    """``seconds``, if a call may take so long; 0 means without limit."""
+    if not seconds >= 0:
+        raise ValueError(f"timeout must be a number of seconds, at least 0 (0: no limit), not {seconds!r}")
+    return seconds
+
+
 def encode_request(
     peer: Peer, func: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[bytes, bytes, Sequence[memoryview]]:
     """The function segment, payload and buffers of a request."""
+    if args.__class__ is not tuple and args is not None and not isinstance(args, list | tuple):
+        raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}: for one argument write args=(x,)")
+    if kwargs.__class__ is not dict and kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
     function = encode_function(func) or b""
+    if not function and not callable(func):
+        raise TypeError(f"func must be callable, not {type(func).__name__}")
     if function and not args and not kwargs:
         return function, b"", ()
     arguments = tuple(args or ())

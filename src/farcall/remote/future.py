@@ -1,9 +1,9 @@
 """The future that `rpc_async` returns: torch's own, plus ``await`` and a wait that reads the answer itself.
 
 Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
-that Python callbacks were attached to is completed by a worker thread, and only one without is
-completed by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they
-run on the reader, which hands its role over if one of them blocks in a call.)
+that Python callbacks were attached to is completed by a worker thread, and only one without is completed by the reader
+at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the reader, under
+the watch of `inline.py`.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from farcall.remote.answer import read_answer
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING
 
@@ -66,8 +67,9 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
-        self._has_callbacks = True
-        return super().then(_in_present_context(callback))
+        derived: DerivedFuture[S] = DerivedFuture()
+        self.add_done_callback(derived.completing(callback))
+        return derived
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
@@ -98,6 +100,7 @@ class Future(torch.futures.Future[T], PendingCall):
             self._frame = frame
             self._node.executor.submit(_Completion(self))
         else:
+            self.peer.watch()  # unpickling, and chains that torch makes in C++, are the user's code, too
             self.complete(frame)
 
     def complete(self, frame: Arrived) -> None:
@@ -127,10 +130,39 @@ class Future(torch.futures.Future[T], PendingCall):
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""
         self.arrived = True
-        if self._has_callbacks:
-            self._node.executor.submit(_Completion(self, error))
-        else:
-            self.fail(error)
+        self._node.executor.submit(_Completion(self, error))
+
+
+class DerivedFuture(torch.futures.Future[T]):
+    """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
+
+    def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
+        """A callback that completes this future with what ``callback`` returns or raises."""
+
+        def run(done: Any) -> None:
+            try:
+                value = callback(done)
+            except BaseException as error:
+                self.set_exception(error)  # type: ignore[arg-type]
+            else:
+                self.set_result(value)
+
+        return run
+
+    def wait(self) -> T:
+        """Block until it is done; return its result or raise its error."""
+        if not self.done():
+            finished = Gate()
+            super().add_done_callback(lambda _: finished.open())
+            abdicate()
+            finished.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """A future of ``callback(self)``."""
+        derived: DerivedFuture[S] = DerivedFuture()
+        self.add_done_callback(derived.completing(callback))
+        return derived
 
 
 def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:

@@ -25,7 +25,7 @@ from farcall.protocol.frames import Arrived
 from farcall.protocol.references import Fork
 from farcall.remote import proxy
 from farcall.remote.answer import read_answer
-from farcall.remote.call import UNSET_TIMEOUT
+from farcall.remote.call import UNSET_TIMEOUT, check_timeout
 from farcall.remote.creation import Creation
 from farcall.remote.future import Future
 from farcall.remote.owned import Owned
@@ -273,7 +273,7 @@ class RRef(Generic[T]):
         """Call a function of `owner.py` at the owner: the hot path."""
         node = self._references.node
         peer = self._peer()
-        call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s)
+        call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
         notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):
@@ -308,7 +308,9 @@ class RRef(Generic[T]):
         """The same, without waiting for the answer."""
         node = self._references.node
         peer = self._peer()
-        future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s, self)
+        future = _Answer(
+            node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), self
+        )
         notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):

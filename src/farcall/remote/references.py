@@ -29,7 +29,7 @@ from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import KEEP, decode_notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
-from farcall.remote.call import UNSET_TIMEOUT, encode_request
+from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
 from farcall.remote.owned import Owned, TypeTold, dispose
 from farcall.remote.parting import Parting
@@ -115,13 +115,13 @@ class NodeReferences:
         keeps: object = None,
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result."""
+        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         origin = _origin() if self.traced else ""
         with self._lock:
             fork = self._machine.create(member_of(peer.info))
         owned: Owned | None = None
         if fork.owner == self._machine.me:
             owned = self._values[fork.ref] = Owned(origin)
-        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
         creation = Creation(self, fork, peer, what, timeout_s, keeps)
         rref = RRef._of(self, fork, owned, creation, origin)
         try:

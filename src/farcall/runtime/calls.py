@@ -129,6 +129,7 @@ class CallTable:
             self._next_deadline = min(self._next_deadline, nearest)
         for call in overdue:
             if self.claim(call.call_id) is not None:
+                call.peer.cancel(call.call_id)
                 call.on_failure(self.timed_out(call))
         return nearest
 
@@ -172,6 +173,7 @@ class CallTable:
             # Python function: another Ctrl-C may come.
             self._pending.pop(call.call_id, None)
             self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+            peer.cancel(call.call_id)
             raise
         finally:
             if worker is not None:

@@ -12,7 +12,7 @@ Thread rules
   worker for what is left. A wrong guess costs TICK_S at most: the I/O thread looks in (``tick``).
 - The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
   and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
-  anything (functions that block in ways we cannot see), one thread is added at each look.
+  or computed anything (functions that block in ways we cannot see), one thread is added, up to MOST_EXTRA_THREADS.
 - Workers beyond ``size`` end after they were idle for IDLE_END_S.
 
 A worker is in one of these states:
@@ -31,7 +31,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, process_time
 from typing import Protocol
 
 from farcall.runtime.loop import NEVER
@@ -41,6 +41,7 @@ logger = logging.getLogger("farcall")
 TICK_S = 0.002
 STALLED_S = 0.05
 IDLE_END_S = 10.0
+MOST_EXTRA_THREADS = 1000
 
 
 class Task(Protocol):
@@ -97,6 +98,7 @@ class Executor:
         self._stopping = False
         self._seen_finished = -1
         self._seen_at = 0.0
+        self._seen_used_s = 0.0
         self._local = threading.local()
 
     @property
@@ -190,11 +192,17 @@ class Executor:
         if self._finished != self._seen_finished:
             self._seen_finished = self._finished
             self._seen_at = now
+            self._seen_used_s = process_time()
         elif now - self._seen_at >= STALLED_S:
-            # Nothing has ended for a while: every thread may be blocked in a way that we cannot see.
+            # Nothing has ended for a while. If nothing is computed either, every thread may be blocked in a way that we
+            # cannot see.
+            used_s = process_time() - self._seen_used_s
+            computing = used_s > 0.5 * (now - self._seen_at)
             self._seen_at = now
+            self._seen_used_s += used_s
             with self._lock:
-                if not self._idle and not self._stopping:
+                room = len(self._workers) < self._size + MOST_EXTRA_THREADS
+                if not self._idle and not self._stopping and not computing and room:
                     self._spawn()
         self._rouse()
         return now + TICK_S

@@ -1,17 +1,17 @@
-"""Quick functions run on the I/O thread itself, under a watch that takes the role away from it if one is slow after
-all.
+"""Quick functions run by the thread that reads, under a watch that takes the role away from it if one is slow.
 
 A hop to a worker thread costs more than most functions that take microseconds. So a request whose function was quick
-when it last ran is run by the thread that read it. The rule that control messages never wait for user code still
-holds: a standby thread looks in every LOOK_S, and when a function has run for longer than that, a fresh thread
-becomes the I/O thread. The old one finishes its function, answers, and ends.
+when it last ran is run by the I/O thread itself, and an answer without Python callbacks is unpickled, and its future
+completed, by the thread that read it. The rule that control messages never wait for user code still holds: a standby
+thread looks in every LOOK_S, and when a reader has been busy with one thing for longer than that, another thread reads
+on. The old one finishes what it does, and is a reader no more.
 
-Who owns the role while a function runs is decided by a ticket, a list with one item: popping it is atomic.
+Who owns the role is decided by a ticket, a list with one item: popping it is atomic.
 
-    popped by                                 then
-    the running thread, function returned     it goes on as the I/O thread
-    the standby thread, function too slow     the link it was reading is freed, a fresh thread is the I/O thread
-    the running thread, about to wait         the same (`abdicate`), by itself
+    popped by                               then
+    the reader, done with its frames        it goes on
+    the standby thread, reader too slow     the link is freed; for an I/O thread a fresh one takes its place
+    the reader, about to wait               the same (`abdicate`), by itself
 """
 
 from __future__ import annotations
@@ -25,16 +25,22 @@ logger = logging.getLogger("farcall")
 
 LOOK_S = 0.005
 _LOOKS_BEFORE_SLEEP = 40
+_get_ident = threading.get_ident
 
 
 class Role(Protocol):
-    """What is taken away from a thread whose function is slow."""
+    """What is taken away from a thread that is busy for too long."""
 
     def pass_on(self) -> None:
         """Let another thread read on. Called by the standby thread."""
 
 
-Ticket = list[Role]
+class Ticket(list[Role]):
+    """The right to a role, and since when its owner is busy with one thing."""
+
+    __slots__ = ("since",)
+
+    since: float
 
 
 def claim(ticket: Ticket) -> bool:
@@ -47,11 +53,11 @@ def claim(ticket: Ticket) -> bool:
 
 
 class Standby:
-    """The watch over one I/O thread. Its own thread is started at first use and sleeps while nothing runs."""
+    """The watch over the readers of one node. Its thread is started at first use and sleeps while nothing runs."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: tuple[Ticket, float] | None = None
+        self._running: dict[int, Ticket] = {}  # by thread
         self._wake = threading.Lock()
         self._wake.acquire()
         self._asleep = True
@@ -59,19 +65,23 @@ class Standby:
         self._thread: threading.Thread | None = None
 
     def begin(self, role: Role) -> Ticket:
-        """A function begins to run on the I/O thread."""
-        ticket = [role]
-        self._running = (ticket, monotonic())
+        """The calling thread, a reader, begins something that may take long."""
+        ticket = Ticket((role,))
+        ticket.since = monotonic()
+        self._running[_get_ident()] = ticket
         if self._asleep:
             self._rouse()
         return ticket
 
     def end(self, ticket: Ticket) -> bool:
-        """The function returned. False: the role was taken away meanwhile."""
-        if not claim(ticket):
-            return False  # and by now _running may be that of the thread that took over
-        self._running = None
-        return True
+        """It is done. False: the role was taken away meanwhile."""
+        if self._running.get(_get_ident()) is ticket:
+            self.forget()
+        return claim(ticket)
+
+    def forget(self) -> None:
+        """The calling thread is no reader any more."""
+        self._running.pop(_get_ident(), None)
 
     def _rouse(self) -> None:
         self._asleep = False
@@ -90,34 +100,31 @@ class Standby:
     def _watch(self) -> None:
         quiet = 0
         while not self._ended:
-            running = self._running
-            if running is None:
-                quiet += 1
-                if quiet > _LOOKS_BEFORE_SLEEP:
-                    quiet = 0
-                    # begin() sets _running before it looks at _asleep, so one of the two sees the other.
-                    self._asleep = True
-                    if self._running is None:
-                        self._wake.acquire()
-                        continue
-                    self._asleep = False
-            else:
-                quiet = 0
-                ticket, since = running
-                if monotonic() - since > LOOK_S and ticket:
+            watched = [ticket for ticket in list(self._running.values()) if ticket]
+            now = monotonic()
+            for ticket in watched:
+                if now - ticket.since > LOOK_S:
                     self._take_over(ticket)
+            quiet = 0 if watched else quiet + 1
+            if quiet > _LOOKS_BEFORE_SLEEP:
+                quiet = 0
+                # begin() sets _running before it looks at _asleep, so one of the two sees the other.
+                self._asleep = True
+                if not any(self._running.values()):
+                    self._wake.acquire()
+                    continue
+                self._asleep = False
             self._wake.acquire(True, LOOK_S)
 
     def _take_over(self, ticket: Ticket) -> None:
         try:
             role = ticket.pop()
         except IndexError:
-            return  # it returned this moment
-        self._running = None  # before anybody else can be the I/O thread
+            return  # it is done this moment
         try:
             role.pass_on()
         except Exception:
-            logger.exception("the I/O role could not be passed on; please report this")
+            logger.exception("the role of a reader could not be passed on; please report this")
 
     def stop(self) -> None:
         """End the thread."""

@@ -220,13 +220,29 @@ class Link:
         return self._deliver()
 
     def _deliver(self) -> bool:
-        """Hand out the decoded frames. False: this thread gave up reading meanwhile."""
+        """Hand out the decoded frames. False: this thread is not the reader any more."""
         frames = self._frames
         while frames:
             self._on_frame(frames.popleft())
             if role.link is not self:
+                self._loop.standby.forget()
                 return False
+            ticket = role.ticket
+            if ticket is not None and not ticket:
+                return self._retire()
+        ticket = role.ticket
+        if ticket is not None:
+            role.ticket = None
+            if not self._loop.standby.end(ticket):
+                return self._retire()
         return True
+
+    def _retire(self) -> bool:
+        """Another thread reads on: this one must not touch the link any more, nor go on as the I/O thread."""
+        role.link = role.ticket = None
+        self._loop.standby.forget()
+        self._loop.retire()
+        return False
 
     def end_reading(self) -> None:
         """Give up the role of the reader, if the calling thread has it."""
@@ -244,27 +260,34 @@ class Link:
         """Is the caller the I/O thread?"""
         return self._loop.on_thread()
 
-    def run_inline(self, task: Task) -> bool:
-        """On the I/O thread, while it delivers a frame of this link: run a task that is expected to be quick.
+    def watch(self) -> None:
+        """The reader is about to do something that may take long: if it does, another thread reads on."""
+        ticket = role.ticket
+        if ticket is None:
+            role.ticket = self._loop.standby.begin(self)
+        else:
+            ticket.since = monotonic()
 
-        False: it was not, and another thread is the I/O thread now.
+    def run_inline(self, task: Task) -> bool:
+        """As the reader, while it delivers a frame of this link: run a task that is expected to be quick.
+
+        False: it was not, and another thread reads on.
         """
-        role.ticket = ticket = self._loop.standby.begin(self)
-        try:
-            task.run(bool(self._frames))
-        finally:
-            kept = self._loop.standby.end(ticket)
-            role.ticket = None
-            if not kept:
-                role.link = None  # another thread reads on: do not touch the link any more
-        return kept
+        self.watch()
+        ticket = role.ticket
+        task.run(bool(self._frames))
+        return bool(ticket)
 
     def pass_on(self) -> None:
-        """The I/O thread is stuck in a function that runs inline: another one reads on. By the standby thread."""
+        """The reader is stuck in user code: another thread reads on. Called by the standby thread."""
+        was_helping, self._silenced = self._silenced, False
+        if was_helping and self._descriptor is not None and self._broken is None:
+            self._loop.listen(self._descriptor)
         self._read_lock.release()
         if self._frames:
             self._loop.call_soon(self._read)
-        self._loop.hand_over()
+        if not was_helping:
+            self._loop.hand_over()
 
     # ------------------------------------------------------------------ ending
 

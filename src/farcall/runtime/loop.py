@@ -163,10 +163,16 @@ class Loop:
 
     def hand_over(self) -> None:
         """Let a fresh thread be the I/O thread from now on; the old one ends when it comes back to the loop."""
+        self.retire()
         self._former = [thread for thread in self._former if thread.is_alive()] + [self._thread]
         self._ident = 0
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
+
+    def retire(self) -> None:
+        """The calling thread is not the I/O thread any more, even if its successor has not been named yet."""
+        if getattr(_io, "loop", None) is self:
+            _io.loop = None
 
     def add_ticker(self, ticker: Ticker) -> None:
         """Ask ``ticker`` from now on, and once at the beginning."""
@@ -272,11 +278,10 @@ class Loop:
         self._close()
 
     def _run(self) -> None:
-        me = threading.current_thread()
         self._ident = _get_ident()
         _io.loop = self
         self.on_thread_start()
-        while self._running and self._thread is me:
+        while self._running and _io.loop is self:
             now = monotonic()
             if now >= self._next_wake:
                 # First infinity, then the scan: whoever names a nearer time in between also wakes us (attend_by),
@@ -287,7 +292,7 @@ class Loop:
                     wake_at = min(wake_at, self._guarded(ticker.tick, now, NEVER))
                 if wake_at < self._next_wake:
                     self._next_wake = wake_at
-                if self._thread is not me:
+                if _io.loop is not self:
                     return  # a ticker's callback blocked, and handed over
             others_work = False
             try:
@@ -310,9 +315,9 @@ class Loop:
                         handler(events)
                     except Exception:
                         logger.exception("an I/O handler failed; please report this")
-                    if self._thread is not me:
+                    if _io.loop is not self:
                         return  # handed over: what else the poller said, it says again to the new thread
-            while self._soon and self._thread is me:
+            while self._soon and _io.loop is self:
                 function = self._soon.popleft()
                 self._guarded(lambda _: function(), None, None)  # noqa: B023 - run at once
 

@@ -470,7 +470,10 @@ class Node:
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:
         """The member called ``to``, by name, rank or WorkerInfo."""
-        peer = self._peers.get(to.name if isinstance(to, WorkerInfo) else to)
+        try:
+            peer = self._peers.get(to.name if isinstance(to, WorkerInfo) else to)
+        except TypeError:
+            peer = None  # unhashable: the error below says what is wanted
         if peer is None or self._state not in ("running", "leaving"):
             raise self._no_peer(to)
         return peer

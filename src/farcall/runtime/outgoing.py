@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from farcall.errors import PeerDead, RpcTimeout
+from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.protocol.frames import Piece
 from farcall.runtime import shield
 from farcall.runtime.loop import NEVER, Loop
@@ -81,11 +81,16 @@ class Outgoing:
         """
         if self._closed:
             raise self._on_error(None)
+        if self._full and not urgent:
+            self._wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
         self._outbox.append(data)
         if not more:
             self.flush()
-            if self._full and not urgent:
-                self._wait_for_room(len(data), deadline)
+
+    @property
+    def full(self) -> bool:
+        """Does the kernel take no more at the moment?"""
+        return self._full
 
     def flush(self) -> None:
         """Send what is in the outbox; never waits."""
@@ -114,8 +119,9 @@ class Outgoing:
             try:
                 if not self._write_out(deadline):
                     raise RpcTimeout(f"{self._name} did not take a message of {_size(mine)} bytes in time")
-            except BaseException:
-                self._take_back(mine)
+            except BaseException as error:
+                if self._take_back(mine) and isinstance(error, RpcTimeout):
+                    error.delivery = Delivery.NOT_SENT
                 raise
         finally:
             self._unlock_after_writing()
@@ -151,7 +157,9 @@ class Outgoing:
                 abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
                 while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
                     if monotonic() >= deadline:
-                        raise RpcTimeout(f"{self._name} did not take the bytes queued before this message in time")
+                        raise RpcTimeout(
+                            f"{self._name} did not take the bytes queued before this message in time", Delivery.NOT_SENT
+                        )
                     shield.pause(mine)
             if self._closed:
                 self._write_lock.release()
@@ -197,11 +205,17 @@ class Outgoing:
         finally:
             mine.depth = depth
 
-    def _take_back(self, mine: list[memoryview]) -> None:
-        """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread."""
+    def _take_back(self, mine: list[memoryview]) -> bool:
+        """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread.
+
+        That one needs a copy of what is left: the caller, told of a timeout, may change its tensors.
+        """
         if len(self._unsent) >= len(mine) and _size(self._unsent) >= _size(mine):
             for _ in mine:
                 self._unsent.pop()
+            return True
+        self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
+        return False
 
     def _send_some(self) -> bool:
         """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
@@ -233,6 +247,11 @@ class Outgoing:
                     self._unsent.append(memoryview(data)[taken:])
                 if not self._send_some():
                     self._set_blocked(True)
+                    # Without a poller that reports "writable" as long as it is true, room made before the line above
+                    # was reported to nobody: look once more.
+                    if self._descriptor is None and self._send_some():
+                        self._set_blocked(False)
+                        continue
                     self._count_queued(None if fresh else self.bytes_sent - before)
                     return
             if self._full:
@@ -276,13 +295,15 @@ class Outgoing:
                 return  # another thread was faster
 
     def _wait_for_room(self, size_bytes: int, deadline: float) -> None:
-        """After a small frame was queued behind a full kernel: wait if too much is queued already."""
-        if self._loop.on_thread() or role.link is not None:
-            return  # readers never wait for room: the peer may be waiting for them to read
+        """The kernel is full and a small frame is to be queued: wait if too much is queued already."""
+        # Readers never wait for room: the peer may be waiting for them to read.
+        if not self._loop.on_thread() and role.link is None:
+            self.wait_while(
+                lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline
+            )
+            if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
+                raise RpcTimeout(f"{self._name} does not read: {self._queued_bytes} bytes wait to be sent")
         self._queued_bytes += size_bytes
-        self.wait_while(lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline)
-        if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
-            raise RpcTimeout(f"{self._name} does not read: {self._queued_bytes} bytes wait to be sent")
 
     def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
         """Sleep while ``condition`` holds, looking again at each ``wake_waiting``, until ``deadline`` at most.

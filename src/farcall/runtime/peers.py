@@ -25,7 +25,7 @@ from farcall.channel.copying import copy_bytes
 from farcall.channel.interface import address_of
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool, SegmentRefused
-from farcall.errors import Delivery, RpcError
+from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import (
@@ -46,6 +46,7 @@ from farcall.runtime import shield
 from farcall.runtime.executor import Task
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
+from farcall.runtime.role import role
 
 logger = logging.getLogger("farcall")
 
@@ -91,6 +92,12 @@ class Peer:
     def run_inline(self, task: Task) -> bool | None:
         """Run ``task`` on the calling thread if that is the I/O thread (None: it is not); False: it was slow."""
         return None
+
+    def cancel(self, call_id: int) -> None:
+        """Nobody waits for the answer to this call any more: it need not begin."""
+
+    def watch(self) -> None:
+        """The thread that reads this peer's link is about to run what may take long."""
 
     @property
     def broken(self) -> bool:
@@ -158,7 +165,17 @@ class SelfPeer(Peer):
 class RemotePeer(Peer):
     """Another member, with its link and, on one host, the shared segments of both sides."""
 
-    __slots__ = ("_accepted", "_descriptors", "_pool", "_write_later", "incarnation", "leaving", "link", "segments")
+    __slots__ = (
+        "_accepted",
+        "_descriptors",
+        "_pool",
+        "_takes_segments",
+        "_write_later",
+        "incarnation",
+        "leaving",
+        "link",
+        "segments",
+    )
 
     def __init__(
         self,
@@ -176,6 +193,7 @@ class RemotePeer(Peer):
         self.segments = segments
         self.link: Link
         self._pool = pool
+        self._takes_segments = True
         self._accepted: set[int] = set()
         self._descriptors: deque[int] = deque()
 
@@ -197,14 +215,26 @@ class RemotePeer(Peer):
         if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
             data = encode_small(kind, flags, call_id, function, notes, payload)
         else:
-            placed = [self._place(buffers, index, deadline, kind == RESPONSE) for index in range(len(buffers))]
-            pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
-            if len(pieces) > 1:
-                self._send_pieces(pieces, deadline, kind == REQUEST)
-                if awaited is not None:
-                    self.link.help_until(awaited, deadline)
-                return
-            data = bytes(pieces[0])
+            if self.link.broken is not None:
+                raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
+            placed: list[memoryview | Ticket] = []
+            try:
+                for index in range(len(buffers)):
+                    placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
+                pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+                if len(pieces) > 1:
+                    self._send_pieces(pieces, deadline, kind == REQUEST)
+                elif awaited is None:
+                    self.link.outgoing.send(bytes(pieces[0]), deadline, more)
+                else:
+                    self.link.exchange(bytes(pieces[0]), awaited, deadline)
+            except (PeerDead, RpcTimeout) as error:
+                if error.delivery is Delivery.NOT_SENT:
+                    self._take_back(placed)
+                raise
+            if awaited is not None and len(pieces) > 1:
+                self.link.help_until(awaited, deadline)
+            return
         if awaited is not None:
             self.link.exchange(data, awaited, deadline)
         else:
@@ -224,6 +254,14 @@ class RemotePeer(Peer):
 
     def help_until(self, awaited: Awaited, deadline: float) -> None:
         self.link.help_until(awaited, deadline)
+
+    def cancel(self, call_id: int) -> None:
+        if not self.link.outgoing.full:  # who does not read is not helped by more to read
+            self.control(messages.CallCancelled(call_id))
+
+    def watch(self) -> None:
+        if role.link is self.link:
+            self.link.watch()
 
     def run_inline(self, task: Task) -> bool | None:
         return self.link.run_inline(task) if self.link.on_io_thread() else None
@@ -254,7 +292,7 @@ class RemotePeer(Peer):
     ) -> memoryview | Ticket:
         """A ticket for a buffer's bytes in a segment, or the buffer itself if it must go inline."""
         size = buffers[index].nbytes
-        if self._pool is None or size < SHARED_BYTES:
+        if self._pool is None or not self._takes_segments or size < SHARED_BYTES:
             return buffers[index]
         if may_give_back and self.segments is not None and isinstance(buffers, list):
             given = self.segments.give_back(buffers, index)
@@ -263,12 +301,18 @@ class RemotePeer(Peer):
                     given.gone()
                     return Ticket(size, given.segment_id | YOURS, given.offset)
                 # Others here still look at the block; until it is copied it must not go back.
-                ticket = self._copy_into_segment(buffers[index], deadline)
-                if not isinstance(ticket, Ticket):
-                    ticket = memoryview(bytearray(buffers[index]))
-                given.settled()
-                return ticket
+                try:
+                    placed = self._copy_into_segment(buffers[index], deadline)
+                    return placed if isinstance(placed, Ticket) else memoryview(bytearray(placed))
+                finally:
+                    given.settled()
         return self._copy_into_segment(buffers[index], deadline)
+
+    def _take_back(self, placed: Sequence[memoryview | Ticket]) -> None:
+        """A message was not sent: what was lent for it is free again."""
+        tickets = [ticket for ticket in placed if isinstance(ticket, Ticket) and not ticket.segment_id & YOURS]
+        if self._pool is not None and tickets:
+            self._pool.release_batch([(ticket.segment_id & ~SHARED, ticket.offset) for ticket in tickets], self)
 
     def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
         pool = self._pool
@@ -283,6 +327,10 @@ class RemotePeer(Peer):
         shield.enter()  # or Ctrl-C would leave a block behind that nobody frees
         try:
             block = pool.allocate(size)
+            for segment_id, holders in pool.take_retired():
+                for holder in holders:
+                    if isinstance(holder, RemotePeer):
+                        holder.retire(segment_id)
             if block is None:
                 return buffer
             try:
@@ -295,6 +343,8 @@ class RemotePeer(Peer):
                 return buffer
             copy_bytes(block.view, buffer)
             pool.hand_over(block, self)
+            if self.link.broken is not None:
+                pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
             return Ticket(size, block.segment_id, block.offset)
         finally:
             shield.leave()
@@ -314,9 +364,13 @@ class RemotePeer(Peer):
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
-        self.link.outgoing.send_with_descriptor(
-            encode_small(CONTROL, 0, 0, b"", b"", message), offer.descriptor, deadline
-        )
+        frame = encode_small(CONTROL, 0, 0, b"", b"", message)
+        try:
+            self.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline)
+        except RpcTimeout:
+            if self._pool is not None:
+                self._pool.withdraw_offer(offer.segment_id, self)  # to be offered again
+            raise
 
     def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
         """The peer has mapped a segment of ours."""
@@ -325,7 +379,7 @@ class RemotePeer(Peer):
     def on_segment_refused(self, message: messages.SegmentRefused) -> None:
         """The peer cannot map ours: everything goes inline from now on."""
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self.info.name, message.reason)
-        self._pool = None
+        self._takes_segments = False  # but it may still hold blocks of other segments
 
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
         """Map a segment of the peer's. On the I/O thread."""

@@ -50,6 +50,10 @@ logger = logging.getLogger("farcall")
 QUICK_S = 100e-6
 """A function that took less than this when it last ran is expected to be quick again."""
 
+PARDON_RUNS = 64
+MOST_PARDON_RUNS = 4096
+"""How often, times 4 for each ban, a function must be quick on a worker before it may run on the I/O thread again."""
+
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
 
@@ -92,7 +96,9 @@ class Server:
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
         self._active: dict[tuple[int, int], Request] = {}
-        self._waits: set[bytes] = set()  # functions that turned out slow, or made calls, on the I/O thread
+        # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
+        self._banned: dict[bytes, int] = {}
+        self._bans: dict[bytes, int] = {}
         self._corked: set[Peer] = set()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._event_thread: threading.Thread | None = None
@@ -120,14 +126,27 @@ class Server:
         self._active[peer.info.id, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
-        if self._quick.get(function) and function not in self._waits:
+        if self._quick.get(function) == 2 and function not in self._banned:
             kept = peer.run_inline(request)
             if kept is not None:
                 if not kept:
-                    self._waits.add(function)
+                    self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
         self._executor.submit(request)
+
+    def _ban(self, function: bytes) -> None:
+        """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
+        bans = self._bans[function] = min(self._bans.get(function, 0) + 1, 8)
+        self._banned[function] = min(PARDON_RUNS << (2 * bans), MOST_PARDON_RUNS)
+
+    def _was_quick(self, function: bytes) -> None:
+        """A banned function was quick on a worker."""
+        left = self._banned.get(function, 1) - 1
+        if left > 0:
+            self._banned[function] = left
+        else:
+            self._banned.pop(function, None)
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
@@ -246,6 +265,8 @@ class Request:
             if function:
                 if perf_counter() - started < QUICK_S:
                     server._quick[function] = 2
+                    if function in server._banned:
+                        server._was_quick(function)
                 else:  # once is forgiven: this thread may have been off its core, or collecting garbage
                     server._quick[function] = server._quick.get(function, 0) >> 1
             if recording is not None:
