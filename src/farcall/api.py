@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +75,8 @@ def init_rpc(
         world_size: number of members.
         rpc_backend_options: see `RpcBackendOptions`.
     """
+    if isinstance(backend, int) and not isinstance(backend, Enum):
+        raise TypeError(f"backend={backend!r} is a number: write rank={backend!r}")
     with _slot.lock:
         if _slot.node is not None:
             raise RpcError(

@@ -11,8 +11,9 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
+from farcall.channel.copying import copy_bytes
 from farcall.channel.segment import segments_work
-from farcall.channel.shared_memory import SegmentMap, SegmentPool, copy_in
+from farcall.channel.shared_memory import SegmentMap, SegmentPool
 from farcall.testing.transports import receive_exactly, send_all, wait_for_end
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, UnixTransport, dial_unix
@@ -87,7 +88,7 @@ def test_a_segment_crosses_once_and_its_blocks_many_times() -> None:
         block = pool.allocate(4 * MEBIBYTE)
         assert block is not None
         source = torch.full((MEBIBYTE // 2,), value, dtype=torch.int64)
-        copy_in(block, memoryview(source.numpy()))
+        copy_bytes(block.view, memoryview(source.numpy()))
         offer = pool.offer(block.segment_id, "peer")
         if offer is not None:
             assert value == 1

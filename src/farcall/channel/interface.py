@@ -15,18 +15,10 @@ import ctypes
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 #: Blocks start at multiples of this: a cache line, and more than any dtype needs.
 ALIGNMENT_BYTES = 64
-
-
-class Ticket(NamedTuple):
-    """Where a buffer's bytes are: in a segment of the sender that the receiver has mapped."""
-
-    segment_id: int
-    offset: int
-    size: int
 
 
 class SegmentRefused(ValueError):

@@ -26,9 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-from farcall.channel.copying import copy_bytes
 from farcall.channel.host import host_token
-from farcall.channel.interface import Lease, SegmentRefused, Ticket, leased, rounded_size
+from farcall.channel.interface import Lease, SegmentRefused, leased, rounded_size
 from farcall.channel.segment import PAGE_BYTES, Block, Segment
 from farcall.channel.segment_map import SegmentMap
 
@@ -38,8 +37,6 @@ __all__ = [
     "SegmentMap",
     "SegmentPool",
     "SegmentRefused",
-    "Ticket",
-    "copy_in",
     "host_token",
 ]
 
@@ -57,11 +54,6 @@ class Offer(NamedTuple):
     segment_id: int
     descriptor: int
     size: int
-
-
-def copy_in(block: Block, source: memoryview) -> None:
-    """Copy ``source`` into ``block``; large copies let other Python threads run."""
-    copy_bytes(block.view, source)
 
 
 class SegmentPool:

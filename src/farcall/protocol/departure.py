@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 STATUS_INTERVAL_S: Final = 5.0
+NOT_CALLED: Final = "has not called shutdown"
 ACKNOWLEDGE_GRACE_S: Final = 5.0  # the work is done by then: a hung member must not hold up the coordinator
 LOST_LINK_GRACE_S: Final = 30.0  # far longer than it takes a kernel to tell all peers of a process's end
 MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
@@ -400,7 +401,7 @@ class Departure:
         """As far as this node knows; None if the peer is ready."""
         report = self._reports.get(rank)
         if report is None or not report.entered:
-            return "has not called shutdown"
+            return NOT_CALLED
         if report.calls_in_flight:
             return _still_busy(report.calls_in_flight)
         unnoticed = [gone for gone in self._gone if gone not in report.gone]
@@ -411,7 +412,7 @@ class Departure:
     def _why_late(self, rank: int) -> str | None:
         if rank == self._my_rank:
             if self._state is DepartureState.WORKING:
-                return "has not called shutdown"
+                return NOT_CALLED
             return _still_busy(self._calls_in_flight) if self._calls_in_flight else None
         if why := self._why_not_ready(rank):
             return why

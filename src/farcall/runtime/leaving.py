@@ -34,6 +34,7 @@ class Leaving:
         local_state: LocalState,
         send: Callable[[int, DepartureMessage], None],
     ) -> None:
+        self._name = names[rank]
         self._machine = Departure(rank, names)
         self._loop = loop
         self._local_state = local_state
@@ -108,7 +109,10 @@ class Leaving:
                 case departure.Finished():
                     self._done.open()
                 case departure.LogWaiting(late, more):
-                    logger.warning("shutdown waits: %s", _named(late, more))
+                    # Workers that only serve call shutdown() first and wait for the others: nothing to warn of.
+                    serving = all(one.why == departure.NOT_CALLED for one in late)
+                    level = logging.INFO if serving else logging.WARNING
+                    logger.log(level, "%s: shutdown waits: %s", self._name, _named(late, more))
                 case departure.TimedOut(late, more):
                     self.late_names = tuple(one.name for one in late)
                     self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())

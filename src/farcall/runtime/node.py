@@ -29,6 +29,7 @@ from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefuse
 from farcall.errors import (
     Cancelled,
     Delivery,
+    InitError,
     MissingPeers,
     NotInitialized,
     PeerDead,
@@ -124,6 +125,8 @@ class Node:
         world_size: int | None = None,
         options: RpcBackendOptions | None = None,
     ) -> None:
+        if options is not None and not isinstance(options, RpcBackendOptions):
+            raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
         self.options = options or RpcBackendOptions()
         self.timeout_s = self.options.rpc_timeout
         self._name = check_worker_name(name)
@@ -279,7 +282,14 @@ class Node:
         same_host = bool(member.host_token) and member.host_token == host_token()
         ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
         ways.sort(key=lambda address: not address.startswith("unix:"))
-        return [way for way in ways if way.partition(":")[0] in (*self.options.allowed_transports, "memory")]
+        usable = [way for way in ways if way.partition(":")[0] in (*self.options.allowed_transports, "memory")]
+        if not usable:
+            raise InitError(
+                f"{self._name} may use {' and '.join(self.options.allowed_transports)} only, and {member.name} (rank "
+                f"{member.rank}) cannot be reached over that from here: give both the same transports (option "
+                "`transports`, FARCALL_TRANSPORTS)"
+            )
+        return usable
 
     def _why_not_admitted(self, peer: Identity) -> str | None:
         for member in self.membership.members:
@@ -563,7 +573,7 @@ class Node:
         peer.close()
         if peer.leaving:
             logger.info("%s: %s has left", self._name, peer.info.name)
-        elif self._state in ("running", "starting"):
+        elif self._state in ("running", "starting", "leaving"):
             logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
         how = "has left" if peer.leaving else f"is gone: {reason}"
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from farcall.errors import RpcError
+from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
 from farcall.runtime.executor import Executor
@@ -301,6 +301,9 @@ class Request:
         if type(error) is StoredFailure:
             payload, buffers = error.encoded
         else:
+            if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
+                # Ours, about a message, not the user's: the caller must learn whose side it is about.
+                error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)
         self._send(FAILURE, payload, buffers, False)
 

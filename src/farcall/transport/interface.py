@@ -8,9 +8,9 @@ threads.
 method             result                                  would block
 =================  ======================================  ==========================================
 ``send``           bytes taken, maybe fewer than offered   0
-``send_wait``      the same, after waiting a little        0, after at most ``timeout_s``
 ``receive_into``   bytes read; 0: the peer ended           None
-``receive_wait``   the same, after waiting a little        None, after at most ``timeout_s``
+``wait_readable``  True                                    False, after ``timeout_s``
+``wait_writable``  True                                    False, after ``timeout_s``
 =================  ======================================  ==========================================
 
 Operating-system errors are translated once, here: ``TransportClosed`` (this side did it) or
@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-#: A waiting call comes back at least this often, so that its caller can look at deadlines and signals.
+#: Who waits comes back at least this often, to look at deadlines and signals.
 WAIT_SLICE_S = 0.25
 
 #: The most descriptors one ``send`` may carry, and the most a peer may leave untaken before it is cut off.
@@ -78,19 +78,8 @@ class Transport(ABC):
         return self.send((data,))
 
     @abstractmethod
-    def send_wait(self, buffers: Sequence[Buffer], timeout_s: float) -> int:
-        """Like ``send``, but wait for room: up to ``timeout_s``, never much longer than ``WAIT_SLICE_S``."""
-
-    @abstractmethod
     def receive_into(self, view: memoryview) -> int | None:
         """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
-
-    @abstractmethod
-    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
-        """Like ``receive_into``, but wait for bytes: up to ``timeout_s``, never longer than ``WAIT_SLICE_S``.
-
-        None may come early; the caller looks at its deadline and asks again.
-        """
 
     @abstractmethod
     def wait_readable(self, timeout_s: float) -> bool:

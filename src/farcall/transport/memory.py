@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from farcall.transport.interface import (
-    WAIT_SLICE_S,
     Buffer,
     DialFailed,
     Listener,
@@ -99,26 +97,17 @@ class MemoryTransport(Transport):
         self.largest_receive = 1 << 62
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
-        return self._send(buffers, descriptors, None)
-
-    def send_wait(self, buffers: Sequence[Buffer], timeout_s: float) -> int:
-        return self._send(buffers, (), time.monotonic() + min(timeout_s, WAIT_SLICE_S))
-
-    def _send(self, buffers: Sequence[Buffer], descriptors: Sequence[int], deadline: float | None) -> int:
         if descriptors:
             raise ValueError("a memory transport cannot carry descriptors")
         pipe = self._outgoing
         hook = None
         with pipe.lock:
-            while True:
-                if self._closed:
-                    raise TransportClosed("cannot send: this side closed the memory connection")
-                if pipe.reader_gone or pipe.writer_done:
-                    raise TransportBroken(f"cannot send over {self._name}: the stream has ended")
-                was_empty = pipe.filled_bytes == 0
-                taken = pipe.write(buffers, self.largest_send)
-                if taken or deadline is None or not pipe.lock.wait(max(0.0, deadline - time.monotonic())):
-                    break
+            if self._closed:
+                raise TransportClosed("cannot send: this side closed the memory connection")
+            if pipe.reader_gone or pipe.writer_done:
+                raise TransportBroken(f"cannot send over {self._name}: the stream has ended")
+            was_empty = pipe.filled_bytes == 0
+            taken = pipe.write(buffers, self.largest_send)
             if taken:
                 pipe.lock.notify_all()
                 hook = pipe.on_readable if was_empty else None
@@ -127,24 +116,15 @@ class MemoryTransport(Transport):
         return taken
 
     def receive_into(self, view: memoryview) -> int | None:
-        return self._receive(view, None)
-
-    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
-        return self._receive(view, time.monotonic() + min(timeout_s, WAIT_SLICE_S))
-
-    def _receive(self, view: memoryview, deadline: float | None) -> int | None:
         pipe = self._incoming
         hook = None
         with pipe.lock:
-            while True:
-                if self._closed:
-                    raise TransportClosed("this side closed the memory connection")
-                was_full = pipe.filled_bytes == pipe.capacity_bytes
-                taken = pipe.read(view, self.largest_receive)
-                if taken or pipe.writer_done:
-                    break
-                if deadline is None or not pipe.lock.wait(max(0.0, deadline - time.monotonic())):
-                    return None
+            if self._closed:
+                raise TransportClosed("this side closed the memory connection")
+            was_full = pipe.filled_bytes == pipe.capacity_bytes
+            taken = pipe.read(view, self.largest_receive)
+            if not taken and not pipe.writer_done:
+                return None
             if taken:
                 pipe.lock.notify_all()
                 hook = pipe.on_writable if was_full else None

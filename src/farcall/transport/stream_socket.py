@@ -1,9 +1,7 @@
 """What TCP and unix streams share: one connected socket as a ``Transport``.
 
-The socket stays in blocking mode with a kernel-side timeout of one wait slice, set once; operations that must
-not wait pass ``MSG_DONTWAIT``. So a thread that waits for its answer does it in ONE system call, and still
-comes back to look at its deadline. (A Python socket with a timeout would poll first: two calls.) Signals
-work: the interpreter runs handlers on EINTR and then resumes.
+The socket stays in blocking mode, and each operation says MSG_DONTWAIT: a Python socket with a timeout, or a
+non-blocking one where a waiting poll is wanted, would make a system call more. Waiting is poll's business.
 """
 
 from __future__ import annotations
@@ -12,12 +10,10 @@ import errno
 import os
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from typing import ClassVar
 
 from farcall.transport.interface import (
-    WAIT_SLICE_S,
     Buffer,
     DialFailed,
     Listener,
@@ -30,7 +26,6 @@ from farcall.transport.interface import (
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 SEND_NOW = int(_DONT_WAIT | _NO_SIGNAL)
-SEND_WAITING = int(_NO_SIGNAL)
 RECEIVE_NOW = int(_DONT_WAIT)
 
 # sendmsg refuses longer lists with EMSGSIZE; the rest waits for the next call.
@@ -38,26 +33,10 @@ _LONGEST_LIST = 1024
 if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
     _LONGEST_LIST = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 
-_SLICE_TIMEVAL = struct.pack("@ll", int(WAIT_SLICE_S), int(WAIT_SLICE_S % 1 * 1_000_000))
-
 # accept() reports these for connections that died in the queue, or for a passing shortage: try again later.
 _PASSING_ACCEPT_ERRORS = frozenset(
     {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 )
-
-
-def fill_timeouts(stream: socket.socket) -> None:
-    """Make ``stream`` blocking, with both kernel timeouts at one slice."""
-    stream.settimeout(None)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE_TIMEVAL)
-    stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE_TIMEVAL)
-
-
-def wait_for(descriptor: int, event: int, timeout_s: float) -> bool:
-    """Wait until ``descriptor`` shows ``event`` (or an error, or its end); False after ``timeout_s``."""
-    poller = select.poll()
-    poller.register(descriptor, event)
-    return bool(poller.poll(max(0.0, timeout_s) * 1000.0))
 
 
 class SocketTransport(Transport):
@@ -72,7 +51,7 @@ class SocketTransport(Transport):
         self._readable.register(stream, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
-        fill_timeouts(stream)
+        stream.settimeout(None)
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         if descriptors:
@@ -96,33 +75,9 @@ class SocketTransport(Transport):
         except OSError as error:
             raise self._translated(error, "send") from error
 
-    def send_wait(self, buffers: Sequence[Buffer], timeout_s: float) -> int:
-        try:
-            if timeout_s < WAIT_SLICE_S:
-                if not wait_for(self._socket.fileno(), select.POLLOUT, timeout_s):
-                    return 0
-                flags = SEND_NOW
-            else:
-                flags = SEND_WAITING
-            return self._socket.sendmsg(buffers[:_LONGEST_LIST], (), flags)
-        except BlockingIOError:
-            return 0
-        except (OSError, ValueError) as error:
-            raise self._translated(error, "send") from error
-
     def receive_into(self, view: memoryview) -> int | None:
         try:
             return self._socket.recv_into(view, 0, RECEIVE_NOW) or self._ended()
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise self._translated(error, "receive") from error
-
-    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
-        if timeout_s < WAIT_SLICE_S:
-            return self.receive_into(view) if self._readable_within(timeout_s) else None
-        try:
-            return self._socket.recv_into(view) or self._ended()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -181,12 +136,6 @@ class SocketTransport(Transport):
             self._socket.shutdown(how)
         except OSError:
             pass  # the peer was faster, or it is closed already
-
-    def _readable_within(self, timeout_s: float) -> bool:
-        try:
-            return wait_for(self._socket.fileno(), select.POLLIN, timeout_s)
-        except (OSError, ValueError) as error:
-            raise self._translated(error, "receive") from error
 
     def _ended(self) -> int:
         """What zero bytes mean: the peer's end, unless this side ended the stream itself."""

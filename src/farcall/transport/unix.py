@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
     MAX_DESCRIPTORS_UNTAKEN,
-    WAIT_SLICE_S,
     Buffer,
     DialFailed,
     ListenFailed,
@@ -43,7 +42,6 @@ _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 # Plain ints: the arithmetic of enum flags costs microseconds.
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 _RECEIVE_NOW = RECEIVE_NOW | _CLOSE_ON_EXEC
-_RECEIVE_WAITING = _CLOSE_ON_EXEC
 
 
 def unix_sockets_work() -> bool:
@@ -92,11 +90,6 @@ class UnixTransport(SocketTransport):
 
     def receive_into(self, view: memoryview) -> int | None:
         return self._receive(view, _RECEIVE_NOW)
-
-    def receive_wait(self, view: memoryview, timeout_s: float) -> int | None:
-        if timeout_s >= WAIT_SLICE_S:
-            return self._receive(view, _RECEIVE_WAITING)
-        return self._receive(view, _RECEIVE_NOW) if self._readable_within(timeout_s) else None
 
     def _receive(self, view: memoryview, flags: int) -> int | None:
         try:

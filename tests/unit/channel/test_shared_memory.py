@@ -13,9 +13,10 @@ import torch
 from hypothesis import strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from farcall.channel.copying import copy_bytes
 from farcall.channel.interface import ALIGNMENT_BYTES
 from farcall.channel.segment import segments_work
-from farcall.channel.shared_memory import Block, SegmentMap, SegmentPool, SegmentRefused, copy_in, host_token
+from farcall.channel.shared_memory import Block, SegmentMap, SegmentPool, SegmentRefused, host_token
 
 pytestmark = pytest.mark.skipif(not segments_work(), reason="no sealed memory files here")
 
@@ -43,7 +44,7 @@ def shown_to(pool: SegmentPool, segment_map: SegmentMap, segment_id: int, peer: 
 
 def test_bytes_cross(pool: SegmentPool) -> None:
     block = allocated(pool, 1000)
-    copy_in(block, memoryview(b"x" * 1000))
+    copy_bytes(block.view, memoryview(b"x" * 1000))
     segment_map = SegmentMap()
     shown_to(pool, segment_map, block.segment_id)
     assert pool.offer(block.segment_id, "peer") is None
@@ -187,7 +188,7 @@ def test_views_outlive_the_map_and_the_pool() -> None:
     pool, segment_map = SegmentPool(8 * MEBIBYTE), SegmentMap()
     block = allocated(pool, MEBIBYTE)
     shown_to(pool, segment_map, block.segment_id)
-    copy_in(block, memoryview(b"a" * MEBIBYTE))
+    copy_bytes(block.view, memoryview(b"a" * MEBIBYTE))
     tensor = torch.frombuffer(segment_map.view(block.segment_id, 0, MEBIBYTE), dtype=torch.uint8)
     ours = pool.empty((10,))
     ours.fill_(2.0)
