@@ -29,8 +29,6 @@ from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefuse
 from farcall.errors import (
     Cancelled,
     Delivery,
-    InitError,
-    MissingPeers,
     NotInitialized,
     PeerDead,
     RpcError,
@@ -42,21 +40,22 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
-from farcall.protocol.handshake import Established, Identity
+from farcall.protocol.handshake import Established
 from farcall.runtime import shield
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
-from farcall.runtime.doors import Door, dial_member
+from farcall.runtime.doors import Door
 from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving
 from farcall.runtime.link import Link
 from farcall.runtime.loop import Loop, Ticker
+from farcall.runtime.mesh import Mesh
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
-from farcall.runtime.rendezvous import MemberRecord, Membership, find_meeting_place, join
+from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.serialize import Annotated
-from farcall.transport.interface import Transport, TransportError
+from farcall.transport.interface import Transport
 
 logger = logging.getLogger("farcall")
 
@@ -210,7 +209,7 @@ class Node:
             membership = join(self._name, self._rank, self._world_size, self.options, addresses, host_token())
             self._become_member(membership)
             self._loop.start()
-            self._connect(membership, deadline)
+            Mesh(membership, self.options, self._remotes, self._linked).connect(self._door, self._on_member, deadline)
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
@@ -238,69 +237,6 @@ class Node:
         self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
-
-    def _connect(self, membership: Membership, deadline: float) -> None:
-        """One connection per pair: each member dials those of lower rank and is dialled by those of higher rank."""
-        me = Identity(
-            name=self._name,
-            rank=self.info.id,
-            cluster_id=membership.cluster_id,
-            process_token=membership.me.incarnation,
-            capabilities={"host": membership.me.host_token},
-        )
-        assert self._door is not None
-        self._door.open(me, membership.secret, self._why_not_admitted, self._on_member)
-        failures: dict[int, str] = {}
-        for member in membership.members:
-            if member.rank < self.info.id:
-                try:
-                    transport, established = dial_member(
-                        member.name, self._ways_to(member), me, membership.secret, deadline
-                    )
-                except TransportError as error:
-                    failures[member.rank] = str(error)
-                    continue
-                self._on_member(transport, established)
-        expected = [member for member in membership.members if member.rank != self.info.id]
-        while not failures and len(self._remotes) < len(expected) and (remaining := deadline - monotonic()) > 0:
-            self._linked.wait(remaining)
-        missing = [member for member in expected if member.rank not in self._remotes]
-        if missing:
-            whys = [
-                f"{member.name} (rank {member.rank})"
-                + (f": {why}" if (why := failures.get(member.rank) or self._door.refusals.get(member.name)) else "")
-                for member in missing
-            ]
-            raise MissingPeers(
-                f"{self._name} could not be connected to {', '.join(whys)}: check that these workers run, and that "
-                "the addresses they advertise can be reached from here (option `advertise`, FARCALL_ADVERTISE)",
-                [member.name for member in missing],
-            )
-
-    def _ways_to(self, member: MemberRecord) -> list[str]:
-        """The addresses of ``member`` that may work from here, the best first."""
-        same_host = bool(member.host_token) and member.host_token == host_token()
-        ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
-        ways.sort(key=lambda address: not address.startswith("unix:"))
-        usable = [way for way in ways if way.partition(":")[0] in (*self.options.allowed_transports, "memory")]
-        if not usable:
-            raise InitError(
-                f"{self._name} may use {' and '.join(self.options.allowed_transports)} only, and {member.name} (rank "
-                f"{member.rank}) cannot be reached over that from here: give both the same transports (option "
-                "`transports`, FARCALL_TRANSPORTS)"
-            )
-        return usable
-
-    def _why_not_admitted(self, peer: Identity) -> str | None:
-        for member in self.membership.members:
-            if member.rank == peer.rank and member.name == peer.name:
-                if member.incarnation != peer.process_token:
-                    return f"{peer.name} is another process than the one that joined"
-                before = self._remotes.get(peer.rank)
-                if before is not None and (self._state != "starting" or before.link.broken is None):
-                    return f"{peer.name} is connected already"
-                return None
-        return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"
 
     def _on_member(self, transport: Transport, established: Established) -> None:
         """A proven peer is connected: make it reachable."""

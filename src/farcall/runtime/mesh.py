@@ -1,0 +1,110 @@
+"""Connecting to everybody at the start: who dials whom, over what, and who is still missing when time is up.
+
+One connection per pair: each member dials those of lower rank and is dialled by those of higher rank. Runs on the
+thread that starts the node; ``admit`` also on the I/O thread, for those who dial us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+
+from farcall.channel.shared_memory import host_token
+from farcall.errors import InitError, MissingPeers
+from farcall.options import RpcBackendOptions
+from farcall.protocol.handshake import Established, Identity
+from farcall.runtime.doors import Door, dial_member
+from farcall.runtime.peers import RemotePeer
+from farcall.runtime.rendezvous import MemberRecord, Membership
+from farcall.runtime.shield import Gate
+from farcall.transport.interface import Transport, TransportError
+
+
+class Mesh:
+    """The connections of one starting member to all others."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        options: RpcBackendOptions,
+        connected: Mapping[int, RemotePeer],
+        changed: Gate,
+    ) -> None:
+        """``connected`` grows, and ``changed`` opens, whenever a member was connected, on whatever thread."""
+        self._membership = membership
+        self._options = options
+        self._connected = connected
+        self._changed = changed
+        self._complete = False
+        me = membership.me
+        self._name = me.name
+        self._identity = Identity(
+            name=me.name,
+            rank=me.rank,
+            cluster_id=membership.cluster_id,
+            process_token=me.incarnation,
+            capabilities={"host": me.host_token},
+        )
+
+    def connect(self, door: Door, on_member: Callable[[Transport, Established], None], deadline: float) -> None:
+        """Return when all members are connected; raise, naming the missing, at ``deadline``."""
+        membership = self._membership
+        door.open(self._identity, membership.secret, self._why_not_admitted, on_member)
+        failures: dict[int, str] = {}
+        for member in membership.members:
+            if member.rank < membership.me.rank:
+                ways = self._ways_to(member)
+                try:
+                    transport, established = dial_member(member.name, ways, self._identity, membership.secret, deadline)
+                except TransportError as error:
+                    failures[member.rank] = str(error)
+                    continue
+                on_member(transport, established)
+        expected = [member for member in membership.members if member.rank != membership.me.rank]
+        while not failures and len(self._connected) < len(expected) and (remaining := deadline - monotonic()) > 0:
+            self._changed.wait(remaining)
+        missing = [member for member in expected if member.rank not in self._connected]
+        if missing:
+            raise self._missing(missing, failures, door.refusals)
+        self._complete = True
+
+    def _missing(
+        self, members: Sequence[MemberRecord], failures: Mapping[int, str], refusals: Mapping[str, str]
+    ) -> MissingPeers:
+        whys = {member.name: failures.get(member.rank) or refusals.get(member.name) for member in members}
+        named = [
+            f"{member.name} (rank {member.rank})" + (f": {why}" if (why := whys[member.name]) else "")
+            for member in members
+        ]
+        advice = (
+            ""
+            if all(whys.values())
+            else "; check that these workers run, and that the addresses they advertise can be reached from here "
+            "(option `advertise`, FARCALL_ADVERTISE)"
+        )
+        return MissingPeers(f"{self._name} could not be connected to {', '.join(named)}{advice}", list(whys))
+
+    def _ways_to(self, member: MemberRecord) -> list[str]:
+        """The addresses of ``member`` that may work from here, the best first."""
+        same_host = bool(member.host_token) and member.host_token == host_token()
+        allowed = self._options.allowed_transports
+        ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
+        ways.sort(key=lambda address: not address.startswith("unix:"))
+        usable = [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
+        if not usable:
+            raise InitError(
+                f"{self._name} may use {' and '.join(allowed)} only, and {member.name} (rank {member.rank}) cannot be "
+                "reached over that from here: give both the same transports (option `transports`, FARCALL_TRANSPORTS)"
+            )
+        return usable
+
+    def _why_not_admitted(self, peer: Identity) -> str | None:
+        for member in self._membership.members:
+            if member.rank == peer.rank and member.name == peer.name:
+                if member.incarnation != peer.process_token:
+                    return f"{peer.name} is another process than the one that joined"
+                before = self._connected.get(peer.rank)
+                if before is not None and (self._complete or before.link.broken is None):
+                    return f"{peer.name} is connected already"
+                return None
+        return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"
