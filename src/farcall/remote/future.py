@@ -1,15 +1,16 @@
 """The future that `rpc_async` returns: torch's own, plus ``await`` and a wait that reads the answer itself.
 
 Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
-that Python callbacks were attached to is completed by a worker thread, and only one without is completed by the reader
-at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the reader, under
-the watch of `inline.py`.)
+that Python callbacks were attached to, or whose value names classes, is completed by a worker thread, and only others
+by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
+reader, under the watch of `inline.py`.)
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import pickle
 from collections.abc import Callable, Generator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 S = TypeVar("S")
+# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data:
+# then a worker does what the reader could have done.)
+_NAMES_A_CLASS = pickle.STACK_GLOBAL
+
 _make_future = torch._C.Future.__init__
 _set_result = torch._C.Future.set_result
 
@@ -96,11 +101,12 @@ class Future(torch.futures.Future[T], PendingCall):
     def on_answer(self, frame: Arrived) -> None:
         """The answer came: complete now, or on a worker if that means user code or long work."""
         self.arrived = True
-        if self._has_callbacks or len(frame[5]) >= LARGE_BYTES:
+        payload = frame[5]
+        if self._has_callbacks or len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in payload:
             self._frame = frame
             self._node.executor.submit(_Completion(self))
         else:
-            self.peer.watch()  # unpickling, and chains that torch makes in C++, are the user's code, too
+            self.peer.watch()  # chains that torch makes in C++ are the user's code, too
             self.complete(frame)
 
     def complete(self, frame: Arrived) -> None:

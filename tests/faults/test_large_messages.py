@@ -1,0 +1,77 @@
+"""Large messages that do not get through: nothing of the caller's is read too late, and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import farcall
+from farcall import api
+from farcall.errors import PeerDead, RpcTimeout
+from farcall.testing.cluster import finish, run_cluster, start_cluster
+
+values: list[tuple[float, float]] = []
+
+
+def note(tensor: torch.Tensor) -> None:
+    values.append((tensor.min().item(), tensor.max().item()))
+
+
+def noted() -> list[tuple[float, float]]:
+    return values
+
+
+def swallow(tensor: torch.Tensor) -> int:
+    return tensor.numel()
+
+
+def give_up_in_the_middle(rank: int) -> None:
+    if rank:
+        return
+    victim = farcall.rpc_sync("w1", os.getpid)
+    tensor = torch.zeros(16 << 20)
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        with pytest.raises(RpcTimeout):
+            farcall.rpc_sync("w1", note, (tensor,), timeout=0.5)
+        tensor.fill_(7)  # ours again: the call is over
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    # Whether the call ran there or not, it never saw what was written after its end.
+    assert set(farcall.rpc_sync("w1", noted)) <= {(0.0, 0.0)}
+
+
+@pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
+def test_a_message_given_up_half_way_is_not_torn(transports: tuple[str, ...]) -> None:
+    run_cluster(2, give_up_in_the_middle, shared_memory=False, transports=transports)
+
+
+def call_the_dead(rank: int, ready: str) -> None:
+    if rank:
+        Path(ready).touch()
+        time.sleep(60)  # killed in the middle of it
+        return
+    pool = api.current_node().pool
+    assert pool is not None
+    tensor = torch.ones(1 << 20)
+    for _ in range(3):
+        farcall.rpc_sync("w1", swallow, (tensor,))
+    os.kill(farcall.rpc_sync("w1", os.getpid), signal.SIGKILL)
+    for _ in range(20):
+        with pytest.raises(PeerDead):
+            farcall.rpc_sync("w1", swallow, (tensor,))
+    # The I/O thread, which hears of the death by itself, forgets what was lent.
+    deadline = time.monotonic() + 10
+    while pool.live_bytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert pool.live_bytes == 0
+
+
+def test_calls_to_the_dead_leave_no_memory_behind(tmp_path: Path) -> None:
+    members = start_cluster(2, call_the_dead, str(tmp_path / "ready"))
+    finish(members, may_fail=[1])

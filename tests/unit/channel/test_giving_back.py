@@ -1,0 +1,82 @@
+"""A block that goes back to its owner: only its last use may take it along, whatever others do meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+
+SIZE_BYTES = 1 << 20
+Received = tuple[SegmentMap, list[memoryview]]
+
+
+@pytest.fixture
+def pool() -> Iterator[SegmentPool]:
+    made = SegmentPool(1 << 28)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def received(pool: SegmentPool) -> tuple[SegmentMap, list[memoryview]]:
+    """A map, and the only view of one block lent to it."""
+    segments = SegmentMap()
+    block = pool.allocate(SIZE_BYTES)
+    assert block is not None
+    offer = pool.offer(block.segment_id, "peer")
+    assert offer is not None
+    segments.attach(offer.segment_id, os.dup(offer.descriptor), offer.size)
+    pool.hand_over(block, "peer")
+    return segments, [segments.view(block.segment_id, block.offset, block.size)]
+
+
+def test_the_last_use_goes_back_without_a_release(received: Received, pool: SegmentPool) -> None:
+    segments, buffers = received
+    buffers[0][:3] = b"abc"
+    given = segments.give_back(buffers, 0)
+    assert given is not None
+    assert given.last_use
+    given.gone()
+    assert segments.take_releases() == []
+    view = pool.take_back(given.segment_id, given.offset, SIZE_BYTES, "peer")
+    assert bytes(view[:3]) == b"abc"
+    assert pool.live_bytes >= SIZE_BYTES
+    del view
+    assert pool.live_bytes == 0
+
+
+def test_what_others_use_is_released_only_after_the_copy(received: Received) -> None:
+    segments, stored = received
+    answer = [memoryview(stored[0])]
+    given = segments.give_back(answer, 0)
+    assert given is not None
+    assert not given.last_use
+    stored.clear()  # the other user lets go while the answer is still being copied
+    assert segments.take_releases() == []
+    given.settled()
+    assert segments.take_releases() == [(given.segment_id, given.offset)]
+
+
+def test_a_second_answer_with_the_same_block_copies_from_its_own_view(
+    received: Received,
+) -> None:
+    segments, stored = received
+    first, second = [memoryview(stored[0])], [memoryview(stored[0])]
+    given = segments.give_back(first, 0)
+    assert given is not None
+    assert segments.give_back(second, 0) is None
+    given.settled()
+    stored.clear()
+    assert segments.take_releases() == []  # the second one is still copying
+    second.clear()
+    assert len(segments.take_releases()) == 1
+
+
+def test_a_peer_cannot_give_back_what_it_does_not_hold(pool: SegmentPool) -> None:
+    block = pool.allocate(SIZE_BYTES)
+    assert block is not None
+    with pytest.raises(SegmentRefused, match="gave back"):
+        pool.take_back(block.segment_id, block.offset, SIZE_BYTES, "peer")
