@@ -39,7 +39,7 @@ def as_svg(results: Results) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="12" y="26" font-size="16">farcall: times better than {baseline}</text>',
+        f'<text x="12" y="26" font-size="16">farcall: times better than {baseline} (logarithmic)</text>',
     ]
     # Not more marks than fit: every power of two on a short axis, every fourth on a long one.
     for exponent in range(low, high + 1, math.ceil((high - low) / 10)):
