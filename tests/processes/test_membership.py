@@ -17,7 +17,7 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import BadRank, DuplicateName, MissingPeers, RpcError, UnknownWorker
+from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, UnknownWorker
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes, temporary_file_url
 
 LONG_S = 30.0
@@ -354,3 +354,27 @@ def start_late(rank: int, url: str, marker: str) -> list[str]:
 def test_second_attempt_after_a_missing_peer_works(tmp_path: Path, scheme: str) -> None:
     url = f"file://{tmp_path}/store" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     assert finish(start_processes(2, start_late, url, str(tmp_path / "marker"))) == [["w0", "w1"]] * 2
+
+
+def meet_over(rank: int, port: int, transports: tuple[str, ...]) -> str:
+    options = farcall.RpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", transports=transports[rank : rank + 1], start_timeout_s=5.0
+    )
+    try:
+        farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    except InitError as error:
+        return str(error)
+    return "met"
+
+
+def test_members_without_a_transport_in_common() -> None:
+    waited, dialled = finish(start_processes(2, meet_over, free_port(), ("unix", "tcp")))
+    assert "w1 may use tcp only, and w0 (rank 0) cannot be reached over that" in dialled
+    assert "w1 (rank 1)" in waited
+
+
+def test_options_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"farcall\.RpcBackendOptions, not a dict"):
+        farcall.init_rpc("w0", rank=0, world_size=1, rpc_backend_options={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="write rank=0"):
+        farcall.init_rpc("w0", 0, 1)
