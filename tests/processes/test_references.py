@@ -1011,3 +1011,75 @@ def test_references_are_generic_under_mypy(tmp_path: Path) -> None:
     lines = [line.partition(": ")[2].replace("builtins.", "") for line in done.stdout.splitlines()]
     assert lines[:2] == ['note: Revealed type is "int"', 'note: Revealed type is "list[str]"'], done.stdout
     assert ["error" in line for line in lines[2:]] == [True], done.stdout
+
+
+@farcall.functions.async_execution
+def never_made() -> torch.futures.Future[int]:
+    return torch.futures.Future()
+
+
+class MadeLate:
+    """A value with a method, made late or never."""
+
+    def get(self) -> int:
+        return 1
+
+
+def make_late() -> MadeLate:
+    threading.Event().wait(0.3)
+    return MadeLate()
+
+
+def fail_late() -> None:
+    threading.Event().wait(0.2)
+    raise ValueError("late and wrong")
+
+
+def wait_future(rref: Any) -> str:
+    try:
+        rref._get_future().wait()
+    except Exception as error:
+        return str(error)
+    return "done"
+
+
+def ask_early(rank: int) -> None:
+    if rank:
+        return
+    # The type of what is not there yet: each question has its own time, here and elsewhere.
+    for to in ("w0", "w1"):
+        with pytest.raises((RpcTimeout, RuntimeError)):
+            farcall.remote(to, never_made, timeout=0.1)._get_type(timeout=5.0)
+        late = farcall.remote(to, make_late)
+        with pytest.raises((RpcTimeout, RuntimeError)):
+            late._get_type(timeout=0.01)
+        assert late._get_type() is MadeLate
+        with pytest.raises(ValueError, match="at least 0"):
+            late.to_here(timeout=-5)
+        with pytest.raises(TypeError, match="number of seconds"):
+            late.to_here(timeout="soon")  # type: ignore[arg-type]
+    # Who received a reference learns the end of its creation as well.
+    assert "late and wrong" in farcall.rpc_sync("w1", wait_future, (farcall.remote("w1", fail_late),))
+    assert farcall.rpc_sync("w1", wait_future, (farcall.remote("w1", make_late),)) == "done"
+    # A method of an object that never comes: its result does not come, either.
+    missing = farcall.remote("w1", never_made, timeout=0.2)
+    with pytest.raises((RpcTimeout, RuntimeError), match="timeout"):
+        missing.remote(timeout=0).get().to_here(timeout=0)
+    farcall.shutdown(graceful=False)  # w1 would wait for what never comes
+
+
+def ask_early_alone(rank: int, port: int) -> None:
+    farcall.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=2,
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}"),
+    )
+    if rank:
+        farcall.shutdown()
+    else:
+        ask_early(rank)
+
+
+def test_questions_before_the_value_is_there() -> None:
+    finish(start_processes(2, ask_early_alone, free_port()), may_fail=[1])

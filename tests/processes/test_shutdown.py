@@ -17,7 +17,7 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import NotInitialized, PeerDead, RpcError, ShutdownTimeout
+from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout, ShutdownTimeout
 from farcall.runtime.node import Node
 from farcall.testing.cluster import context, finish, free_port, run_cluster, start_cluster, start_processes
 
@@ -452,3 +452,18 @@ def test_death_of_a_member_lets_the_leaving_ones_go() -> None:
     started = time.monotonic()
     finish(members, may_fail=[2])
     assert time.monotonic() - started < LONG_S
+
+
+@farcall.functions.async_execution
+def never_answered() -> torch.futures.Future[None]:
+    return torch.futures.Future()
+
+
+def give_up(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(RpcTimeout):
+            farcall.rpc_sync("w1", never_answered, timeout=0.2)
+
+
+def test_a_call_that_nobody_waits_for_any_more_holds_up_no_shutdown() -> None:
+    run_cluster(2, give_up, timeout_s=30)

@@ -137,7 +137,10 @@ class Team:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, number)
+                try:
+                    os.kill(process.pid, number)
+                except ProcessLookupError:
+                    pass  # reaped between the look and the signal: whoever asks it next learns that it is gone
 
 
 def _member(body: Body, rank: int, size: int, directory: str, pipe: Connection, arguments: tuple[Any, ...]) -> None:

@@ -78,6 +78,8 @@ def call_async(
 
 def check_timeout(seconds: float) -> float:
     """``seconds``, if a call may take so long; 0 means without limit."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
     if not seconds >= 0:
         raise ValueError(f"timeout must be a number of seconds, at least 0 (0: no limit), not {seconds!r}")
     return seconds

@@ -41,6 +41,8 @@ _lock = threading.RLock()
 class Creation(PendingCall):
     """A creating call, at its creator."""
 
+    cancellable = False  # others may hold the reference, and wait for the value
+
     __slots__ = (
         "_future",
         "_looks",

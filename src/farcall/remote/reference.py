@@ -199,12 +199,14 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
+        if blocking and self._type is None and self._owned is not None:
+            self._type = type(self._wait_for_value(self._owned, timeout))
         if blocking and self._type is not None:
             return self._type
         # Weakly: a future that failed holds its error, whose traceback may hold us, in ways that no garbage collector
         # sees. One that is still to come is held by the table of calls.
         future = None if self._type_future is None else self._type_future()
-        if future is None:
+        if future is None or _has_failed(future):
             if self._type is not None:
                 future = torch.futures.Future()
                 future.set_result(self._type)
@@ -228,9 +230,7 @@ class RRef(Generic[T]):
         """A future that completes when the call that creates the value is done, with its error if it failed."""
         if self._creation is not None:
             return self._creation.future()
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
+        return self._get_type(blocking=False).then(_without_value)  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ how it is asked for
 
@@ -239,6 +239,8 @@ class RRef(Generic[T]):
 
     def _wait_for_value(self, owned: Owned, timeout_s: float) -> Any:
         """At the owner: the value, once it is there."""
+        if timeout_s != UNSET_TIMEOUT:
+            check_timeout(timeout_s)
         if not owned.ready:
             self._wait_until_ready(owned, timeout_s)
         return owned.get()
@@ -387,3 +389,18 @@ register_reducer(RRef, _reduce)
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
 
 __all__ = ["RRef"]
+
+
+def _has_failed(future: torch.futures.Future[Any]) -> bool:
+    """Is it done, with an error? Then it is no answer for whoever asks later."""
+    if not future.done():
+        return False
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
+
+
+def _without_value(done: torch.futures.Future[Any]) -> None:
+    done.value()

@@ -112,20 +112,22 @@ class NodeReferences:
         payload: bytes,
         buffers: Sequence[memoryview],
         timeout_s: float,
-        keeps: object = None,
+        keeps: RRef[Any] | None = None,
     ) -> RRef[Any]:
-        """Have ``peer`` run a function and own its result."""
+        """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
         timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         origin = _origin() if self.traced else ""
         with self._lock:
             fork = self._machine.create(member_of(peer.info))
-        owned: Owned | None = None
-        if fork.owner == self._machine.me:
-            owned = self._values[fork.ref] = Owned(origin)
+            owned: Owned | None = None
+            if fork.owner == self._machine.me:
+                owned = self._values[fork.ref] = Owned(origin)
         creation = Creation(self, fork, peer, what, timeout_s, keeps)
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
             notes = request_notes(peer, buffers, fork, origin)
+            if keeps is not None and keeps._creation is not None:
+                keeps._creation.attach(creation)  # without the object there is no method to wait for
             self.node.calls.send(creation, function, notes, payload, buffers, KEEP)
         except BaseException as error:
             if buffers.__class__ is Annotated:

@@ -36,6 +36,8 @@ class PendingCall:
     """
 
     arrived: bool
+    cancellable = True
+    """Need the function not begin once nobody waits for this call any more?"""
     peer: Peer
     what: Callable[..., Any]
     deadline: float
@@ -129,7 +131,8 @@ class CallTable:
             self._next_deadline = min(self._next_deadline, nearest)
         for call in overdue:
             if self.claim(call.call_id) is not None:
-                call.peer.cancel(call.call_id)
+                if call.cancellable:
+                    call.peer.cancel(call.call_id)
                 call.on_failure(self.timed_out(call))
         return nearest
 

@@ -547,7 +547,7 @@ class Node:
         while True:
             activity = self.calls.last_id + self.server.last_accepted
             # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
-            served = max(len(self.server.active), self.executor.waiting + self.executor.busy)
+            served = max(self.server.awaited, self.executor.waiting + self.executor.busy)
             in_flight = len(self.calls) + served + self.unsettled()
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity

@@ -116,9 +116,12 @@ class Server:
         return list(self._active.values())
 
     @property
-    def busy(self) -> bool:
-        """Is any request unanswered?"""
-        return bool(self._active)
+    def awaited(self) -> int:
+        """How many requests are unanswered, less those that have no thread and nobody who waits for their answer.
+
+        A function that returned a future which never completes must not hold up a shutdown after its caller gave up.
+        """
+        return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
 
     def accept(self, peer: Peer, frame: Arrived) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
@@ -153,6 +156,8 @@ class Server:
         request = self._active.get((peer.info.id, call_id))
         if request is not None:
             request.cancelled = True
+            if self.on_answered is not None:
+                self.on_answered()  # a shutdown may be waiting for nothing else
 
     def flush(self) -> bool:
         """Send the answers that were held back to travel together."""
@@ -210,7 +215,17 @@ class Server:
 class Request:
     """One request, from its arrival to its answer. A task of the executor."""
 
-    __slots__ = ("cancelled", "frame", "function_name", "peer", "recording", "server", "started_at", "thread_id")
+    __slots__ = (
+        "cancelled",
+        "deferred",
+        "frame",
+        "function_name",
+        "peer",
+        "recording",
+        "server",
+        "started_at",
+        "thread_id",
+    )
 
     def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
         # The distributed autograd context that the function runs in, and that records its result.
@@ -219,6 +234,7 @@ class Request:
         self.peer = peer
         self.frame = frame
         self.cancelled = False
+        self.deferred = False  # it returned, and will answer later
         self.function_name = ""
         self.started_at = 0.0
         self.thread_id = 0
@@ -319,6 +335,7 @@ class Request:
             self.server.answered(self)
 
     def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
+        self.deferred = True
         if result.__class__ is Later:
             finish = result.finish
             result.subscribe(lambda: self.server._executor.submit(_Resumption(self, finish)))
