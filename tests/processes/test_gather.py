@@ -209,7 +209,7 @@ def test_two_nodes_in_one_process() -> None:
 def test_one_of_two_nodes_leaves_at_once() -> None:
     first, second = started_nodes(2)
     pending = first.rpc_async("n1", Gate.wait, ("of two",), timeout=0)
-    wait_until(lambda: second.server.busy, "the arrival of the call")
+    wait_until(lambda: second.server.awaited, "the arrival of the call")
     Gate.open("of two")
     assert pending.wait() == "of two"
     second.shutdown(graceful=False)
