@@ -1,0 +1,85 @@
+"""One rank of one test: what a forked process does with a test of the suite.
+
+The rank leaves through the end of the program, as any user's program does: a thread that is not joined or a crash
+while the interpreter is taken down shows in its exit code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+import unittest
+from pathlib import Path
+from typing import Any
+
+# On this signal a rank writes the stacks of all its threads and dies: nothing else in the suite uses it.
+SHOW_STACKS_AND_DIE = signal.SIGUSR1
+ERROR_CODE = 10
+SKIP_CODE = 86
+
+
+def world_size(kind: Any, method: str) -> int:
+    return int(kind(method).world_size)
+
+
+def skip_reasons() -> dict[int, str]:
+    """What the exit codes mean by which a rank says that a test does not apply here."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    return {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rank:
+    kind: Any
+    method: str
+    rank: int
+    meeting_file: str
+    log: Path
+    bound_s: float
+
+    def enter(self) -> None:
+        """First thing in the fork: a session, output and signals of its own."""
+        os.setsid()
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.close(nothing)
+        faulthandler.enable(all_threads=True)
+        # chain: after the stacks comes what the signal did before, which is to end the process.
+        faulthandler.register(SHOW_STACKS_AND_DIE, all_threads=True, chain=True)
+        # Should the server be killed, nobody is left to keep the bound.
+        signal.alarm(int(self.bound_s) + 30)
+
+    def run(self) -> int:
+        """The test's code, and the exit code that says what came of it."""
+        from torch.testing._internal.common_utils import set_rng_seed
+
+        case = self.kind(self.method)
+        case.rank = self.rank
+        case.file_name = self.meeting_file
+        set_rng_seed()
+        try:
+            getattr(case, self.method)()
+        except unittest.SkipTest as skip:
+            print(f"skipped: {skip}", file=sys.stderr)
+            return SKIP_CODE
+        except Exception:
+            traceback.print_exc()
+            return ERROR_CODE
+        self._leave_process_group()
+        return 0
+
+    @staticmethod
+    def _leave_process_group() -> None:
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

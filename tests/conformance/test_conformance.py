@@ -1,0 +1,43 @@
+"""PyTorch's own RPC suite, from the installed torch wheel, with farcall in the place of torch.distributed.rpc.
+
+One item for each of its tests. What is not passed is named in ``not_passed.toml``, with the reason, and nowhere
+else. ``python -m tests.conformance --help`` runs parts of it, also over stock torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.conformance.client import SuiteRun
+from tests.conformance.listing import complaint, not_passed, sorted_tests
+
+LISTED = not_passed()
+# A part of the suite at a time: each has a server of its own, and only one is to be busy.
+TESTS = sorted(sorted_tests())
+
+
+@pytest.fixture(scope="module")
+def run(request: pytest.FixtureRequest) -> Iterator[SuiteRun]:
+    """Everything that this session will ask for, on its way already when the first item waits for its result."""
+    wanted = {
+        item.callspec.params["test"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_of_the_suite.__name__
+    }
+    with SuiteRun([test for test in TESTS if test in wanted]) as suite_run:
+        yield suite_run
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_of_the_suite(run: SuiteRun, test: str) -> None:
+    result = run.result(test)
+    wrong = complaint(result.outcome, result.detail, LISTED.get(test))
+    if wrong is not None:
+        pytest.fail(wrong, pytrace=False)
+    if result.outcome == "skipped":
+        pytest.skip(result.detail)
+
+
+def test_every_test_of_the_installed_suite_is_known(run: SuiteRun) -> None:
+    assert set(run.installed()) == set(TESTS)
