@@ -1,0 +1,230 @@
+"""The agent of this process, as programs know it: farcall's node under the old names.
+
+One `TensorPipeAgent` belongs to one node. `_get_current_rpc_agent` finds it, also for a node that was made by
+``farcall.init_rpc``. Device maps are kept and told; farcall has no use of its own for them here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farcall import api as farcall_api
+from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
+from farcall.errors import NotInitialized, RpcError, UnknownWorker
+from farcall.ids import WorkerInfo
+
+__all__ = ["RpcAgent", "TensorPipeAgent", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
+
+_SCHEME = "farcall-store"
+_stores: dict[int, Any] = {}
+_store_numbers = itertools.count()
+_agents: weakref.WeakKeyDictionary[Any, RpcAgent]
+
+
+class RpcAgent:
+    """What every agent can be asked."""
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        raise NotImplementedError
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        raise NotImplementedError
+
+
+class TensorPipeAgent(RpcAgent):
+    """farcall's node, by the old name."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        world_size: int | None,
+        rpc_backend_options: TensorPipeRpcBackendOptions,
+        reverse_device_maps: Any = None,
+        devices: Any = None,
+    ) -> None:
+        self._options = rpc_backend_options
+        self.store = store
+        with _meeting_at(store, rpc_backend_options.init_method) as init_method:
+            options = to_farcall(rpc_backend_options, init_method)
+            # 0 was "not given" in programs written before there were groups without a size.
+            farcall_api.init_rpc(name, rank=rank, world_size=world_size or None, rpc_backend_options=options)
+        node = farcall_api._slot.node
+        assert node is not None
+        self._node = node
+        self.is_static_group = bool(world_size)
+        _agents[node] = self
+
+    @classmethod
+    def _of(cls, node: Any) -> TensorPipeAgent:
+        """The agent of a node that was not made through one."""
+        agent: TensorPipeAgent = cls.__new__(cls)
+        agent._node = node
+        agent.store = node.membership.store
+        agent.is_static_group = True
+        agent._options = TensorPipeRpcBackendOptions(
+            num_worker_threads=node.options.num_worker_threads,
+            rpc_timeout=node.timeout_s,
+            init_method=node.options.init_method,
+        )
+        return agent
+
+    @property
+    def name(self) -> str:
+        """The name of this worker."""
+        return self._node.info.name
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """The worker of that name or rank; without one, this worker."""
+        if worker is None:
+            return self._node.info
+        try:
+            return self._node.peer(worker).info
+        except UnknownWorker as error:
+            raise UnknownWorker(f"could not find destination {worker!r}: {error}") from None
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers."""
+        return self._node.workers()
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Numbers about this worker, as text."""
+        from farcall.compat.rpc import native
+
+        executor = self._node.executor
+        info = {
+            "agent.num_pending_requests": str(len(self._node.calls)),
+            "agent.thread_pool_size": str(self._options.num_worker_threads),
+            "agent.num_idle_threads": str(executor.threads - executor.busy),
+            "agent.client_active_calls": str(len(self._node.calls)),
+            "agent.server_active_calls": str(len(self._node.server.active)),
+            "agent.server_active_async_calls": "0",
+        }
+        if native.gil_profiling_enabled():
+            info["agent.gil_average_wait_time_us"] = "0"
+        return info
+
+    def get_metrics(self) -> dict[str, str]:
+        """The same as `get_debug_info`."""
+        return self.get_debug_info()
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until all workers are here and all work everywhere is done."""
+        from farcall.compat.rpc import api
+
+        api._all_gather(None, timeout=timeout)
+
+    def sync(self) -> None:
+        """Wait until the calls that this worker has under way are done."""
+        from farcall.compat.rpc import api
+
+        api._all_gather(None)
+
+    def shutdown(self) -> None:
+        """Leave at once."""
+        self._node.shutdown(graceful=False)
+
+    def _get_device_map(self, worker: WorkerInfo | str | int) -> dict[torch.device, torch.device]:
+        """From devices here to devices of ``worker``."""
+        name = worker.name if isinstance(worker, WorkerInfo) else self.get_worker_info(worker).name
+        return dict(self._options.device_maps.get(name, {}))
+
+    def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
+        return self._options
+
+    def _update_group_membership(self, *args: Any) -> None:
+        raise RpcError("farcall keeps the table of members itself: workers join by init_rpc and leave by shutdown")
+
+    def __repr__(self) -> str:
+        return f"<TensorPipeAgent over farcall: {self._node.info}>"
+
+
+# ---------------------------------------------------------------------- which one is current
+
+_agents = weakref.WeakKeyDictionary()
+_foreign: list[Any] = []
+"""An agent that is not farcall's, of a registered backend."""
+
+
+def is_agent_set() -> bool:
+    """Is RPC initialized in this process?"""
+    if _foreign:
+        return True
+    try:
+        farcall_api.current_node()
+    except NotInitialized:
+        return False
+    return True
+
+
+def current_agent() -> Any:
+    """The agent of the current node."""
+    if _foreign:
+        return _foreign[-1]
+    try:
+        node = farcall_api.current_node()
+    except NotInitialized as error:
+        raise NotInitialized(
+            f"Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)? "
+            f"({error})"
+        ) from None
+    agent = _agents.get(node)
+    if agent is None:
+        agent = _agents[node] = TensorPipeAgent._of(node)
+    return agent
+
+
+def set_agent(agent: Any) -> None:
+    """Make an agent of another backend the current one."""
+    if not isinstance(agent, TensorPipeAgent):
+        _foreign.append(agent)
+
+
+def reset_agent() -> None:
+    """There is no agent any more."""
+    if _foreign:
+        _foreign.clear()
+    elif is_agent_set():
+        farcall_api.shutdown(graceful=False)
+
+
+# ---------------------------------------------------------------------- meeting at a store that the program made
+
+
+class _meeting_at:
+    """The url under which farcall finds ``store``; without one, the url given."""
+
+    def __init__(self, store: Any, init_method: str) -> None:
+        self._store = store
+        self._url = init_method
+        self._number = -1
+
+    def __enter__(self) -> str:
+        if self._store is None:
+            return self._url
+        self._number = next(_store_numbers)
+        _stores[self._number] = self._store
+        _register_scheme()
+        return f"{_SCHEME}://{self._number}"
+
+    def __exit__(self, *_: object) -> None:
+        _stores.pop(self._number, None)
+
+
+def _register_scheme() -> None:
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
+    if _SCHEME not in rendezvous._rendezvous_handlers:
+        rendezvous.register_rendezvous_handler(_SCHEME, _open_given_store)
+
+
+def _open_given_store(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    number = int(url.partition("://")[2].partition("?")[0].strip("/"))
+    yield dist.PrefixStore("farcall", _stores[number]), rank, world_size  # type: ignore[attr-defined]

@@ -1,0 +1,362 @@
+"""``torch.distributed.rpc.api``: calls, gathers and the end, by farcall.
+
+Programs and tests set names of this module to their own, so every function here looks names up in the module when it
+runs. The gather keeps the old protocol (tell the leader, be told by it), since its parts have names of their own; the
+end keeps the old order: all have come, references are given up, the node leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from farcall import api as farcall_api
+from farcall.compat.rpc import internal, membership, native
+from farcall.compat.rpc.agent import TensorPipeAgent
+from farcall.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from farcall.compat.rpc.unserved import find_unserved
+from farcall.compat.rpc.worker_info import WorkerInfo
+from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout
+from farcall.remote.reference import RRef
+from farcall.remote.references import NodeReferences
+from farcall.serialize import use_rpc_pickler
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+# Programs take these from here, and set them here: the functions below use what is here when they run.
+PyRRef = RRef
+PythonUDF = internal.PythonUDF
+RPCExecMode = internal.RPCExecMode
+_internal_rpc_pickler = internal._internal_rpc_pickler
+_build_rpc_profiling_key = internal._build_rpc_profiling_key
+_group_membership_management = membership._group_membership_management
+_update_group_membership = membership._update_group_membership
+_cleanup_python_rpc_handler = native._cleanup_python_rpc_handler
+_delete_all_user_and_unforked_owner_rrefs = native._delete_all_user_and_unforked_owner_rrefs
+_destroy_rref_context = native._destroy_rref_context
+_get_current_rpc_agent = native._get_current_rpc_agent
+_is_current_rpc_agent_set = native._is_current_rpc_agent_set
+_reset_current_rpc_agent = native._reset_current_rpc_agent
+_set_and_start_rpc_agent = native._set_and_start_rpc_agent
+get_rpc_timeout = native.get_rpc_timeout
+
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+_LOOK_AGAIN_S = 0.2
+
+
+def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
+    """``func``, which raises where RPC is not initialized."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _is_current_rpc_agent_set():
+            raise NotInitialized(
+                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first "
+                f"({farcall_api._slot.why_none})."
+            )
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+@contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Let ``rpc_pickler`` write the arguments of calls inside the block."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        with use_rpc_pickler(rpc_pickler):
+            yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+# ---------------------------------------------------------------------- calls
+
+
+def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
+    return farcall_api.rpc_sync(to, func, args if args.__class__ is tuple else _as_tuple(args), kwargs, timeout)
+
+
+def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    """Like `rpc_sync`, but return at once: a ``torch.futures.Future``."""
+    future: Any = farcall_api.rpc_async(to, func, args if args.__class__ is tuple else _as_tuple(args), kwargs, timeout)
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+    return future
+
+
+def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
+    return farcall_api.remote(to, func, args if args.__class__ is tuple else _as_tuple(args), kwargs, timeout)
+
+
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    """Anything that can be unpacked was good enough."""
+    return () if args is None else tuple(args)
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """On leaving the block, wait for every `rpc_async` that this thread made in it."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+@_require_initialized
+def get_worker_info(worker_name: Any = None) -> Any:
+    """The `WorkerInfo` of a name; without one, of this worker."""
+    if worker_name is None:
+        return _get_current_rpc_agent().get_worker_info()
+    return _get_current_rpc_agent().get_worker_info(worker_name)
+
+
+def _to_worker_info(to: Any) -> Any:
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, str | int):
+        return get_worker_info(to)
+    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+
+
+def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    return rref._get_type(timeout=timeout, blocking=blocking)
+
+
+def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+    """A function that calls the method of that name."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
+
+
+# ---------------------------------------------------------------------- gathers
+
+
+class AllGatherStates:
+    """One gather: what has come, and a signal when it is all."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: Mapping[str, Any] | dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+_ALL_WORKER_NAMES: set[str] = set()
+_all_gather_dict_lock = threading.RLock()
+_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id_to_states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    """A new agent: its workers, and no gather yet."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id.clear()
+        _all_gather_sequence_id_to_states.clear()
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+    """At the leader: take what ``worker_name`` has."""
+    with _all_gather_dict_lock:
+        worker_names = worker_names or _ALL_WORKER_NAMES
+        if worker_name not in worker_names:
+            raise AssertionError(f"{worker_name} is not expected by leader.")
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        if worker_name in states.gathered_objects:
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+        states.gathered_objects[worker_name] = obj  # type: ignore[index]
+        if worker_names == set(states.gathered_objects):
+            states.proceed_signal.set()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) -> None:
+    """At a follower: take what everybody has."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    if states.proceed_signal.is_set():
+        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+
+
+@_require_initialized
+def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    """Every worker's ``obj`` by name; all workers (or all of ``worker_names``) must call this, equally often.
+
+    Without a timeout a slow worker is waited for as long as it lives; with 0, the calls of the gather have none either.
+    """
+    group = set(worker_names or {info.name for info in _get_current_rpc_agent().get_worker_infos()})
+    leader = min(group)
+    name = _get_current_rpc_agent().get_worker_info().name
+    with _all_gather_dict_lock:
+        joined = "".join(sorted(group))
+        number = _all_gather_sequence_id.get(joined, 0)
+        _all_gather_sequence_id[joined] = number + 1
+        sequence_id = f"{joined}{number}"
+    call_timeout_s = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    waiting_s = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+    if name == leader:
+        _gather_to_leader(sequence_id, name, obj, group)
+    else:
+        rpc_sync(leader, _gather_to_leader, args=(sequence_id, name, obj, group), timeout=call_timeout_s)
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    try:
+        _wait_for_proceed(states, group, leader, name, waiting_s)
+        if name == leader:
+            _tell_followers(sequence_id, states, group - {leader}, call_timeout_s)
+    finally:
+        with _all_gather_dict_lock:
+            _all_gather_sequence_id_to_states.pop(sequence_id, None)
+    return states.gathered_objects
+
+
+def _wait_for_proceed(
+    states: AllGatherStates, group: set[str], leader: str, name: str, waiting_s: float | None
+) -> None:
+    """Until all have come. A worker that is gone does not come any more."""
+    node = farcall_api.current_node()
+    deadline = None if waiting_s is None else monotonic() + waiting_s
+    with node.calls.waiting():
+        while not states.proceed_signal.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, waiting_s or 0)):
+            missing = sorted(group - set(states.gathered_objects)) if name == leader else [leader]
+            gone = [worker for worker in missing if getattr(node.peer(worker), "broken", False)]
+            if states.proceed_signal.is_set():
+                return
+            if gone:
+                raise PeerDead(f"lost {', '.join(gone)} in _all_gather of {', '.join(sorted(group))}")
+            if deadline is not None and monotonic() >= deadline:
+                raise RpcTimeout(
+                    f"RPC ran for more than set timeout: {name} timed out in _all_gather after {waiting_s:.2f} "
+                    f"seconds. Missing: {', '.join(missing)}"
+                )
+
+
+def _tell_followers(sequence_id: str, states: AllGatherStates, followers: set[str], timeout_s: float) -> None:
+    futures = {
+        follower: rpc_async(
+            follower, _broadcast_to_followers, args=(sequence_id, states.gathered_objects), timeout=timeout_s
+        )
+        for follower in sorted(followers)
+    }
+    errors = {}
+    for follower, future in futures.items():
+        try:
+            future.wait()
+        except RuntimeError as error:
+            errors[follower] = error
+    if errors:
+        raise RpcError(
+            f"Followers {list(errors)} timed out in _all_gather after {timeout_s:.2f} seconds. The first exception is "
+            f"{next(iter(errors.values()))}"
+        )
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Return when all of ``worker_names`` have called this."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Return when all workers have called this."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+# ---------------------------------------------------------------------- the end
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the cluster; graceful: when all workers have called this and all work everywhere is done."""
+    agent = _get_current_rpc_agent()
+    if not isinstance(agent, TensorPipeAgent):
+        _reset_current_rpc_agent()
+        return
+    if not graceful:
+        farcall_api.shutdown(graceful=False)
+        return
+    node: Any = farcall_api.current_node()
+    farcall_api._ignore_rref_leak = _ignore_rref_leak
+    failures: list[Exception] = []
+
+    def give_up() -> None:
+        # Called when all is done everywhere, in the middle of the shutdown: that goes on whatever happens here.
+        try:
+            _delete_all_user_and_unforked_owner_rrefs()
+        except Exception as error:
+            failures.append(error)
+
+    node.part(NodeReferences).parting.give_up = give_up
+    agreed = False
+    try:
+        if agent.is_static_group:
+            _wait_all_workers(timeout)
+        agreed = True
+    finally:
+        farcall_api.shutdown(agreed, timeout)
+    if failures:
+        raise failures[0]
+
+
+def _finalize_shutdown() -> None:
+    """Leave at once."""
+    _reset_current_rpc_agent()
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

@@ -1,0 +1,114 @@
+"""``torch.distributed.rpc.backend_registry``: kinds of backends by name.
+
+``TENSORPIPE``, the only one a program normally knows, is farcall here. Others can be registered, with functions that
+make their options and their agent, as before. `BackendType` is a new enumeration after each registration, as it always
+was: members are compared by name, not by identity.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from farcall.compat.rpc import constants
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+
+class BackendValue(NamedTuple):
+    """How a backend's options and its agent are made."""
+
+    construct_rpc_backend_options_handler: Callable[..., Any]
+    init_backend_handler: Callable[..., Any]
+
+
+def _make_type(members: dict[str, BackendValue]) -> Any:
+    make: Any = enum.Enum
+    made: Any = make("BackendType", members, module=__name__)
+    made.__repr__ = lambda self: f"BackendType.{self.name}"
+    made.__doc__ = "The backends there are: ``TENSORPIPE``, which is farcall, and what was registered."
+    return made
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Is there a backend of that name?"""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Add a backend; its member of `BackendType`."""
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    added = {backend_name: BackendValue(construct_rpc_backend_options_handler, init_backend_handler)}
+    BackendType = _make_type({**added, **{member.name: member.value for member in BackendType}})
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """The options of a backend."""
+    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start a backend; its agent."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def _tensorpipe_construct_rpc_backend_options_handler(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: Any = None,
+    _channels: Any = None,
+    **kwargs: Any,
+) -> Any:
+    from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
+
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def _tensorpipe_init_backend_handler(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
+    from farcall.compat.rpc import api
+    from farcall.compat.rpc.agent import TensorPipeAgent
+    from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
+
+    if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    api._init_rpc_states(agent)
+    return agent
+
+
+BackendType = _make_type(
+    {"TENSORPIPE": BackendValue(_tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)}
+)

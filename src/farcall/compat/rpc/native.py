@@ -1,0 +1,94 @@
+"""``torch._C._distributed_rpc``: the names that torch keeps in C++, over farcall."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farcall.api import (
+    _delete_all_user_and_unforked_owner_rrefs,
+    _rref_context_get_debug_info,
+    _set_rpc_timeout,
+    get_rpc_timeout,
+)
+from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent
+from farcall.compat.rpc.agent import current_agent as _get_current_rpc_agent
+from farcall.compat.rpc.agent import is_agent_set as _is_current_rpc_agent_set
+from farcall.compat.rpc.agent import reset_agent as _reset_current_rpc_agent
+from farcall.compat.rpc.agent import set_agent as _set_and_start_rpc_agent
+from farcall.compat.rpc.constants import DEFAULT_INIT_METHOD as _DEFAULT_INIT_METHOD
+from farcall.compat.rpc.constants import DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM_WORKER_THREADS
+from farcall.compat.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC
+from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
+from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendOptionsBase
+from farcall.compat.rpc.unserved import find_unserved
+from farcall.compat.rpc.worker_info import WorkerInfo
+from farcall.remote.reference import RRef as PyRRef
+
+__all__ = [
+    "_DEFAULT_INIT_METHOD",
+    "_DEFAULT_NUM_WORKER_THREADS",
+    "_DEFAULT_RPC_TIMEOUT_SEC",
+    "_UNSET_RPC_TIMEOUT",
+    "PyRRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "WorkerInfo",
+    "_TensorPipeRpcBackendOptionsBase",
+    "_cleanup_python_rpc_handler",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_destroy_rref_context",
+    "_disable_jit_rref_pickle",
+    "_enable_jit_rref_pickle",
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
+    "_reset_current_rpc_agent",
+    "_rref_context_get_debug_info",
+    "_set_and_start_rpc_agent",
+    "_set_profiler_node_id",
+    "_set_rpc_timeout",
+    "enable_gil_profiling",
+    "get_rpc_timeout",
+]
+
+_gil_profiling = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Tell in the debug info how long C++ threads wait for the interpreter. farcall has none: it is 0."""
+    global _gil_profiling
+    _gil_profiling = flag
+
+
+def gil_profiling_enabled() -> bool:
+    """What `enable_gil_profiling` was told."""
+    return _gil_profiling
+
+
+def _set_profiler_node_id(node_id: int) -> None:
+    """Give the profiler's events of this process a number."""
+    import torch
+
+    set_node_id = getattr(torch.autograd, "_set_profiler_node_id", None)  # not in a torch without RPC
+    if set_node_id is not None:
+        set_node_id(node_id)
+
+
+def _destroy_rref_context(ignore_leak: bool) -> None:
+    """Nothing to do: a node's references end with it."""
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Nothing to do: farcall keeps no Python objects outside of Python."""
+
+
+def _enable_jit_rref_pickle() -> None:
+    """Nothing to do: only TorchScript's own pickler was concerned, and it knows no references of farcall."""
+
+
+def _disable_jit_rref_pickle() -> None:
+    """See `_enable_jit_rref_pickle`."""
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

@@ -1,0 +1,26 @@
+"""``torch.distributed.rpc.rref_proxy``: methods of a reference's value, called in one of three ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farcall.compat.rpc import api
+from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from farcall.remote import proxy
+from farcall.remote.reference import RRef
+
+__all__: list[str] = []
+
+
+class RRefProxy(proxy.Proxy):
+    """The methods of ``rref``'s value, called by ``rpc_api``: one of rpc_sync, rpc_async and remote."""
+
+    __slots__ = ()
+
+    def __init__(self, rref: RRef[Any], rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        ways = {api.rpc_sync: proxy.call_sync, api.rpc_async: proxy.call_async, api.remote: proxy.call_remote}
+        super().__init__(ways[rpc_api], rref, timeout)
+
+
+def _invoke_rpc(rref: RRef[Any], rpc_api: Any, func_name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
+    return getattr(RRefProxy(rref, rpc_api, timeout), func_name)(*args, **kwargs)
