@@ -14,10 +14,11 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Protocol
 from urllib.parse import urlsplit
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "ENV_SECRET",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
+    "Interference",
     "RpcBackendOptions",
+    "faults_by_default",
 ]
 
 DEFAULT_RPC_TIMEOUT_S: Final = 60.0
@@ -48,6 +51,32 @@ TRANSPORTS: Final = ("unix", "tcp")
 
 MIN_SECRET_BYTES: Final = 8
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
+
+
+class Interference(Protocol):
+    """What may stand between a node and its connections; `farcall.testing.faults.Faults` is one."""
+
+    def wrap_transport(self, transport: Any, here: str, there: str, fail_call: Callable[[int, str], None]) -> Any:
+        """The transport to use instead. ``fail_call(call_id, why)`` fails a call whose request was not sent."""
+
+    def wrap_delivery(self, deliver: Callable[[Any, Any], None], here: str) -> Callable[[Any, Any], None]:
+        """What to deliver a node's messages to itself with, instead."""
+
+
+class _ByDefault:
+    """What options get that name no faults; None but in a test."""
+
+    faults: ClassVar[Interference | None] = None
+
+
+@contextmanager
+def faults_by_default(faults: Interference) -> Iterator[None]:
+    """Give ``faults`` to all options that are made meanwhile, in this process, and name none."""
+    before, _ByDefault.faults = _ByDefault.faults, faults
+    try:
+        yield
+    finally:
+        _ByDefault.faults = before
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,7 @@ class RpcBackendOptions:
         busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
             sleeps; it stops by itself where that does not pay. 0 means never.
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
+        faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
     """
@@ -88,6 +118,7 @@ class RpcBackendOptions:
     start_timeout_s: float | None = field(default=None, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
     send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
+    faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
@@ -105,6 +136,10 @@ class RpcBackendOptions:
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
+        if self.faults is None:
+            self._set("faults", _ByDefault.faults)
+        elif not hasattr(self.faults, "wrap_transport"):
+            raise TypeError(f"faults must be a farcall.testing.faults.Faults, not {self.faults!r}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

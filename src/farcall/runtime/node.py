@@ -29,6 +29,7 @@ from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefuse
 from farcall.errors import (
     Cancelled,
     Delivery,
+    NetworkError,
     NotInitialized,
     PeerDead,
     RpcError,
@@ -221,7 +222,9 @@ class Node:
         self.membership = membership
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
-        self._myself = SelfPeer(self.info, self._on_message, self._memory)
+        faults = self.options.faults
+        deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
+        self._myself = SelfPeer(self.info, deliver, self._memory)
         self._peers[self._name] = self._peers[self.info.id] = self._myself
         self._leaving = Leaving(
             self.info.id,
@@ -242,6 +245,8 @@ class Node:
         """A proven peer is connected: make it reachable."""
         identity = established.peer
         info = WorkerInfo(identity.name, identity.rank)
+        if self.options.faults is not None:
+            transport = self.options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
         shared = transport.carries_descriptors and self.pool is not None
         peer = RemotePeer(
             info,
@@ -265,6 +270,16 @@ class Node:
         self._remotes[info.id] = peer
         peer.link.start(established.leftover)
         self._linked.open()
+
+    def _fail_unsent(self, call_id: int, why: str) -> None:
+        """A request was not sent after all: have its caller told, from any thread."""
+
+        def fail() -> None:
+            call = self.calls.claim(call_id)
+            if call is not None:
+                call.on_failure(NetworkError(why, Delivery.NOT_SENT))
+
+        self._loop.call_soon(fail)
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""

@@ -1,0 +1,52 @@
+"""Fault injection for tests: lost, late, repeated and reordered messages; cut, silent and slow connections.
+
+    from farcall.testing.faults import Faults
+
+    faults = Faults(seed=1)
+    faults.drop(kind="request", to="ps0", count=2)          # the first two requests of each worker to ps0
+    faults.delay(0.05, kind="response", probability=0.1)
+    options = farcall.RpcBackendOptions(faults=faults)      # for a Node, for init_rpc, or pickled to another process
+
+    with faults.cut(to="ps0"):                              # or while it runs
+        ...
+
+What the faults do to a program, by the kind of message:
+
+=========  ==========================  ================================  ==============================================
+fault      request                     response, failure                 control messages and letters
+=========  ==========================  ================================  ==============================================
+drop       the call times out; the     the call times out; the           Nothing sends them again, because a connection
+           function never ran          function ran                      loses none: what they release stays, a backward
+                                                                         pass or a shutdown waits until its timeout
+fail       `NetworkError`, "not_sent"  late                              late
+delay      late                        late                              late; any order is allowed for
+duplicate  the function runs twice     ignored                           ignored, except that passes of distributed
+           (a creation: once)                                            autograd may count a gradient twice
+reorder    as delay                    as delay                          as delay
+=========  ==========================  ================================  ==============================================
+
+A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
+`throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or
+late message whatever its reason. Faults begin after the handshake. Each connection costs a thread and two more hops.
+"""
+
+from __future__ import annotations
+
+from farcall.testing.faults.injection import Event, Faults
+from farcall.testing.faults.kinds import KINDS
+from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, HalfOpen, Reorder, Rule, Throttle
+
+__all__ = [
+    "KINDS",
+    "Cut",
+    "Delay",
+    "Drop",
+    "Duplicate",
+    "Event",
+    "Fail",
+    "Faults",
+    "HalfOpen",
+    "Reorder",
+    "Rule",
+    "Throttle",
+]

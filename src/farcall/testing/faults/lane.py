@@ -1,0 +1,134 @@
+"""What waits between a sender and the wire: delays, repeats and overtaking, message by message.
+
+Sans-I/O: messages and the time go in, messages come out when they are due.
+
+    fault      of a request                   of an answer, letter or control message
+    Drop       its remains go                 the same
+    Fail       its remains go, caller told    goes, late
+    Delay      goes, late                     the same
+    Duplicate  goes twice, if repeatable      the same
+    Reorder    goes behind later ones         the same
+
+Invariant: a message leaves once (or as often as a rule says), and those that no rule held back leave in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from farcall.protocol.frames import REQUEST
+from farcall.testing.faults.packets import Message
+from farcall.testing.faults.rules import Delay, Drop, Duplicate, Fail, Fault, Reorder
+
+__all__ = ["Lane"]
+
+NEVER = float("inf")
+BACKOFF = 1.5
+
+
+class _Held(Message, Protocol):
+    def remains(self: M) -> M | None: ...
+
+
+M = TypeVar("M", bound=_Held)
+
+
+class _Overtaken(Generic[M]):
+    """A message that lets others pass."""
+
+    __slots__ = ("due", "left", "message")
+
+    def __init__(self, message: M, left: int, due: float) -> None:
+        self.message = message
+        self.left = left
+        self.due = due
+
+
+class Lane(Generic[M]):
+    """The messages from one worker to another that have been sent and have not gone."""
+
+    def __init__(self, on_failed: Callable[[M], None]) -> None:
+        """``on_failed`` is told of each request whose sending fails."""
+        self._on_failed = on_failed
+        self._order = itertools.count()
+        self._waiting: deque[M] = deque()  # in order, once the lane is clear
+        self._clear_at = 0.0
+        self._late: list[tuple[float, int, M]] = []
+        self._overtaken: list[_Overtaken[M]] = []
+
+    def add(self, message: M, fault: Fault | None, drawn: float, now: float) -> None:
+        """Take a message, and what is to happen to it; ``drawn`` is a random number from 0 to 1."""
+        if fault is None:
+            self._waiting.append(message)
+        elif isinstance(fault, Drop):
+            self._lose(message)
+        elif isinstance(fault, Fail):
+            if message.kind == REQUEST:
+                self._lose(message)
+                self._on_failed(message)
+            else:
+                late_s = sum(fault.retry_s * BACKOFF**attempt for attempt in range(fault.attempts))
+                self._hold(message, now + late_s)
+        elif isinstance(fault, Delay):
+            due = now + fault.seconds + fault.jitter_s * drawn
+            if fault.in_order:
+                self._clear_at = max(self._clear_at, due)
+                self._waiting.append(message)
+            else:
+                self._hold(message, due)
+        elif isinstance(fault, Duplicate):
+            self._waiting.append(message)
+            for copy in range(fault.copies if message.repeatable else 0):
+                if fault.after_s:
+                    self._hold(message, now + fault.after_s * (copy + 1))
+                else:
+                    self._waiting.append(message)
+        elif isinstance(fault, Reorder):
+            self._overtaken.append(_Overtaken(message, fault.behind, now + fault.within_s))
+        else:
+            raise AssertionError(f"{fault} is not for messages")
+
+    def take(self, now: float) -> list[M]:
+        """The messages that leave now, in order."""
+        leaving: list[M] = []
+        while self._late and self._late[0][0] <= now:
+            leaving.append(heapq.heappop(self._late)[2])
+        if now >= self._clear_at:
+            while self._waiting:
+                leaving.append(self._waiting.popleft())
+                self._pass(leaving)
+        for held in [held for held in self._overtaken if held.due <= now]:
+            self._overtaken.remove(held)
+            leaving.append(held.message)
+        return leaving
+
+    @property
+    def next_due(self) -> float:
+        """When ``take`` has something to give, if nothing is added before; infinity: never."""
+        due = self._late[0][0] if self._late else NEVER
+        for held in self._overtaken:
+            due = min(due, held.due)
+        return min(due, self._clear_at) if self._waiting else due
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._late) + len(self._overtaken)
+
+    def _pass(self, leaving: list[M]) -> None:
+        """One message has passed those that let others pass."""
+        for held in list(self._overtaken):
+            held.left -= 1
+            if held.left <= 0:
+                self._overtaken.remove(held)
+                leaving.append(held.message)
+
+    def _hold(self, message: M, due: float) -> None:
+        heapq.heappush(self._late, (due, next(self._order), message))
+
+    def _lose(self, message: M) -> None:
+        remains = message.remains()
+        if remains is not None:
+            self._waiting.append(remains)

@@ -1,0 +1,195 @@
+"""Messages as they are seen on their way: whole frames cut out of a stream of bytes, or messages to oneself.
+
+`Splitter` finds the frames in what a node writes. It reads the head of each and copies the rest, so a frame passes
+unchanged, and goes on whole or not at all.
+
+What a lost message carried must not be lost with it: leases of shared memory, references and recorded gradients are
+counted by both ends, and over a real connection they never get lost alone. So a message is lost the way a late answer
+is: what is left of it (`remains`) is an answer to a call that nobody makes. Its receiver reads nothing, runs
+nothing, and gives up what came with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from farcall.protocol.frames import (
+    BUFFER_ENTRY,
+    CONTROL,
+    HEADER,
+    LETTER,
+    MAGIC,
+    REQUEST,
+    RESPONSE,
+    VERSION,
+    Arrived,
+    FrameError,
+    Ticket,
+    encode_frame,
+)
+from farcall.protocol.notes import decode_notes, encode_notes
+from farcall.testing.faults.kinds import names_of, offers_segment
+
+__all__ = ["Message", "OwnMessage", "Packet", "Splitter"]
+
+NO_CALL = 0
+"""The number of a call that is never made."""
+
+
+class Message(Protocol):
+    """A message on its way, as far as rules look at it."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def call_id(self) -> int: ...
+
+    @property
+    def function(self) -> bytes: ...
+
+    @property
+    def repeatable(self) -> bool:
+        """May it arrive twice?"""
+
+
+class Packet:
+    """One frame, as bytes, with the descriptors that ride along."""
+
+    __slots__ = (
+        "call_id",
+        "carries_descriptor",
+        "data",
+        "descriptors",
+        "function",
+        "kind",
+        "names",
+        "notes",
+        "tickets",
+    )
+
+    def __init__(
+        self,
+        data: bytes,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: memoryview,
+        tickets: Sequence[Ticket],
+    ) -> None:
+        self.data = data
+        self.kind = kind
+        self.call_id = call_id
+        self.function = function
+        self.notes = notes
+        self.tickets = tickets
+        self.names = names_of(kind, flags, function, payload)
+        self.carries_descriptor = kind == CONTROL and not self.names and offers_segment(payload)
+        self.descriptors: list[int] = []
+
+    @property
+    def repeatable(self) -> bool:
+        return not self.tickets  # its receiver would give the same lease back twice
+
+    def remains(self) -> Packet | None:
+        """What still has to arrive if the message itself does not."""
+        notes = _without_creation(self.notes)
+        if not self.tickets and not notes:
+            return None
+        data = b"".join(encode_frame(RESPONSE, 0, NO_CALL, b"", notes, b"", self.tickets))
+        return Packet(data, RESPONSE, 0, NO_CALL, b"", notes, memoryview(b""), self.tickets)
+
+
+class OwnMessage:
+    """A message of a node to itself; no frame is ever made of it."""
+
+    __slots__ = ("function", "kind", "message", "names")
+
+    def __init__(self, message: Arrived) -> None:
+        kind, flags, _, function, _, payload, _ = message
+        self.message = message
+        self.kind = kind
+        self.function = function
+        self.names = names_of(kind, flags, function, payload)
+
+    @property
+    def call_id(self) -> int:
+        return self.message[2]
+
+    @property
+    def repeatable(self) -> bool:
+        return not self.message[6]  # the first reader empties the list of buffers
+
+    def remains(self) -> OwnMessage | None:
+        notes = _without_creation(self.message[4])
+        return OwnMessage((RESPONSE, 0, NO_CALL, b"", notes, b"", [])) if notes else None
+
+
+def _without_creation(notes: bytes) -> bytes:
+    """The notes of a message whose function does not run, so that it creates nothing; empty if nothing is left."""
+    if not notes:
+        return b""
+    left = msgspec.structs.replace(decode_notes(notes), created=None, origin="")
+    return encode_notes(left) if left.forks or left.message_id else b""
+
+
+class Splitter:
+    """Cuts a stream of bytes into its frames."""
+
+    __slots__ = ("_buffer", "_needed")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._needed = HEADER.size
+
+    def feed(self, chunk: bytes | memoryview) -> list[Packet]:
+        """Take bytes; the frames that are complete now."""
+        self._buffer += chunk
+        packets = []
+        while len(self._buffer) >= self._needed:
+            packet = self._next()
+            if packet is not None:
+                packets.append(packet)
+        return packets
+
+    def _next(self) -> Packet | None:
+        """The frame at the beginning, or None; then ``_needed`` says how much of it must be there to say more."""
+        buffer = self._buffer
+        magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _ = (
+            HEADER.unpack_from(buffer)
+        )
+        if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
+            raise FrameError(f"{bytes(buffer[:8])!r} starts no frame")
+        table_end = HEADER.size + buffer_count * BUFFER_ENTRY.size
+        if len(buffer) < table_end:
+            self._needed = table_end
+            return None
+        entries = list(BUFFER_ENTRY.iter_unpack(buffer[HEADER.size : table_end]))
+        inline_len = sum(size for size, segment_id, _ in entries if not segment_id)
+        end = table_end + function_len + notes_len + payload_len + inline_len
+        if len(buffer) < end:
+            self._needed = end
+            return None
+        self._needed = HEADER.size
+        data = bytes(buffer[:end])
+        del buffer[:end]
+        notes_at = table_end + function_len
+        payload_at = notes_at + notes_len
+        return Packet(
+            data,
+            kind,
+            flags,
+            call_id,
+            data[table_end:notes_at],
+            data[notes_at:payload_at],
+            memoryview(data)[payload_at : payload_at + payload_len],
+            [Ticket(size, segment_id, offset) for size, segment_id, offset in entries if segment_id],
+        )

@@ -1,0 +1,339 @@
+"""A connection with faults: what the node writes passes through a thread that may do something to it.
+
+The node gets one end of a pair of sockets and treats it as any connection: it is polled, it fills up, it ends. The
+relay has the other end, and the real transport. In between, outgoing bytes are cut into frames, which meet the rules;
+incoming bytes pass as they are. All waiting is real, so the node under test needs to know nothing.
+
+    near (node's socket) --> Splitter --> rules --> Lane --> throttle --> far (the real transport)
+    near                 <----------------------------------------------- far
+
+A relay ends when both directions have ended, when either side is broken, or when a rule cuts it. When the node closes
+its end, what it has written still goes, within CLOSING_S; messages that a rule holds back are lost.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from farcall.errors import NetworkError
+from farcall.testing.faults.injection import Faults
+from farcall.testing.faults.lane import NEVER, Lane
+from farcall.testing.faults.packets import Packet, Splitter
+from farcall.testing.faults.rules import Cut, Direction, HalfOpen, Throttle
+from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError
+from farcall.transport.unix import UnixTransport
+
+__all__ = ["FaultyTransport", "connect"]
+
+logger = logging.getLogger("farcall")
+
+MOST_QUEUED_BYTES = 1 << 20
+CHUNK_BYTES = 256 * 1024
+CLOSING_S = 1.0
+PORTION_S = 0.05
+UNLIMITED = 1 << 62
+_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * array.array("i").itemsize)
+
+
+def connect(
+    faults: Faults, direction: Direction, transport: Transport, fail_call: Callable[[int, str], None]
+) -> FaultyTransport:
+    """``transport``, with faults in what is sent over it."""
+    if transport.fileno() is None:
+        raise ValueError(f"{transport.describe()} has no descriptor to poll: faults need a tcp or unix connection")
+    for_node, near = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    relay = Relay(faults, direction, near, transport, fail_call)
+    wrapped = FaultyTransport(for_node, transport, relay)
+    relay.start()
+    return wrapped
+
+
+class FaultyTransport(UnixTransport):
+    """The node's end."""
+
+    def __init__(self, stream: socket.socket, far: Transport, relay: Relay) -> None:
+        super().__init__(stream)
+        self.kind = far.kind
+        self.carries_descriptors = far.carries_descriptors
+        self._description = f"{far.describe()}, with faults"
+        self._relay = relay
+        # A descriptor that came behind the handshake belongs to a frame that the link has already.
+        self._untaken = far.take_descriptors()
+
+    def close(self) -> None:
+        super().close()
+        self._relay.end(CLOSING_S)
+
+    def close_after_fork(self) -> None:
+        super().close_after_fork()
+        self._relay.close_after_fork()
+
+    def describe(self) -> str:
+        return self._description
+
+
+class Relay:
+    """The thread between a node and one of its connections."""
+
+    def __init__(
+        self,
+        faults: Faults,
+        direction: Direction,
+        near: socket.socket,
+        far: Transport,
+        fail_call: Callable[[int, str], None],
+    ) -> None:
+        self._faults = faults
+        self._direction = direction
+        self._near = near
+        self._far = far
+        self._fail_call = fail_call
+        self._lane: Lane[Packet] = Lane(self._failed)
+        self._splitter = Splitter()
+        self._descriptors: deque[int] = deque()
+        self._forth: deque[tuple[memoryview, list[int]]] = deque()
+        self._forth_bytes = 0
+        self._back: deque[tuple[memoryview, list[int]]] = deque()
+        self._near_ended = self._far_ended = self._node_closed = False
+        self._told_far = self._told_near = False
+        self._close_by = NEVER
+        self._silent_until = 0.0
+        self._silenced_by: object = None
+        self._begun: set[int] = set()  # faults of this connection that wait for no message
+        self._tokens = 0.0
+        self._paid_at = monotonic()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(
+            target=self._run, name=f"farcall-faults-{direction.sender}-{direction.receiver}", daemon=True
+        )
+
+    def start(self) -> None:
+        self._faults.add_relay(self)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the thread look at the rules again."""
+        try:
+            os.write(self._wake_write, b"\0")
+        except OSError:
+            pass  # full, and so awake soon; or ended
+
+    def end(self, timeout_s: float) -> None:
+        """The node has closed its end: wait, for a bounded time, until what it wrote has gone."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + 0.5)
+
+    def close_after_fork(self) -> None:
+        """In a forked child, where the thread does not exist: let go of the descriptors."""
+        self._near.close()
+        self._far.close_after_fork()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while self._go_on():
+                pass
+        except (TransportError, NetworkError, OSError) as error:
+            logger.debug("the relay from %s to %s ends: %s", self._direction.sender, self._direction.receiver, error)
+        finally:
+            self._faults.forget_relay(self)
+            self._far.close()
+            self._near.close()
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+            for _, descriptors in (*self._forth, *self._back):
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            os.close(self._wake_read)
+            wake, self._wake_write = self._wake_write, -1
+            os.close(wake)
+
+    def _go_on(self) -> bool:
+        """One round: wait for something, and do it. False: this connection is over."""
+        now = monotonic()
+        if self._apply_connection_faults(now):
+            return False
+        silent = self._silent_until > now
+        self._queue(self._lane.take(now))
+        if self._is_over(now, silent):
+            return False
+        near, far, wake = self._near.fileno(), self._far.fileno(), self._wake_read
+        assert far is not None
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        allowance, allowed_at = self._allowance(now)
+        if not (self._node_closed and self._near_ended):
+            wants = 0
+            if not self._near_ended and (not silent or self._node_closed) and self._forth_bytes < MOST_QUEUED_BYTES:
+                wants |= select.POLLIN
+            if self._back and not silent:
+                wants |= select.POLLOUT
+            poll.register(near, wants)
+        if not silent:
+            wants = 0
+            if not self._far_ended and not self._back and not self._node_closed:
+                wants |= select.POLLIN
+            if self._forth and allowance:
+                wants |= select.POLLOUT
+            if wants:
+                poll.register(far, wants)
+        until = min(self._lane.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
+        events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
+        if wake in events:
+            os.read(wake, 4096)
+        if events.get(near, 0) & (select.POLLHUP | select.POLLERR) and not self._node_closed:
+            self._node_closed = True
+            self._close_by = monotonic() + CLOSING_S
+        if events.get(near, 0) & select.POLLIN:
+            self._read_near()
+        if events.get(near, 0) & select.POLLOUT:
+            self._write_near()
+        if events.get(far, 0) & ~select.POLLOUT:
+            self._read_far()
+        if events.get(far, 0) & select.POLLOUT:
+            self._write_far(allowance)
+        return True
+
+    def _is_over(self, now: float, silent: bool) -> bool:
+        if self._node_closed and (silent or now >= self._close_by or (self._near_ended and not self._forth)):
+            return True
+        if self._near_ended and not self._forth and not len(self._lane) and not self._told_far and not silent:
+            self._told_far = True
+            self._far.end_sending()
+        if self._far_ended and not self._back and not self._told_near:
+            self._told_near = True
+            self._near.shutdown(socket.SHUT_WR)
+        return self._told_far and self._told_near
+
+    # ------------------------------------------------------------------ out
+
+    def _read_near(self) -> None:
+        data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, socket.MSG_DONTWAIT)
+        for level, kind, rights in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(rights)
+                self._descriptors.extend(descriptors)
+        if not data:
+            self._near_ended = True
+            return
+        now = monotonic()
+        for packet in self._splitter.feed(data):
+            if packet.carries_descriptor:
+                packet.descriptors.append(self._descriptors.popleft())
+            fault, drawn = self._faults.judge(self._direction, packet)
+            if isinstance(fault, Cut):
+                raise TransportError("a rule cut this connection")
+            if isinstance(fault, HalfOpen):
+                self._silence(fault, now)
+                fault = None
+            self._lane.add(packet, fault, drawn, now)
+
+    def _failed(self, packet: Packet) -> None:
+        self._fail_call(packet.call_id, f"sending to {self._direction.receiver} failed: injected")
+
+    def _queue(self, packets: list[Packet]) -> None:
+        for packet in packets:
+            self._forth.append((memoryview(packet.data), packet.descriptors))
+            self._forth_bytes += len(packet.data)
+
+    def _write_far(self, allowance: int) -> None:
+        while self._forth and allowance:
+            data, descriptors = self._forth.popleft()
+            taken = 0
+            try:
+                taken = self._far.send((data[:allowance],), descriptors)
+            finally:
+                if taken < len(data):
+                    self._forth.appendleft((data[taken:], [] if taken else descriptors))
+                if taken:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+                self._forth_bytes -= taken
+                self._tokens -= taken
+            allowance -= taken
+            if not taken:
+                return
+
+    def _allowance(self, now: float) -> tuple[int, float]:
+        """How many bytes may leave now; and if none may, when the next ones do."""
+        rates = [
+            rule.fault.bytes_per_s
+            for rule in self._faults.rules
+            if isinstance(rule.fault, Throttle) and rule.concerns(self._direction.sender, self._direction.receiver)
+        ]
+        if not rates:
+            self._tokens, self._paid_at = 0.0, now
+            return UNLIMITED, NEVER
+        rate = min(rates)
+        # A pause is not saved up, and bytes do not dribble one by one.
+        portion = max(1.0, rate * PORTION_S)
+        self._tokens = min(self._tokens + (now - self._paid_at) * rate, portion)
+        self._paid_at = now
+        if not self._forth:
+            return 0, NEVER
+        missing = min(portion, self._forth_bytes) - self._tokens
+        return (int(self._tokens), NEVER) if missing <= 0 else (0, now + missing / rate)
+
+    # ------------------------------------------------------------------ in
+
+    def _read_far(self) -> None:
+        view = memoryview(bytearray(CHUNK_BYTES))
+        count = self._far.receive_into(view)
+        if count is None:
+            return
+        if count == 0:
+            self._far_ended = True
+            return
+        self._back.append((view[:count], self._far.take_descriptors()))
+
+    def _write_near(self) -> None:
+        data, descriptors = self._back.popleft()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        taken = 0
+        try:
+            taken = self._near.sendmsg((data,), rights, _NOW)
+        except BlockingIOError:
+            pass
+        finally:
+            if taken < len(data):
+                self._back.appendleft((data[taken:], [] if taken else descriptors))
+            if taken:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    # ------------------------------------------------------------------ faults of the connection
+
+    def _apply_connection_faults(self, now: float) -> bool:
+        """Begin and end what rules say of whole connections. True: cut it."""
+        rules = self._faults.rules
+        for rule in rules:
+            if rule.at_once and not isinstance(rule.fault, Throttle) and rule.number not in self._begun:
+                self._begun.add(rule.number)
+                if self._direction.begin(rule):
+                    self._faults.note(rule, self._direction, frozenset())
+                    if isinstance(rule.fault, Cut):
+                        return True
+                    assert isinstance(rule.fault, HalfOpen)
+                    self._silence(rule.fault, now)
+        if self._silenced_by is not None and not any(rule.fault is self._silenced_by for rule in rules):
+            self._silenced_by = None
+            self._silent_until = 0.0
+        return False
+
+    def _silence(self, fault: HalfOpen, now: float) -> None:
+        self._silenced_by = fault
+        self._silent_until = NEVER if fault.seconds is None else now + fault.seconds
