@@ -1,18 +1,198 @@
-"""``torch.distributed.rpc._testing``: an agent that loses and delays messages on purpose. Not served yet."""
+"""``torch.distributed.rpc._testing``: the options of stock's faulty agent, over `farcall.testing.faults`.
+
+There is no special agent here: the ordinary one, started with faults between it and the others. Importing this
+registers the backend ``FAULTY_TENSORPIPE``, as importing torch's does.
+
+A send that stock lets fail is an error at once for a call, and is tried again for what it retries, until
+``num_fail_sends`` attempts have failed. Here the same messages come late, and once: farcall's connections deliver.
+
+    stock's name                    farcall's message
+    PYTHON_CALL, SCRIPT_CALL        a call, outside of an autograd context; script: of an operator or script function
+    PYTHON_, SCRIPT_REMOTE_CALL     the call that creates a reference; likewise
+    PYTHON_, SCRIPT_RREF_FETCH_CALL to_here: one message for both, since only the owner knows what the value is
+    RREF_FORK_REQUEST, RREF_ACK     Register, Confirm
+    RREF_CHILD_ACCEPT               Accept
+    RREF_USER_DELETE                Release
+    CLEANUP_AUTOGRAD_CONTEXT_REQ    ReleaseContext
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from farcall.compat.rpc.unserved import Unserved
+import torch
+import torch.distributed as dist
 
-__all__: list[str] = []
+from farcall.compat.rpc import backend_registry, constants
+from farcall.compat.rpc.agent import TensorPipeAgent
+from farcall.compat.rpc.options import _TensorPipeRpcBackendOptionsBase
+from farcall.protocol.notes import decode_notes
+from farcall.serialize import decode_function
+from farcall.testing.faults import Delay, Fail, Faults
+from farcall.testing.faults.packets import Message
+from farcall.testing.faults.rules import Fault, make_rule
+
+__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
+
+RETRY_S = 0.05
+"""What stock waits for a second before it tries a failed send again; less, since nothing here hangs on it."""
 
 
 def is_available() -> bool:
-    """Is there such an agent?"""
-    return False
+    """Can faults be injected? Always."""
+    return True
 
 
-FaultyTensorPipeAgent: Any = Unserved("FaultyTensorPipeAgent", "use farcall.testing")
-FaultyTensorPipeRpcBackendOptions: Any = Unserved("FaultyTensorPipeRpcBackendOptions", "use farcall.testing")
+class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
+    """Options of an agent that fails and delays messages.
+
+    Args:
+        num_worker_threads, rpc_timeout, init_method: as for every agent.
+        messages_to_fail: names of messages whose sending fails.
+        messages_to_delay: names of messages, and how many seconds later each leaves.
+        num_fail_sends: how often the sending of one message fails before it succeeds.
+    """
+
+    def __init__(
+        self,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """farcall's node, with the faults that its options ask for."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        world_size: int | None,
+        rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
+        reverse_device_maps: Any = None,
+        devices: Any = None,
+    ) -> None:
+        with to_faults(rpc_backend_options).everywhere():
+            super().__init__(store, name, rank, world_size, rpc_backend_options, reverse_device_maps, devices)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- the names of messages
+
+
+def _is_script(message: Message) -> bool:
+    """Does it call an operator of torch's, or a script function? Stock sends those calls in another way."""
+    function = message.function
+    if not function:
+        return False
+    called = decode_function(function)
+    if isinstance(called, torch.jit.ScriptFunction):
+        return True
+    find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
+    return find_builtin(called) is not None
+
+
+def _is_script_creation(message: Message) -> bool:
+    return _is_script(message)
+
+
+def _is_python_creation(message: Message) -> bool:
+    return not _is_script(message)
+
+
+def _in_context(message: Message) -> bool:
+    """Is it part of a distributed autograd context? Stock wraps such calls into messages of another name."""
+    return bool(message.notes) and decode_notes(message.notes).context_id != 0
+
+
+def _is_script_call(message: Message) -> bool:
+    return _is_script(message) and not _in_context(message)
+
+
+def _is_python_call(message: Message) -> bool:
+    return not _is_script(message) and not _in_context(message)
+
+
+class _Meant(NamedTuple):
+    kind: str
+    where: Callable[[Message], bool] | None = None
+
+
+MESSAGES = {
+    "CLEANUP_AUTOGRAD_CONTEXT_REQ": _Meant("ReleaseContext"),
+    "PYTHON_CALL": _Meant("call", _is_python_call),
+    "PYTHON_REMOTE_CALL": _Meant("create", _is_python_creation),
+    "PYTHON_RREF_FETCH_CALL": _Meant("fetch"),
+    "RREF_ACK": _Meant("Confirm"),
+    "RREF_CHILD_ACCEPT": _Meant("Accept"),
+    "RREF_FORK_REQUEST": _Meant("Register"),
+    "RREF_USER_DELETE": _Meant("Release"),
+    "SCRIPT_CALL": _Meant("call", _is_script_call),
+    "SCRIPT_REMOTE_CALL": _Meant("create", _is_script_creation),
+    "SCRIPT_RREF_FETCH_CALL": _Meant("fetch"),
+}
+"""Stock's names, and which of farcall's messages each means."""
+
+
+def to_faults(options: FaultyTensorPipeRpcBackendOptions) -> Faults:
+    """The rules that the options ask for."""
+    faults = Faults()
+    if options.num_fail_sends > 0:
+        for name in options.messages_to_fail:
+            _add(faults, name, Fail(options.num_fail_sends, RETRY_S))
+    for name, seconds in options.messages_to_delay.items():
+        _add(faults, name, Delay(seconds, 0.0, False))
+    return faults
+
+
+def _add(faults: Faults, name: str, fault: Fault) -> None:
+    meant = MESSAGES.get(name)
+    if meant is None:
+        raise ValueError(f"there is no message type called {name!r} to fail or delay: there are {', '.join(MESSAGES)}")
+    rule = make_rule(fault, 0, meant.kind, None, None, None, 0, None, 1.0)
+    faults.add(dataclasses.replace(rule, where=meant.where))
+
+
+# ---------------------------------------------------------------------- the backend
+
+
+def _construct_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int,
+    messages_to_fail: Sequence[str],
+    messages_to_delay: Mapping[str, float],
+    num_fail_sends: int,
+    **kwargs: Any,
+) -> FaultyTensorPipeRpcBackendOptions:
+    return FaultyTensorPipeRpcBackendOptions(
+        num_worker_threads, rpc_timeout, init_method, messages_to_fail, messages_to_delay, num_fail_sends
+    )
+
+
+def _init_backend(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> FaultyTensorPipeAgent:
+    from farcall.compat.rpc import api
+
+    if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    api._init_rpc_states(agent)
+    return agent
+
+
+if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):
+    backend_registry.register_backend("FAULTY_TENSORPIPE", _construct_options, _init_backend)

@@ -55,6 +55,9 @@ class Message(Protocol):
     def function(self) -> bytes: ...
 
     @property
+    def notes(self) -> bytes: ...
+
+    @property
     def repeatable(self) -> bool:
         """May it arrive twice?"""
 
@@ -125,11 +128,15 @@ class OwnMessage:
         return self.message[2]
 
     @property
+    def notes(self) -> bytes:
+        return self.message[4]
+
+    @property
     def repeatable(self) -> bool:
         return not self.message[6]  # the first reader empties the list of buffers
 
     def remains(self) -> OwnMessage | None:
-        notes = _without_creation(self.message[4])
+        notes = _without_creation(self.notes)
         return OwnMessage((RESPONSE, 0, NO_CALL, b"", notes, b"", [])) if notes else None
 
 

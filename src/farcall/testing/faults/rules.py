@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Cut", "Delay", "Direction", "Drop", "Duplicate", "Fail", "Fault", "HalfOpen", "Reorder", "Rule", "Throttle"]
 
-FunctionTest: TypeAlias = Callable[[bytes], bool]
-
 
 @dataclass(frozen=True)
 class Drop:
@@ -100,10 +98,13 @@ class Rule:
     """For a fault of connections: does it wait for no message?"""
     sender: frozenset[str] | None
     to: frozenset[str] | None
-    function: str | bytes | FunctionTest | None
+    function: str | bytes | None
+    """Of requests: the dotted name of their function, or the bytes that name it in a frame."""
     skip: int
     count: int | None
     probability: float
+    where: Callable[[Message], bool] | None = None
+    """A further condition; to be pickled, it must be a function of a module."""
     hits: int = 0
     """How often it happened, in this process."""
     lifted: bool = False
@@ -133,16 +134,11 @@ class Rule:
 
     def means(self, message: Message) -> bool:
         """Is it for such messages?"""
-        if not self.kinds & message.names:
+        if not self.kinds & message.names or (self.where is not None and not self.where(message)):
             return False
-        function = self.function
-        if function is None:
-            return True
-        if isinstance(function, bytes):
-            return message.function == function
-        if isinstance(function, str):
-            return _name(message.function) == function
-        return function(message.function)
+        if isinstance(self.function, str):
+            return _name(message.function) == self.function
+        return self.function is None or message.function == self.function
 
 
 def _name(function: bytes) -> str:
