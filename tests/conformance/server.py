@@ -208,6 +208,9 @@ def main() -> int:
     # Results have a descriptor of their own: what the suite prints while it is loaded goes to the log.
     results = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115  (a fork closes it by itself)
     os.dup2(2, 1)
+    # Some of the suite's programs call each other as soon as *they* have made their process group, and use that of the
+    # callee. With this torch lets nobody go on before everybody has one; whose RPC is quick enough needs it.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     if not asked.stock:
         suite.put_farcall_in_place()
     classes = suite.load(asked.part)

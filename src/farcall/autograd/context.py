@@ -111,7 +111,7 @@ class Context:
                     self.gradients[leaf] = add_gradients(known, gradient)
                 elif _is_loose(gradient) or uses[pointer] > 1:
                     # As torch does for .grad: nobody who changes one gradient in place may change another.
-                    self.gradients[leaf] = gradient.clone(memory_format=torch.contiguous_format)
+                    self.gradients[leaf] = _own_copy(gradient)
                 else:
                     self.gradients[leaf] = gradient
 
@@ -200,6 +200,12 @@ class Context:
 
 def _data_pointer(gradient: torch.Tensor) -> int:
     return gradient._values().data_ptr() if gradient.layout is torch.sparse_coo else gradient.data_ptr()
+
+
+def _own_copy(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is torch.strided:
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return gradient.clone()  # the other layouts take no format; what they consist of is copied densely
 
 
 def _is_loose(gradient: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ import torch
 from farcall.autograd.context import Context
 from farcall.autograd.engine import add_gradients
 from farcall.autograd.functions import Edge, SendFunction, gradient_edge, make_receive
+from farcall.autograd.marks import BACKWARD_NAME, is_profiled, record_function
 from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
 from farcall.autograd.replicas import watch_replicas
 from farcall.errors import RpcError
@@ -289,7 +290,11 @@ class Contexts:
         context = self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s
         local = context.originate(edges, retain_graph, deadline)
-        local.run_here()
+        if is_profiled():
+            with record_function(BACKWARD_NAME):
+                local.run_here()
+        else:
+            local.run_here()
         if local.failure is not None:
             raise local.failure
 

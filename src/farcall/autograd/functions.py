@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import FunctionCtx
 
+from farcall.autograd.marks import SEND_NAME
+
 __all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_edge", "make_receive"]
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
-
-SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
 
 
 class SendFunction:

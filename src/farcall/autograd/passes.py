@@ -17,6 +17,7 @@ import torch
 
 from farcall.autograd.engine import Leaves, Phases, add_gradients, run_whole
 from farcall.autograd.functions import Edge, Node
+from farcall.autograd.marks import RECEIVE_NAME, SEND_NAME, is_profiled, leave_mark
 from farcall.autograd.nodes import Gradients, post_hooks
 from farcall.autograd.replicas import reduce_gradients
 from farcall.errors import PeerDead, RpcError, RpcTimeout
@@ -231,6 +232,8 @@ class LocalPass:
             edges = self._sends.pop(message_id, None)
             if edges is not None:
                 phases.hear(edges, gradients)
+                if gradients is not None and is_profiled():
+                    leave_mark(SEND_NAME)
         if phases.dead:
             dead, phases.dead = phases.dead, []
             self._answer_none(dead)
@@ -249,6 +252,8 @@ class LocalPass:
             for edge, gradient in zip(edges, gradients, strict=True):
                 if gradient is not None:
                     roots[edge] = add_gradients(roots.get(edge), gradient)
+            if is_profiled():
+                leave_mark(SEND_NAME)
         self._sends.clear()
         if roots:
             for node, found in run_whole(roots, self._context.id, self._retain_graph, self._leaves).items():
@@ -276,6 +281,8 @@ class LocalPass:
         del self._unanswered[node]
         if gradients is not None and all(gradient is None for gradient in gradients):
             gradients = None
+        if gradients is not None and is_profiled():
+            leave_mark(RECEIVE_NAME)
         letter = Gradient(self._context.id, self.machine.pass_id, node.message_id, gradients)
         with self._lock:
             self._outbox.setdefault(node.from_worker, []).append(letter)

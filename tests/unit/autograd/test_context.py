@@ -120,6 +120,30 @@ def test_sparse_gradients(network: Network, context: Context) -> None:
     assert found[both.weight][2].tolist() == [5, 5, 5]
 
 
+class TwiceTheSame(torch.autograd.Function):
+    """Gives both inputs one sparse gradient, whose parts are not laid out densely."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        rows = torch.ones(1, 1, dtype=torch.long).expand(1, 4)
+        gradient = torch.sparse_coo_tensor(rows, torch.ones(1, 3).expand(4, 3), (10, 3), check_invariants=False)
+        return gradient, gradient
+
+
+def test_sparse_gradients_have_memory_of_their_own(network: Network, context: Context) -> None:
+    first, second = leaf(10, 3), leaf(10, 3)
+    loss = TwiceTheSame.apply(first, second).sum()  # type: ignore[no-untyped-call]
+    network.workers[0].backward(context.id, [loss], retain_graph=True)
+    found = gradients(network, context)
+    assert found[first]._values().data_ptr() != found[second]._values().data_ptr()
+    network.workers[0].backward(context.id, [loss])
+    assert gradients(network, context)[first].to_dense()[1].tolist() == [8, 8, 8]
+
+
 def test_a_sparse_tensor_crosses(network: Network, context: Context) -> None:
     matrix = torch.eye(3).to_sparse().requires_grad_()
     (there,) = network.move(context.id, 0, 1, [matrix])
@@ -202,6 +226,17 @@ def test_a_gradient_has_memory_of_its_own(network: Network, context: Context) ->
     found = gradients(network, context)
     assert found[first].data_ptr() != found[second].data_ptr()
     assert found[first].is_contiguous()
+
+
+def test_a_profiler_sees_the_pass(network: Network, context: Context) -> None:
+    (there,) = network.move(context.id, 0, 1, [leaf()])
+    (back,) = network.move(context.id, 1, 0, [there * 2])
+    with torch.autograd.profiler.profile() as profile:
+        network.workers[0].backward(context.id, [back.sum()])
+    names = [event.name for event in profile.function_events]
+    assert names.count("torch::distributed::autograd::backward") == 1
+    assert RECEIVE_NAME in names
+    assert "torch::distributed::autograd::SendRpcBackward" in names
 
 
 def test_a_message_that_arrives_after_the_pass_began(network: Network, context: Context) -> None:
