@@ -241,6 +241,8 @@ class RRef(Generic[T]):
         """At the owner: the value, once it is there."""
         if timeout_s != UNSET_TIMEOUT:
             check_timeout(timeout_s)
+        if self._creation is not None and self._creation.error is not None:
+            raise copy.copy(self._creation.error)  # as for a value elsewhere, even if it is there by now
         if not owned.ready:
             self._wait_until_ready(owned, timeout_s)
         return owned.get()
@@ -333,6 +335,12 @@ class RRef(Generic[T]):
         return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)
 
     # ------------------------------------------------------------------ how it travels
+
+    def _serialize(self) -> NoReturn:
+        """Stock's way to send a reference by hand: an error, since nobody could say who will hold it."""
+        if self._creation is not None and self._creation.error is not None:
+            raise copy.copy(self._creation.error)
+        _refuse_to_pickle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Reached by picklers that are not ours; one that a user installed for calls may be at work on a call.

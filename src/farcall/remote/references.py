@@ -136,6 +136,8 @@ class NodeReferences:
                 self.withdraw_creation(fork)
                 raise
             creation.on_failure(error)  # like any end of the link: it surfaces at first use
+            if owned is not None:
+                self._never_comes(fork.ref, owned)  # nobody else tells us: the request was to be ours
         return rref
 
     def confirm_created(self, fork: Fork) -> None:

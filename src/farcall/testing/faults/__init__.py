@@ -19,7 +19,7 @@ drop       the call times out; the     the call times out; the           Nothing
            function never ran          function ran                      loses none: what they release stays, a backward
                                                                          pass or a shutdown waits until its timeout
 fail       `NetworkError`, "not_sent"  late                              late
-delay      late                        late                              late; any order is allowed for
+delay      late                        late                              late; they may come in any order
 duplicate  the function runs twice     ignored                           ignored, except that passes of distributed
            (a creation: once)                                            autograd may count a gradient twice
 reorder    as delay                    as delay                          as delay

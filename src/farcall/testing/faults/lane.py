@@ -4,7 +4,7 @@ Sans-I/O: messages and the time go in, messages come out when they are due.
 
     fault      of a request                   of an answer, letter or control message
     Drop       its remains go                 the same
-    Fail       its remains go, caller told    goes, late
+    Fail       its remains go, caller told    goes, late, and so does what follows
     Delay      goes, late                     the same
     Duplicate  goes twice, if repeatable      the same
     Reorder    goes behind later ones         the same
@@ -71,8 +71,10 @@ class Lane(Generic[M]):
                 self._lose(message)
                 self._on_failed(message)
             else:
+                # What follows waits, too: who sends again over a connection keeps the order.
                 late_s = sum(fault.retry_s * BACKOFF**attempt for attempt in range(fault.attempts))
-                self._hold(message, now + late_s)
+                self._clear_at = max(self._clear_at, now + late_s)
+                self._waiting.append(message)
         elif isinstance(fault, Delay):
             due = now + fault.seconds + fault.jitter_s * drawn
             if fault.in_order:
