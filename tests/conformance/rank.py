@@ -33,6 +33,26 @@ def skip_reasons() -> dict[int, str]:
     return {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
+def keep_destroyed_groups() -> None:
+    """Keep process groups in memory after a test has destroyed them.
+
+    torch ends a gloo group's threads with the interpreter locked, when the last reference to the group goes, and a
+    thread that has just finished may need the interpreter to let go of a tensor: then both wait for ever. That has
+    nothing to do with RPC, and happens on stock as well (TensorPipeDdpComparisonTest.test_ddp_comparison, once in ten
+    runs).
+    """
+    import torch.distributed
+
+    destroy = torch.distributed.destroy_process_group
+    kept: list[Any] = []
+
+    def destroy_process_group(group: Any = None) -> None:
+        kept.append(torch.distributed.group.WORLD if group is None else group)
+        destroy(group)
+
+    torch.distributed.destroy_process_group = destroy_process_group
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
     kind: Any
@@ -66,6 +86,7 @@ class Rank:
         case.rank = self.rank
         case.file_name = self.meeting_file
         set_rng_seed()
+        keep_destroyed_groups()
         try:
             getattr(case, self.method)()
         except unittest.SkipTest as skip:

@@ -128,6 +128,14 @@ def test_training_one_is_training_a_module() -> None:
     run_cluster(2, trained)
 
 
+class Named(RemoteModule):
+    """A user's own kind."""
+
+
+def name_of(module: RemoteModule) -> tuple[str, str]:
+    return type(module).__name__, module.on.name
+
+
 def sent_around(rank: int) -> None:
     if rank:
         return
@@ -144,8 +152,10 @@ def sent_around(rank: int) -> None:
     whole = nn.Sequential(nn.Linear(3, 3))
     whole.append(module)
     assert whole(x)[0].shape == (4, 2)
-    with pytest.raises(SerializationError, match="pickle"):
+    with pytest.raises(SerializationError, match="can only be pickled when using RPC: send it as an argument"):
         pickle.dumps(module)
+    derived = Named("w1", Net, (2,))
+    assert farcall.rpc_sync("w2", name_of, (derived,)) == ("Named", "w1")
 
 
 def test_one_can_be_sent_and_shared() -> None:
@@ -156,10 +166,10 @@ def refusals(rank: int) -> None:
     if rank:
         return
     module = RemoteModule("w1", Net, (2,))
-    with pytest.raises(ValueError, match=r"Method parameters not supported.*remote_parameters\(\)"):
+    with pytest.raises(ValueError, match=r"Method ``parameters`` not supported.*``remote_parameters``"):
         module.parameters()
     for name in ("to", "cuda", "state_dict", "register_buffer", "zero_grad", "children", "share_memory", "half"):
-        with pytest.raises(ValueError, match=f"Method {name} not supported for RemoteModule"):
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
             getattr(module, name)()
     with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
         RemoteModule("w1", not_a_module)  # type: ignore[arg-type]

@@ -1,12 +1,26 @@
-"""``torch.distributed.nn.RemoteModule``, served by farcall."""
+"""``torch.distributed.nn.RemoteModule``, served by farcall: farcall's own, in the shape that programs know.
+
+``on`` and ``device`` are text, the methods are in the instance, and a module that arrived with a message has exactly
+the attributes that are sent. The module's own methods are asked at the reference's owner, whatever ``on`` says.
+"""
 
 from __future__ import annotations
 
-from farcall.nn import RemoteModule
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from farcall.compat.rpc.agent import current_agent, is_agent_set
+from farcall.compat.rpc.unserved import find_unserved
+from farcall.errors import RpcError
+from farcall.nn import remote_module as farcall_module
+from farcall.nn.remote_device import parse_remote_device
+from farcall.remote.reference import RRef
 
 __all__ = ["RemoteModule"]
 
-_RemoteModule = RemoteModule
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "on",
     "device",
@@ -15,3 +29,112 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "generated_methods",
     "module_rref",
 )
+
+
+class _RemoteModule(farcall_module.RemoteModule):
+    on: Any
+    device: Any
+    is_device_map_set: bool
+    is_scriptable: bool
+    generated_methods: tuple[Callable[..., Any], ...]
+    training = True
+    _signature = farcall_module._ANYTHING
+
+    def __init__(
+        self,
+        remote_device: Any,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        _refuse_interface(_module_interface_cls)
+        super().__init__(remote_device, module_cls, args, kwargs)
+        signature = self._signature
+        self._take_shape(remote_device, self.module_rref)
+        self._signature = signature
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: Any, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """A `RemoteModule` over a module that exists already."""
+        _refuse_interface(_module_interface_cls)
+        made = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(made)
+        made._take_shape(remote_device, module_rref)
+        return made
+
+    def _take_shape(self, remote_device: Any, module_rref: RRef[nn.Module]) -> None:
+        if not is_agent_set():
+            raise AssertionError("RemoteModule only works in RPC.")
+        where = parse_remote_device(remote_device)
+        agent = current_agent()
+        device_map = agent._get_device_map(agent.get_worker_info(where.worker))
+        methods = (_RemoteModule.forward_async, _RemoteModule.forward)
+        shape = (where.worker, str(where.device), bool(device_map), False, methods, module_rref)
+        self._set_attributes(shape)
+
+    def _set_attributes(self, shape: tuple[Any, ...]) -> None:
+        # Not by setattr: one that arrives has nothing else, not even what nn.Module needs for that.
+        attributes = self.__dict__
+        attributes.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, shape, strict=True))
+        for method in self.generated_methods:
+            attributes[method.__name__] = types.MethodType(method, self)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward where it lives; a future of its result."""
+        return self._forward_async(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward where it lives, and return its result."""
+        return self._forward(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # it has no hooks, whether it was made here or arrived
+
+    def train(self, mode: bool = True) -> Any:
+        """Put the remote module into training mode, or out of it."""
+        self._call_owner(farcall_module._train, self.module_rref, mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def extra_repr(self) -> NoReturn:
+        raise ValueError("Method ``extra_repr`` not supported for RemoteModule. repr() says where it is")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on}, device={self.device})"
+
+    def _parts(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _arrive, (type(self), tuple(self.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES))
+
+
+class RemoteModule(_RemoteModule):
+    """A module that lives on another worker; see `farcall.nn.RemoteModule`."""
+
+    def __init__(
+        self,
+        remote_device: Any,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+def _arrive(cls: type[_RemoteModule], shape: tuple[Any, ...]) -> _RemoteModule:
+    made = cls.__new__(cls)
+    made._set_attributes(shape)
+    return made
+
+
+def _refuse_interface(module_interface_cls: Any) -> None:
+    if module_interface_cls is not None:
+        raise RpcError(
+            "a RemoteModule for TorchScript (_module_interface_cls) needs RPC that is issued by TorchScript code, "
+            "which farcall does not serve: make it without an interface, and call it from Python"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from farcall.api import current_node
+from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.nn.remote_device import parse_remote_device
 from farcall.remote import proxy
 from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
 from farcall.remote.future import Future
 from farcall.remote.reference import RRef
+from farcall.serialize import Encoding, current_encoding, register_reducer
 
 __all__ = ["RemoteModule"]
 
@@ -97,17 +99,21 @@ class RemoteModule(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._signature.bind(*args, **kwargs)
-        if self.device.type == "cpu":
+        device = torch.device(self.device)
+        if device.type == "cpu":
             return proxy.call_sync(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        request = (self.module_rref, self.device, args, kwargs)
-        return call_sync(current_node(), self.on, _run_forward, request, None, UNSET_TIMEOUT)
+        return self._call_owner(_run_forward, self.module_rref, device, args, kwargs)
 
     def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self._signature.bind(*args, **kwargs)
-        if self.device.type == "cpu":
+        device = torch.device(self.device)
+        if device.type == "cpu":
             return proxy.call_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        request = (self.module_rref, self.device, args, kwargs)
-        return call_async(current_node(), self.on, _run_forward, request, None, UNSET_TIMEOUT)
+        request = (self.module_rref, device, args, kwargs)
+        return call_async(current_node(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
+
+    def _call_owner(self, func: Callable[..., Any], *args: Any) -> Any:
+        return call_sync(current_node(), self.module_rref.owner(), func, args, None, UNSET_TIMEOUT)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""
@@ -115,14 +121,12 @@ class RemoteModule(nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, for a `DistributedOptimizer`."""
-        found: list[RRef[nn.Parameter]] = call_sync(
-            current_node(), self.on, _parameters, (self.module_rref, recurse), None, UNSET_TIMEOUT
-        )
+        found: list[RRef[nn.Parameter]] = self._call_owner(_parameters, self.module_rref, recurse)
         return found
 
     def train(self: M, mode: bool = True) -> M:
         """Put the remote module into training mode, or out of it."""
-        call_sync(current_node(), self.on, _train, (self.module_rref, mode), None, UNSET_TIMEOUT)
+        self._call_owner(_train, self.module_rref, mode)
         self.training = mode
         return self
 
@@ -133,14 +137,35 @@ class RemoteModule(nn.Module):
     def extra_repr(self) -> str:
         return f"on={self.on.name}, device={self.device}"
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__reduce_ex__ is RemoteModule.__reduce_ex__ and cls.__reduce__ is object.__reduce__:
+            register_reducer(cls, _reduce)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The reference inside can be sent in a message, and refuses every other pickler.
+        # Reached by picklers that are not ours; one that a user installed for calls may be at work on a call.
+        if current_encoding() is None:
+            raise SerializationError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: send "
+                "it as an argument or result of a call; to save the module, save its state_dict() at its worker"
+            )
+        return self._parts()
+
+    def _parts(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What it is made from at the other end."""
         parameters = [
             parameter if isinstance(parameter.default, _SENT_DEFAULTS) else parameter.replace(default=...)
             for parameter in self._signature.parameters.values()
         ]
         signature = inspect.Signature(parameters)
         return _arrive, (type(self), self.module_rref, self.device, signature, self.training)
+
+
+def _reduce(module: RemoteModule, encoding: Encoding) -> Any:
+    return module._parts()
+
+
+register_reducer(RemoteModule, _reduce)
 
 
 def _with_signature(method: Callable[..., Any], name: str, signature: inspect.Signature) -> Callable[..., Any]:
@@ -223,17 +248,15 @@ def _train(rref: RRef[nn.Module], mode: bool) -> None:
 # ---------------------------------------------------------------------- what makes no sense
 
 _INSTEAD = {
-    "its parameters live on another worker; use remote_parameters()": (
-        *("parameters", "named_parameters", "requires_grad_", "zero_grad"),
-    ),
-    "it has no state of its own; call the method on the module itself, at its worker: get_module_rref()": (
+    "Please use ``remote_parameters`` instead.": (*("parameters", "named_parameters", "requires_grad_", "zero_grad"),),
+    "It has no state of its own; call the method on the module itself, at its worker: get_module_rref().": (
         *("buffers", "named_buffers", "children", "named_children", "modules", "named_modules"),
         *("state_dict", "load_state_dict", "apply", "share_memory"),
         *("register_buffer", "register_parameter", "register_module", "add_module", "get_submodule"),
         *("register_backward_hook", "register_full_backward_hook", "register_forward_pre_hook"),
         *("register_forward_hook",),
     ),
-    "it is made on the device given as remote_device and stays there": (
+    "It is made on the device given as remote_device and stays there.": (
         *("to", "cuda", "cpu", "xpu", "ipu", "type", "float", "double", "half", "bfloat16", "to_empty"),
     ),
 }
@@ -241,7 +264,7 @@ _INSTEAD = {
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"Method {name} not supported for RemoteModule: {why}")
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {why}")
 
     method.__name__ = name
     return method
