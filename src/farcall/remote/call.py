@@ -42,7 +42,11 @@ def call_sync(
             buffers.withdraw()
         raise
     if call.error is not None:
-        raise call.error
+        failure, call.error = call.error, None
+        try:
+            raise failure
+        finally:
+            del failure  # or the traceback would hold this frame, the frame the error, and both the arguments
     assert call.frame is not None
     return read_answer(call.frame, peer)
 

@@ -1,0 +1,156 @@
+"""Frames on their way: found in any stream, named rightly, and lost without losing what came with them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farcall.ids import ForkId, RefId
+from farcall.protocol import messages
+from farcall.protocol.frames import (
+    CONTROL,
+    FAILURE,
+    LETTER,
+    REQUEST,
+    RESPONSE,
+    FrameDecoder,
+    FrameError,
+    Ticket,
+    encode_frame,
+    encode_small,
+)
+from farcall.protocol.notes import KEEP, Notes, decode_notes, encode_notes
+from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Register
+from farcall.testing.faults.kinds import CALLS, check_kinds
+from farcall.testing.faults.packets import NO_CALL, OwnMessage, Packet, Splitter
+
+FORK = Fork(RefId(0, 1), ForkId(0, 2), 0, 1, 1)
+TICKETS = [Ticket(1 << 20, 7, 4096), Ticket(64, 8 | 1 << 63, 0)]
+
+
+def frame(kind: int = REQUEST, flags: int = 0, notes: bytes = b"", payload: bytes = b"p", buffers=()) -> bytes:
+    return b"".join(encode_frame(kind, flags, 5, b"pm\0f" if kind == REQUEST else b"", notes, payload, buffers))
+
+
+def control(message: messages.Message) -> bytes:
+    return encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message))
+
+
+def only(data: bytes) -> Packet:
+    (packet,) = Splitter().feed(data)
+    return packet
+
+
+def decoded(data: bytes) -> list:
+    decoder = FrameDecoder()
+    view = decoder.writable()
+    view[: len(data)] = data
+    return decoder.received(len(data))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3000), st.lists(st.integers(0, 3000), max_size=3)), min_size=1, max_size=5),
+    steps=st.lists(st.integers(1, 500), min_size=1, max_size=20),
+)
+def test_any_split_of_a_stream_gives_its_frames(sizes, steps):
+    frames = [
+        frame(payload=bytes(payload), buffers=[memoryview(bytes(size)) for size in buffers] + TICKETS)
+        for payload, buffers in sizes
+    ]
+    stream = b"".join(frames)
+    splitter, found, at = Splitter(), [], 0
+    while at < len(stream):
+        step = steps[at % len(steps)]
+        found += splitter.feed(stream[at : at + step])
+        at += step
+    assert [packet.data for packet in found] == frames
+    assert all(packet.tickets == TICKETS for packet in found)
+
+
+def test_bytes_that_start_no_frame_are_an_error():
+    with pytest.raises(FrameError):
+        Splitter().feed(b"x" * 40)
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (frame(), {"request", "call"}),
+        (frame(flags=KEEP), {"request", "create"}),
+        (encode_small(REQUEST, 0, 1, b"pfarcall.remote.owner\0fetch", b"", b""), {"request", "fetch"}),
+        (frame(RESPONSE), {"response"}),
+        (frame(FAILURE), {"failure"}),
+        (control(Register([])), {"control", "Register"}),
+        (control(messages.CallCancelled(3)), {"control", "CallCancelled"}),
+        (control(messages.BlocksReleased([])), set()),
+        (control(messages.SegmentOffered(1, 2)), set()),
+        (encode_small(LETTER, 1, 1, b"", b"", b"pickled"), {"letter", "Gradient"}),
+    ],
+)
+def test_what_a_message_is_called(data, names):
+    assert only(data).names == names
+
+
+def test_letters_are_called_by_what_is_in_them():
+    from farcall.autograd.letters import encode_letters
+    from farcall.protocol.gradients import PassDone, PassId, ReleaseContext
+
+    flags, payload, _ = encode_letters([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)
+    assert only(encode_small(LETTER, flags, 1, b"", b"", payload)).names == {"letter", "ReleaseContext", "PassDone"}
+
+
+def test_only_an_offer_of_memory_has_a_descriptor():
+    assert only(control(messages.SegmentOffered(1, 2))).carries_descriptor
+    assert not only(control(messages.SegmentAccepted(1))).carries_descriptor
+    assert not only(control(messages.Ping(1))).carries_descriptor
+
+
+def test_a_lost_message_that_carries_nothing_leaves_nothing():
+    assert only(frame(buffers=[memoryview(b"inline")])).remains() is None
+    assert only(control(Register([FORK]))).remains() is None
+
+
+@pytest.mark.parametrize("kind", [REQUEST, RESPONSE, LETTER])
+def test_leases_and_forks_of_a_lost_message_come_as_an_answer_that_nobody_awaits(kind):
+    notes = b"" if kind == LETTER else encode_notes(Notes([FORK], FORK, "here", 3, 4))
+    flags = 1 if kind == LETTER else 0
+    remains = only(frame(kind, flags, notes, b"secret", [memoryview(b"inline"), *TICKETS])).remains()
+    assert remains is not None
+    ((kind, flags, call_id, function, noted, payload, buffers),) = decoded(remains.data)
+    assert (kind, flags, call_id, function, bytes(payload)) == (RESPONSE, 0, NO_CALL, b"", b"")
+    assert buffers == TICKETS
+    if notes:
+        assert decode_notes(noted) == Notes([FORK], None, "", 3, 4)
+
+
+def test_a_creation_that_is_lost_creates_nothing():
+    assert only(frame(flags=KEEP, notes=encode_notes(Notes([], FORK, "here")))).remains() is None
+
+
+def test_a_lease_is_not_given_twice():
+    assert only(frame(buffers=[memoryview(b"inline")])).repeatable
+    assert not only(frame(buffers=TICKETS)).repeatable
+
+
+def test_a_message_to_oneself_is_lost_in_the_same_way():
+    notes = encode_notes(Notes([FORK], None, "", 3, 4))
+    own = OwnMessage((REQUEST, 0, 5, b"pm\0f", notes, b"secret", []))
+    assert own.names == {"request", "call"}
+    remains = own.remains()
+    assert remains is not None
+    assert remains.message == (RESPONSE, 0, NO_CALL, b"", notes, b"", [])
+    assert OwnMessage((REQUEST, 0, 5, b"pm\0f", b"", b"secret", [])).remains() is None
+
+
+def test_kinds_are_checked():
+    assert check_kinds(None) == CALLS
+    assert check_kinds("Release") == {"Release"}
+    assert check_kinds(["call", "letter"]) == {"call", "letter"}
+    with pytest.raises(ValueError, match=r"no message called .*there are .*request"):
+        check_kinds("requests")
+    with pytest.raises(ValueError, match="corrupting memory"):
+        check_kinds(["request", "BlocksReleased"])
+    with pytest.raises(ValueError, match="no message at all"):
+        check_kinds([])
