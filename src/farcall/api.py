@@ -55,7 +55,10 @@ def current_node() -> runtime_node.Node:
     """The node that `init_rpc` made; inside a function that a node serves, that node."""
     node = node_of_thread() or _slot.node
     if node is None:
-        raise NotInitialized(f"RPC has not been initialized. Call farcall.init_rpc first ({_slot.why_none}).")
+        raise NotInitialized(
+            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework by "
+            f"init_rpc? ({_slot.why_none})"
+        )
     return node
 
 

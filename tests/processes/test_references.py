@@ -281,7 +281,7 @@ def use_values(rank: int) -> None:
     with pytest.raises(RpcError, match=r"owner WorkerInfo\(id=1, name=w1\)"):
         theirs.local_value()
     assert "w1" in repr(theirs)
-    assert "w0" in str(mine)
+    assert "w0" in repr(mine)
     assert len({repr(farcall.remote("w1", add, (1,))) for _ in range(3)}) == 3
     large = farcall.remote("w1", torch.ones, (1 << 20,))
     assert large.to_here().sum() == 1 << 20

@@ -81,6 +81,7 @@ def complete() -> list[Undo]:
         if module is not None:
             undo.extend(add(module))
     undo.extend(_script_builtins())
+    undo.extend(_futures())
     return undo
 
 
@@ -128,6 +129,14 @@ def _optim(module: ModuleType) -> list[Undo]:
     from farcall.compat.optim import DistributedOptimizer
 
     return [setting(module, "DistributedOptimizer", DistributedOptimizer)]
+
+
+def _futures() -> list[Undo]:
+    import torch
+
+    from farcall.compat.futures import replacements
+
+    return [setting(torch.futures, name, function) for name, function in replacements().items()]
 
 
 def _script_builtins() -> list[Undo]:

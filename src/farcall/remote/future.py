@@ -72,12 +72,14 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
+        _check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture()
         self.add_done_callback(derived.completing(callback))
         return derived
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
+        _check_callable(callback)
         self._has_callbacks = True
         super().add_done_callback(_in_present_context(callback))
 
@@ -149,7 +151,7 @@ class DerivedFuture(torch.futures.Future[T]):
             try:
                 value = callback(done)
             except BaseException as error:
-                self.set_exception(error)  # type: ignore[arg-type]
+                self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
             else:
                 self.set_result(value)
 
@@ -166,9 +168,31 @@ class DerivedFuture(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``."""
+        _check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture()
         self.add_done_callback(derived.completing(callback))
         return derived
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"incompatible function arguments. A callback must be callable, not {type(callback).__name__}")
+
+
+def _as_runtime_error(error: BaseException) -> BaseException:
+    """``error``, as a RuntimeError too: that is what torch makes of any error of a callback. Its own type is kept."""
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
+        return error
+    kind = type(error)
+    try:
+        both: type[Exception] = type(kind.__name__, (kind, RuntimeError), {"__module__": kind.__module__})
+        fresh = both(*error.args)
+        if str(fresh) != str(error):
+            return error
+    except Exception:
+        return error  # its class cannot be made so easily
+    fresh.__cause__ = error
+    return fresh
 
 
 def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:

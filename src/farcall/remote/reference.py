@@ -14,13 +14,21 @@ import copyreg
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout, SerializationError
-from farcall.ids import WorkerInfo
+from farcall.errors import (
+    Delivery,
+    NetworkError,
+    NotInitialized,
+    ReferenceLost,
+    RpcError,
+    RpcTimeout,
+    SerializationError,
+)
+from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import Arrived
 from farcall.protocol.references import Fork
 from farcall.remote import proxy
@@ -45,6 +53,7 @@ _FETCH = b"pfarcall.remote.owner\0fetch"
 _TYPE_OF = b"pfarcall.remote.owner\0type_of"
 _BACKWARD = b"pfarcall.remote.owner\0backward"
 _EXTENSION_CODE = 0x66617272
+_LOOK_AGAIN_S = 0.0005
 
 
 class RRef(Generic[T]):
@@ -132,8 +141,24 @@ class RRef(Generic[T]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner know of this reference yet?"""
-        return self._references.confirmed(self._fork)
+        """Does the owner know of this reference yet?
+
+        For one that came from another worker this waits for the owner to say so, within the default timeout: a program
+        that was handed a reference may count on it.
+        """
+        if self._references.confirmed(self._fork) or self._creation is not None or self._owned is not None:
+            return self._references.confirmed(self._fork)
+        return self._wait_until_confirmed()
+
+    def _wait_until_confirmed(self) -> bool:
+        node = self._references.node
+        deadline = monotonic() + (node.timeout_s or NEVER)
+        with node.calls.waiting():
+            while not self._references.confirmed(self._fork):
+                if monotonic() >= deadline or not node.running or self._references.is_lost(self._fork):
+                    return False
+                sleep(_LOOK_AGAIN_S)
+        return True
 
     def __repr__(self) -> str:
         ref, fork_id = self._fork.ref, self._fork.fork_id
@@ -142,6 +167,11 @@ class RRef(Generic[T]):
             f"{name}(owner={self.owner_name()}, id={ref.created_on}:{ref.local_id}, "
             f"fork={fork_id.created_on}:{fork_id.local_id})"
         )
+
+    def __str__(self) -> str:
+        # As programs that were written for torch.distributed.rpc know it.
+        ref, fork_id = (f"GloballyUniqueId({_numbers(number)})" for number in (self._fork.ref, self._fork.fork_id))
+        return f"OwnerRRef({ref})" if self.is_owner() else f"UserRRef(RRefId = {ref}, ForkId = {fork_id})"
 
     # ------------------------------------------------------------------ the value
 
@@ -155,14 +185,20 @@ class RRef(Generic[T]):
             return self._wait_for_value(self._owned, timeout)  # type: ignore[no-any-return]
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-        return self._ask(RRef.to_here, _FETCH, payload, (), timeout)  # type: ignore[no-any-return]
+        try:
+            return self._ask(RRef.to_here, _FETCH, payload, (), timeout)  # type: ignore[no-any-return]
+        except NotInitialized as error:
+            raise NotInitialized(
+                f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
+            ) from None
 
     def local_value(self) -> T:
         """The value itself; only at its owner."""
         if self._owned is None:
+            ref, fork_id = (f"GloballyUniqueId({_numbers(number)})" for number in (self._fork.ref, self._fork.fork_id))
             raise RpcError(
-                f"{self!r}: can't call local_value() on user {self._references.node.info}; call it on owner "
-                f"{self.owner()}, or use to_here() for a copy"
+                f"For UserRRef(rref_id={ref}, fork_id={fork_id}), can't call localValue() on user "
+                f"{self._references.node.info}. Call it on owner {self.owner()}, or use to_here() for a copy"
             )
         return self._wait_for_value(self._owned, 0.0)  # type: ignore[no-any-return]
 
@@ -376,9 +412,11 @@ def _refuse_to_pickle() -> NoReturn:
 
 
 def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
-    if encoding.peer is None:
-        _refuse_to_pickle()
     references = rref._references
+    if encoding.peer is None:
+        if not references.node.running and not rref.is_owner():
+            raise ReferenceLost(f"{rref!r}: Cannot call fork an UserRRef after deletion.", Delivery.NOT_SENT)
+        _refuse_to_pickle()
     fork = references.fork(rref, encoding.peer)
     return _arrived, (encoding.note(fork, lambda: references.withdraw(fork)),)
 
@@ -397,6 +435,10 @@ register_reducer(RRef, _reduce)
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
 
 __all__ = ["RRef"]
+
+
+def _numbers(number: RefId | ForkId) -> str:
+    return f"created_on={number.created_on}, local_id={number.local_id}"
 
 
 def _has_failed(future: torch.futures.Future[Any]) -> bool:

@@ -266,6 +266,10 @@ class NodeReferences:
         with self._lock:
             return self._machine.confirmed_by_owner(fork)
 
+    def is_lost(self, fork: Fork) -> bool:
+        """Is the owner of ``fork``'s value gone?"""
+        return fork.owner in self._lost
+
     def tell_type(self, owned: Owned, future: torch.futures.Future[Any]) -> None:
         """Complete ``future`` with the type of a value of this node."""
         told = TypeTold(owned, future)

@@ -305,6 +305,10 @@ def _says_it_all(error: BaseException) -> bool:
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
+class _NotPicklable(SerializationError, TypeError):
+    """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
+
+
 def _explain(value: Any, error: Exception) -> SerializationError:
     where, culprit = find_culprit(value)
     if isinstance(error, SerializationError):
@@ -314,7 +318,8 @@ def _explain(value: Any, error: Exception) -> SerializationError:
         hint = (
             "; define it at module level, or use a pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
         )
-    return SerializationError(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
+    kind = _NotPicklable if isinstance(error, TypeError) else SerializationError
+    return kind(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
 
 
 def _names_something_missing(error: Exception) -> bool:

@@ -60,6 +60,8 @@ class FakeCalls:
 class FakeNode:
     """What the references of a node ask of it, in one thread and without time."""
 
+    running = True
+
     def __init__(self) -> None:
         self.info = ME
         self.timeout_s = 60.0
