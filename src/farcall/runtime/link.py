@@ -103,13 +103,15 @@ class Link:
                     view[: len(chunk)] = chunk
                     first_bytes = first_bytes[len(chunk) :]
                     self._frames.extend(self._decoder.received(len(chunk)))
-            self._loop.call_soon(self._read)
         if self._descriptor is None:
             self.transport.watch(
                 lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self.outgoing.write)
             )
         else:
             self._loop.watch(self._descriptor, self._on_event)
+        if self._frames:
+            # Not before: where the peer has gone already, reading closes the descriptor.
+            self._loop.call_soon(self._read)
 
     # ------------------------------------------------------------------ reading
 

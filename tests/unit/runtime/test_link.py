@@ -83,6 +83,21 @@ def test_bytes_behind_the_handshake_are_frames() -> None:
     far.close()
 
 
+def test_a_descriptor_is_watched_before_anybody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever reads may find that the peer has gone, and close it: then another file may have its number.
+    near, far = memory_pair()
+    end = End("late", near, start=False)
+    done: list[str] = []
+    monkeypatch.setattr(end.link, "_descriptor", 99)
+    monkeypatch.setattr(end.loop, "watch", lambda *_: done.append("watch"))
+    monkeypatch.setattr(end.loop, "call_soon", lambda *_: done.append("read"))
+    end.link.start(small(1))
+    monkeypatch.undo()
+    assert done == ["watch", "read"]
+    end.close()
+    far.close()
+
+
 def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:
     threads = [threading.Thread(target=end.link.outgoing.send_pieces, args=(large(7),)) for end in ends]
     for thread in threads:
