@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import farcall
+import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.remote.references import NodeReferences
 from farcall.testing.cluster import free_port, run_cluster
@@ -197,20 +198,37 @@ def test_references_in_a_lost_message_are_not_held_for_ever(fault):
         wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
 
 
+def gradient(node: farcall.Node, tensor: torch.Tensor, disturbed: Callable[[], None] = lambda: None) -> torch.Tensor:
+    """The gradient of the sum of twice ``tensor``, doubled by w1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farcall.api._slot.node", node)
+        with dist_autograd.context() as context_id:
+            disturbed()
+            loss = node.rpc_sync("w1", double, (tensor,)).sum()
+            dist_autograd.backward(context_id, [loss])
+            return dist_autograd.get_gradients(context_id)[tensor]
+
+
 def test_a_backward_pass_does_not_wait_for_a_lost_message():
     faults = Faults()
+    tensor = torch.ones(3, requires_grad=True)
     with team(faults) as nodes:
-        import farcall.autograd as dist_autograd
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farcall.api._slot.node", nodes[0])
-            with dist_autograd.context() as context_id:
-                tensor = torch.ones(3, requires_grad=True)
-                with faults.drop(kind="call", count=1), pytest.raises(RpcTimeout):
-                    nodes[0].rpc_sync("w1", double, (tensor,), timeout=SHORT_S)
-                loss = nodes[0].rpc_sync("w1", double, (tensor,)).sum()
-                dist_autograd.backward(context_id, [loss])
-                assert torch.equal(dist_autograd.get_gradients(context_id)[tensor], torch.full((3,), 2.0))
+        def lose_one() -> None:
+            with faults.drop(kind="call", count=1), pytest.raises(RpcTimeout):
+                nodes[0].rpc_sync("w1", double, (tensor,), timeout=SHORT_S)
+
+        assert torch.equal(gradient(nodes[0], tensor, lose_one), torch.full((3,), 2.0))
+
+
+def test_gradients_are_right_whatever_comes_twice_or_late():
+    faults = Faults(seed=2)
+    tensor = torch.ones(3, requires_grad=True)
+    with team(faults) as nodes:
+        faults.delay(0.0, kind="letter", jitter_s=0.01, probability=0.3)
+        faults.duplicate(kind=["letter", "response", "failure", "control"])
+        for _ in range(20):
+            assert torch.equal(gradient(nodes[0], tensor), torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("to", ["w1", "w0"])

@@ -134,6 +134,15 @@ def test_a_lease_is_not_given_twice():
     assert not only(frame(buffers=TICKETS)).repeatable
 
 
+def test_what_autograd_has_recorded_is_not_sent_twice():
+    in_context = encode_notes(Notes([], None, "", 3, 0))
+    recorded = encode_notes(Notes([], None, "", 3, 4))
+    for kind in (REQUEST, RESPONSE):
+        assert only(frame(kind, notes=in_context)).repeatable
+        assert not only(frame(kind, notes=recorded)).repeatable
+        assert not OwnMessage((kind, 0, 5, b"", recorded, b"", [])).repeatable
+
+
 def test_a_message_to_oneself_is_lost_in_the_same_way():
     notes = encode_notes(Notes([FORK], None, "", 3, 4))
     own = OwnMessage((REQUEST, 0, 5, b"pm\0f", notes, b"secret", []))

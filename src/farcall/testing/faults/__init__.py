@@ -12,22 +12,27 @@
 
 What the faults do to a program, by the kind of message:
 
-=========  ==========================  ================================  ==============================================
-fault      request                     response, failure                 control messages and letters
-=========  ==========================  ================================  ==============================================
-drop       the call times out; the     the call times out; the           Nothing sends them again, because a connection
-           function never ran          function ran                      loses none: what they release stays, a backward
-                                                                         pass or a shutdown waits until its timeout
-fail       `NetworkError`, "not_sent"  late                              late
-delay      late                        late                              late; they may come in any order
-duplicate  the function runs twice     ignored                           ignored, except that passes of distributed
-           (a creation: once)                                            autograd may count a gradient twice
-reorder    as delay                    as delay                          as delay
-=========  ==========================  ================================  ==============================================
+=========  ==========================  ==========================  ====================================================
+fault      request                     response, failure           control message, letter
+=========  ==========================  ==========================  ====================================================
+drop       the call times out; the     the call times out; the     nothing sends it again, because a connection loses
+           function did not run        function ran                none: what it releases stays, and a backward pass or
+                                                                   a shutdown that waits for it ends at its timeout
+fail       `NetworkError`, "not_sent"  late                        late
+delay      late                        late                        late; but a Release behind the Farewell of a
+                                                                   shutdown is told as a leak
+duplicate  the function runs twice     ignored                     ignored
+           (a creation: once)
+reorder    as delay                    as delay                    as delay
+=========  ==========================  ==========================  ====================================================
+
+A delayed or reordered creation may be overtaken by a use of its reference, which then fails with `ReferenceLost`. What
+a lost message carried is not lost with it: its receiver gives up the memory, references and gradients that came along.
 
 A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
 `throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or
-late message whatever its reason. Faults begin after the handshake. Each connection costs a thread and two more hops.
+late message whatever its reason. Messages about shared memory meet only the former, or memory would be corrupted.
+Faults begin after the handshake. Each connection costs a thread and two more hops.
 """
 
 from __future__ import annotations

@@ -159,8 +159,9 @@ class Faults:
     ) -> Rule:
         """Let messages come more than once: ``copies`` follow, each ``after_s`` after the one before.
 
-        A message whose tensors lie in shared memory comes once: a lease cannot be given twice. Give the workers
-        ``shared_memory=False`` to have large ones repeated.
+        Some come once all the same: those whose tensors lie in shared memory, since a lease cannot be given twice
+        (give the workers ``shared_memory=False`` to have them repeated), and those that distributed autograd has
+        recorded, since each is answered for once in a backward pass.
         """
         _check(copies >= 1 and after_s >= 0, "copies must be at least 1, and after_s not negative")
         return self._add(Duplicate(copies, after_s), kind, to, sender, function, skip, count, probability)

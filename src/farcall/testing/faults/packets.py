@@ -100,7 +100,8 @@ class Packet:
 
     @property
     def repeatable(self) -> bool:
-        return not self.tickets  # its receiver would give the same lease back twice
+        # Its receiver would give the same lease back twice, or answer for the same tensors twice in a backward pass.
+        return not self.tickets and not _is_recorded(self.notes)
 
     def remains(self) -> Packet | None:
         """What still has to arrive if the message itself does not."""
@@ -133,11 +134,17 @@ class OwnMessage:
 
     @property
     def repeatable(self) -> bool:
-        return not self.message[6]  # the first reader empties the list of buffers
+        # The first reader empties the list of buffers; for the other condition see Packet.
+        return not self.message[6] and not _is_recorded(self.notes)
 
     def remains(self) -> OwnMessage | None:
         notes = _without_creation(self.notes)
         return OwnMessage((RESPONSE, 0, NO_CALL, b"", notes, b"", [])) if notes else None
+
+
+def _is_recorded(notes: bytes) -> bool:
+    """Does distributed autograd expect gradients for what is in the message?"""
+    return bool(notes) and decode_notes(notes).message_id != 0
 
 
 def _without_creation(notes: bytes) -> bytes:
