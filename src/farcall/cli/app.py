@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -32,6 +33,25 @@ def demo(
     from farcall.cli.demo import run
 
     run(_console(), seconds)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A program, or -m and a module; what follows are its own arguments.")],
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="So many processes, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.")
+    ] = None,
+) -> None:
+    """Run a program with farcall in the place of torch.distributed.rpc."""
+    program = [script, *context.args]
+    if workers is None:
+        os.execv(sys.executable, [sys.executable, "-m", "farcall", *program])
+    from farcall.cli.run import run_cluster
+
+    raise typer.Exit(run_cluster(_console(), workers, program))
 
 
 @app.command()

@@ -4,11 +4,28 @@
     python -m farcall script.py      the same for a program that shall not be touched
     FARCALL_INSTALL=1 torchrun ...   the same for one that is started by something else
 
-`install` puts modules in place and back, `captured` finds what programs and torch itself took out of the old modules
-before, `children` takes the installation to processes that multiprocessing starts. The packages `rpc`, `nn`, `optim`
-and the module `autograd` are what is put in place: the names of torch, over the functions of farcall.
+`installation` puts modules in place and back, `captured` finds what programs and torch itself took out of the old
+modules before, `children` takes it to processes that multiprocessing starts, `waiting` has it wait for torch, `program`
+runs a program with it. `rpc`, `autograd`, `nn` and `optim` are what is put in place: the names of torch, over the
+functions of farcall.
 """
 
-from farcall.compat.install import install, is_installed, uninstall
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farcall.compat.installation import install as install
+    from farcall.compat.installation import is_installed as is_installed
+    from farcall.compat.installation import uninstall as uninstall
 
 __all__ = ["install", "is_installed", "uninstall"]
+
+
+def __getattr__(name: str) -> object:
+    # Later, because `waiting` is loaded at the start of processes that may never need any of the rest.
+    if name not in __all__:
+        raise AttributeError(f"module 'farcall.compat' has no attribute {name!r}")
+    from farcall.compat import installation
+
+    return getattr(installation, name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from farcall.compat import captured, children
+from farcall.compat.waiting import find_and_then
 
 __all__ = ["REPLACED", "install", "is_installed", "uninstall"]
 
@@ -95,17 +95,7 @@ def _find_and_add(
     fullname: str, path: Sequence[str] | None, after: Callable[[ModuleType], list[captured.Undo]]
 ) -> importlib.machinery.ModuleSpec | None:
     """The module as it is, with our names added once it is loaded."""
-    spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-    if spec is None or spec.loader is None:
-        return None
-    load = spec.loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        _undo.extend(after(module))
-
-    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-    return spec
+    return find_and_then(fullname, path, lambda module: _undo.extend(after(module)))
 
 
 _finder = _Finder()
@@ -207,20 +197,3 @@ def _replace(name: str, old: ModuleType | None, new: ModuleType) -> None:
         object.__setattr__(old, "__class__", ModuleType)
 
     _undo.append(be_itself)
-
-
-def install_if_asked() -> None:
-    """What ``farcall.pth`` runs at the start of every process: install once torch is there, if FARCALL_INSTALL says so.
-
-    Importing torch takes a second, and many a process never does: so the installation waits for the program to do it.
-    """
-    if os.environ.get("FARCALL_INSTALL", "") not in ("", "0"):
-        captured.AFTER_IMPORT["torch"] = _after_torch
-        sys.meta_path.insert(0, _finder)
-
-
-def _after_torch(torch: ModuleType) -> list[captured.Undo]:
-    sys.meta_path.remove(_finder)
-    del captured.AFTER_IMPORT["torch"]
-    install()
-    return []

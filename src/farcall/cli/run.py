@@ -1,0 +1,200 @@
+"""``farcall run``: a program on a cluster of this machine, each worker a process of its own.
+
+Owns the processes from start to end: each is told who it is by the environment, as ``torchrun`` does; their output
+comes line by line with the worker's number before it; the first that fails ends the others, and what it said last is
+shown again. Ctrl-C is passed on once; who does not end then is ended.
+
+Invariant: no process outlives this one, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.markup import escape
+
+__all__ = ["run_cluster"]
+
+COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+LAST_LINES = 20
+ENDING_S = 5.0
+"""How long workers have to end by themselves after a failure or Ctrl-C."""
+LOOK_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+class _Worker:
+    """One process of the cluster."""
+
+    def __init__(self, rank: int, size: int, port: int, program: Sequence[str]) -> None:
+        self.rank = rank
+        self.told = False
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._unfinished = b""
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONUNBUFFERED": "1",
+        }
+        # A session of its own: Ctrl-C in the terminal reaches it through us, once, and not twice.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "farcall", *program],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self.ending = os.pidfd_open(self.process.pid)
+
+    @property
+    def output(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def lines(self) -> list[str] | None:
+        """What came since the last time, in whole lines; None at the end."""
+        data = os.read(self.output.fileno(), 1 << 16)
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        if not data and self._unfinished:
+            lines, self._unfinished = [self._unfinished], b""
+        elif not data:
+            return None
+        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
+        self.last_lines.extend(texts)
+        return texts
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the worker and what it started."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass  # it ended meanwhile
+
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def run_cluster(console: Console, workers: int, program: Sequence[str]) -> int:
+    """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C."""
+    cluster = _Cluster(console, workers, program)
+    try:
+        return cluster.run()
+    finally:
+        cluster.end(signal.SIGKILL)
+        cluster.close()
+
+
+class _Cluster:
+    def __init__(self, console: Console, size: int, program: Sequence[str]) -> None:
+        self._console = console
+        self._width = len(str(size - 1))
+        port = _free_port()
+        self._workers: list[_Worker] = []
+        self._first_failure: _Worker | None = None
+        self._give_up_at: float | None = None
+        self._interrupted = False
+        for rank in range(size):
+            self._workers.append(_Worker(rank, size, port, program))
+
+    def run(self) -> int:
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.output, selectors.EVENT_READ, worker)
+                # The end itself is an event: looking from time to time could not tell who was first.
+                selector.register(worker.ending, selectors.EVENT_READ, None)
+            while selector.get_map() or any(worker.process.poll() is None for worker in self._workers):
+                try:
+                    self._step(selector)
+                except KeyboardInterrupt:
+                    self._on_interrupt()
+        return self._report()
+
+    def _step(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(LOOK_S):
+            if key.data is None:
+                selector.unregister(key.fileobj)
+                continue
+            worker: _Worker = key.data
+            lines = worker.lines()
+            if lines is None:
+                selector.unregister(key.fileobj)
+                worker.output.close()
+            else:
+                self._show(worker, lines)
+        for worker in self._workers:
+            if worker.process.poll() and self._first_failure is None and not self._interrupted:
+                self._first_failure = worker
+                self._console.print(f"[bold red]worker {worker.rank} {worker.how_it_ended()}; ending the others[/]")
+                self.end(signal.SIGTERM)
+        if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+            self._give_up_at = None
+            self.end(signal.SIGKILL)
+
+    def _on_interrupt(self) -> None:
+        # The second time nobody wants to wait any more.
+        self.end(signal.SIGKILL if self._interrupted else signal.SIGINT)
+        self._interrupted = True
+
+    def end(self, number: signal.Signals) -> None:
+        """Signal all that still run; after a while they are killed."""
+        for worker in self._workers:
+            if worker.process.poll() is None:
+                worker.send(number)
+                if number == signal.SIGKILL:
+                    worker.process.wait()
+        if number != signal.SIGKILL:
+            self._give_up_at = time.monotonic() + ENDING_S
+
+    def close(self) -> None:
+        for worker in self._workers:
+            os.close(worker.ending)
+            worker.output.close()
+
+    def _show(self, worker: _Worker, lines: Sequence[str]) -> None:
+        color = COLORS[worker.rank % len(COLORS)]
+        for line in lines:
+            self._console.print(f"[{color}]{worker.rank:>{self._width}} |[/] {escape(line)}", highlight=False)
+
+    def _report(self) -> int:
+        if self._interrupted:
+            self._console.print("[bold]interrupted[/]")
+            return 130
+        failed = self._first_failure
+        if failed is None:
+            return 0
+        self._console.print(
+            f"[bold red]the first to fail: worker {failed.rank} {failed.how_it_ended()}; it said last:[/]"
+        )
+        self._show(failed, list(failed.last_lines))
+        code = failed.process.returncode
+        return code if code > 0 else 128 - code
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    # Should this process be killed, nobody else would end the workers.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

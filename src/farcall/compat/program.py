@@ -1,0 +1,52 @@
+"""Running a program that was written for ``torch.distributed.rpc``, as ``python program.py`` would, over farcall.
+
+The program is ``__main__``, with its own arguments, path and name; what it starts by ``multiprocessing`` or as a
+subprocess has farcall in place, too. Knows nothing of clusters: one program, in this process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from farcall.compat.children import mark_environment
+from farcall.compat.installation import install
+
+__all__ = ["is_program", "run_program"]
+
+
+def is_program(arguments: Sequence[str]) -> bool:
+    """Do these arguments name a program, as those of ``python`` would: a file, or ``-m`` and a module?"""
+    if not arguments:
+        return False
+    first = arguments[0]
+    return (first == "-m" and len(arguments) > 1) or first.endswith(".py") or os.path.isfile(first)
+
+
+def run_program(arguments: Sequence[str]) -> None:
+    """Run the program that the arguments name, with the rest of them as its own; returns when it ends."""
+    mark_environment()
+    install()
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        # Where `python -m farcall` has put the current directory, as `python -m` of the module would.
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    path = arguments[0]
+    sys.argv = list(arguments)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"farcall: can't open file {path!r}: {error.strerror}")
+    # A module of its own, which stays: functions of the program may be called for as long as the process lives.
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    exec(compile(source, main.__file__, "exec"), main.__dict__)
