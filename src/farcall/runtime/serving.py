@@ -348,8 +348,8 @@ class Request:
             result.add_done_callback(self._on_done)
         else:
             raise RuntimeError(
-                f"Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
-                f"but {self.function_name} returned {type(result).__name__}"
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                f"{self.function_name} returned {type(result).__name__} (the decorator is functions.async_execution)"
             )
 
     def _on_done(self, future: Any) -> None:

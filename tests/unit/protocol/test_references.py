@@ -62,6 +62,14 @@ def only(effects: list[Effect], to: int) -> Message:
 # --- what each way costs -----------------------------------------------------------------------------------
 
 
+def test_references_and_forks_are_numbered_together() -> None:
+    machine = References(ANNA, EVERYONE)
+    owned, created, more = machine.own_local(), machine.create(OWNER), machine.own_local()
+    assert (owned.ref.local_id, created.ref.local_id, created.fork_id.local_id, more.ref.local_id) == (0, 1, 2, 3)
+    forks = [owned, created, more, machine.fork(owned, BEN)]
+    assert len({fork.fork_id for fork in forks}) == 4
+
+
 def test_creation_and_drop_cost_one_release(trio: Trio) -> None:
     fork = trio.anna.create(OWNER)
     assert not trio.anna.confirmed_by_owner(fork)

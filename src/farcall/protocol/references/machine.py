@@ -81,8 +81,7 @@ class References:
         self._outbox = Outbox()
         self._owner = OwnerSide(me, self._live, self._dead, self._outbox)
         self._user = UserSide(me, self._dead, self._outbox)
-        self._last_ref = 0
-        self._last_fork = 0
+        self._next_id = 0  # of references and forks alike, so that either can be told from the other in a log
         self._last_number: dict[int, int] = {}  # by receiver
         self._arrivals: dict[int, _Arrivals] = {}  # by sender
 
@@ -90,8 +89,9 @@ class References:
 
     def own_local(self) -> Fork:
         """``RRef(value)``, or ``remote`` to oneself: a new reference, and this member's fork of it."""
-        self._last_ref += 1
-        fork = self._new_fork(RefId(self.me, self._last_ref), self.me, self.me, number=0)
+        ref = self._new_ref()
+        # The creator's own fork is named like the reference: one number for ``RRef(value)``, as programs expect.
+        fork = Fork(ref, ForkId(self.me, ref.local_id), self.me, self.me, number=0)
         self._owner.list_created(fork)
         return fork
 
@@ -99,8 +99,7 @@ class References:
         """``remote`` to another member: send the result with the request, hold it from now on."""
         if owner == self.me:
             return self.own_local()
-        self._last_ref += 1
-        fork = self._new_fork(RefId(self.me, self._last_ref), owner, self.me, self._number(owner))
+        fork = self._new_fork(self._new_ref(), owner, self.me, self._number(owner))
         if owner in self._live:
             self._user.hold_created(fork)
         else:
@@ -273,8 +272,12 @@ class References:
         return member in self._live or member == self.me
 
     def _new_fork(self, ref: RefId, owner: int, holder: int, number: int) -> Fork:
-        self._last_fork += 1
-        return Fork(ref, ForkId(self.me, self._last_fork), owner, holder, number)
+        self._next_id += 1
+        return Fork(ref, ForkId(self.me, self._next_id - 1), owner, holder, number)
+
+    def _new_ref(self) -> RefId:
+        self._next_id += 1
+        return RefId(self.me, self._next_id - 1)
 
     def _number(self, receiver: int) -> int:
         number = self._last_number[receiver] = self._last_number.get(receiver, 0) + 1
