@@ -252,6 +252,8 @@ def test_a_creation_that_is_not_sent_surfaces_at_first_use(to):
     faults = Faults()
     with team(faults) as nodes, faults.fail(kind="create", to=to):
         rref = nodes[0].remote(to, run, (1,))
+        with pytest.raises(RuntimeError, match="RRef creation"):
+            rref._get_future().wait()
         with pytest.raises(ReferenceLost, match="RRef creation"):
             rref.to_here()
         with pytest.raises(ReferenceLost, match="RRef creation"):
