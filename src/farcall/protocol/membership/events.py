@@ -1,0 +1,211 @@
+"""What goes into the membership machine and what comes out of it, and what may be chosen about it.
+
+Plain values; no behaviour but the check of the options. Times are seconds on the local monotonic clock: no
+time ever travels to another member.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from farcall.protocol.membership.messages import Message, Record
+
+_T = TypeVar("_T")
+
+
+class Randomness(Protocol):
+    """What of ``random.Random`` is used; passed in, so that a seed repeats a run."""
+
+    def random(self) -> float: ...
+
+    def sample(self, population: Sequence[_T], k: int) -> list[_T]: ...
+
+    def shuffle(self, x: list[_T]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipOptions:
+    """How quickly a death is noticed, against how long a stall is forgiven.
+
+    Args:
+        probe_interval_s: every so often a member probes one other that has been quiet.
+        probe_timeout_s: how long one round of a probe waits. The first round is a ping, the second a ping and
+            questions to others.
+        suspicion_s: how long a member that did not answer may go on not answering before it is declared dead.
+            Nobody who answers within this time is.
+        indirect_probes: how many others are asked whether they can reach the one that does not answer.
+        remember_s: how long the dead and those who left are told to others, and the dead tried again in case
+            it was only a partition.
+    """
+
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 0.5
+    suspicion_s: float = 10.0
+    indirect_probes: int = 3
+    remember_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s", "remember_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a finite number of seconds, more than 0, not {value!r}")
+        if self.indirect_probes < 1:
+            raise ValueError(f"indirect_probes must be at least 1, not {self.indirect_probes}")
+
+    @property
+    def gossip_interval_s(self) -> float:
+        """How often news is passed on, while there is any."""
+        return self.probe_interval_s / 5
+
+    @property
+    def sync_interval_s(self) -> float:
+        """How often a whole table is compared with somebody's."""
+        return self.probe_interval_s * 30
+
+    @property
+    def reconnect_interval_s(self) -> float:
+        """How often one of the dead is tried."""
+        return self.probe_interval_s * 10
+
+    def death_bound_s(self, size: int) -> float:
+        """Within which time all of ``size`` members know of a death that nothing but silence gives away."""
+        return (
+            self.suspicion_s
+            + 4 * self.probe_timeout_s
+            + (math.log2(size) + 8) * self.probe_interval_s
+            + self.news_bound_s(size)
+        )
+
+    def news_bound_s(self, size: int) -> float:
+        """Within which time all of ``size`` members know what one of them knows."""
+        return (0.5 * math.log2(size) + 2) * self.probe_interval_s
+
+
+# --- events --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJoin:
+    """Join through ``via``, the life that answered at an address. Again, with another, where that one is gone."""
+
+    via: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLeave:
+    """This member leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A membership message came from ``sender``, over a link that proved to be its."""
+
+    sender: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Something that is no membership message has come from ``life`` since the last such event."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """The link to ``life`` has ended without its goodbye."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRefused:
+    """Dialling ``life`` showed that it is not there: no one listens at its addresses, or another process does.
+
+    Not for timeouts, unreachable hosts or a full backlog: those are silence.
+    """
+
+    life: int
+
+
+# --- effects -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to the life ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
+
+    to: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """This node is a member; these are the others."""
+
+    members: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """This node may not join; the text says why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """This member has left, and others know it (or nobody could be told)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """The others hold this member for dead, and that is final: end everything, with this reason."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberJoined:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSuspected:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecovered:
+    """It was suspected, and lives."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDied:
+    record: Record
+    why: str
+
+
+Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused
+Effect: TypeAlias = (
+    Send
+    | Admitted
+    | Refused
+    | Departed
+    | Expelled
+    | MemberJoined
+    | MemberSuspected
+    | MemberRecovered
+    | MemberLeft
+    | MemberDied
+)

@@ -1,0 +1,458 @@
+"""One member's part in the membership protocol: events in, effects out. The tables are in the package's docstring.
+
+Owns the composition and this member's own state, and turns what the parts find out (a probe's outcome, a
+change of the table, an arbiter's word) into effects and news. No clock, socket or thread: ``now`` never goes
+back, and all randomness is passed in. Not thread-safe.
+
+Invariant: only a claim from a member counts. Strangers, and those who are dead to us, may have other tables, and
+nothing of those comes in here except through the rule for healed partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any, Final
+
+from farcall.protocol.membership import events
+from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
+from farcall.protocol.membership.gossip import GossipQueue
+from farcall.protocol.membership.joining import Admissions, loser_of
+from farcall.protocol.membership.members import Change, Table
+from farcall.protocol.membership.messages import (
+    Ack,
+    Ask,
+    Decision,
+    Deny,
+    Digest,
+    Entries,
+    Forward,
+    Gossip,
+    Join,
+    JoinAnswer,
+    Message,
+    Obituary,
+    Ping,
+    Record,
+    Resurfaced,
+    Status,
+    Update,
+    Vouch,
+    precedence,
+)
+from farcall.protocol.membership.obituaries import Obituaries
+from farcall.protocol.membership.outbox import Outbox
+from farcall.protocol.membership.probing import Outcome, Probe, Prober
+from farcall.protocol.membership.spreading import Spreading
+from farcall.protocol.membership.suspicion import Suspicions
+from farcall.protocol.membership.timers import Timers
+
+__all__ = ["MembershipMachine", "State"]
+
+LEAVE_ACKS: Final = 2  # so many must know of our leave: one of them may die before it tells anybody
+LEAVE_ROUNDS: Final = 5
+
+
+class State(Enum):
+    """What this node is to the cluster."""
+
+    NEW = "new"
+    JOINING = "joining"
+    MEMBER = "member"
+    LEAVING = "leaving"
+    REFUSED = "refused"
+    DEPARTED = "departed"
+    EXPELLED = "expelled"
+
+
+_OVER: Final = (State.NEW, State.REFUSED, State.DEPARTED, State.EXPELLED)
+
+
+class MembershipMachine:
+    """The membership of ``me``.
+
+    ``members`` are those of the first hour, oneself among them, as a rendezvous agreed on them; or oneself alone, to
+    found a cluster. None: this node is nobody yet, and needs ``LocalJoin``.
+    """
+
+    def __init__(
+        self,
+        me: Record,
+        members: Iterable[Record] | None,
+        options: MembershipOptions,
+        randomness: Randomness,
+        now: float,
+    ) -> None:
+        self.me = me.life
+        self.state = State.NEW
+        self.table = Table(me, now)
+        self._options = options
+        self._random = randomness
+        self._timers = Timers()
+        self._gossip = GossipQueue()
+        self._outbox = Outbox(self.table, self._gossip)
+        self._prober = Prober(options, randomness, self.table, self._timers, self._outbox, self._conclude)
+        self._suspicions = Suspicions(options, randomness, self.table, self._timers, self._prober)
+        self._spreading = Spreading(options, randomness, self.table, self._timers, self._gossip, self._outbox)
+        self._obituaries = Obituaries(options, randomness, self.table, self._timers, self._outbox, self._expel)
+        self._admissions = Admissions(options, self.table, self._outbox, self._prober)
+        self._via = 0
+        self._join_due = 0.0
+        self._leave_acks: set[int] = set()
+        self._leave_rounds = 0
+        self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
+            Ping: self._on_ping,
+            Ack: self._on_news,
+            Gossip: self._on_news,
+            Ask: self._on_inquiry,
+            Vouch: self._on_inquiry,
+            Deny: self._on_inquiry,
+            Digest: self._on_digest,
+            Entries: self._on_entries,
+            Obituary: self._on_obituary,
+            Resurfaced: self._on_resurfaced,
+            Join: self._on_join,
+            Forward: self._on_forward,
+            Decision: self._on_decision,
+            JoinAnswer: lambda sender, message, now: None,
+        }
+        if members is not None:
+            for record in members:
+                if record.life != self.me:
+                    self.table.apply(Update(record.life, Status.ALIVE, 0, record), now)
+            self._become_member(now)
+
+    # --- the machine's shape -------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what to do about it."""
+        match event:
+            case events.Received(sender, message):
+                self._on_message(sender, message, now)
+            case events.Heard(life) if self._is_up and self.table.member(life) is not None:
+                self._prober.on_heard(life, now)
+            case events.LinkLost(life) if self._is_up and self.table.member(life) is not None:
+                self._prober.start(life, now, urgent=True)
+            case events.LinkRefused(life) if self._is_up and self.table.member(life) is not None:
+                if not self._prober.deny(life, now):
+                    self._suspect(life, now)
+                    self._prober.on_refused(life, now)
+            case events.LocalJoin(via) if self.state in (State.NEW, State.JOINING):
+                self.state, self._via = State.JOINING, via
+                self._ask_to_join(now)
+            case events.LocalLeave() if self.state is State.MEMBER:
+                self._leave(now)
+        return self._outbox.collect()
+
+    def next_deadline(self) -> float | None:
+        """When ``handle_deadline`` wants to be called; None: not by itself."""
+        return self._timers.next()
+
+    def handle_deadline(self, now: float) -> list[Effect]:
+        """Do what has become due."""
+        self._timers.run_due(now)
+        return self._outbox.collect()
+
+    @property
+    def _is_up(self) -> bool:
+        return self.state is State.MEMBER or self.state is State.LEAVING
+
+    # --- messages ------------------------------------------------------------------------------------------
+
+    def _on_message(self, sender: int, message: Message, now: float) -> None:
+        """Who may say what: see the package's docstring."""
+        if self.state in _OVER or sender == self.me:
+            return
+        if self.state is State.JOINING:
+            self._on_message_while_joining(sender, message, now)
+            return
+        entry = self.table.entries.get(sender)
+        if entry is None:
+            self._on_stranger(sender, message, now)
+        elif entry.status < Status.DEAD:
+            self._prober.on_heard(sender, now)
+            self._handlers[type(message)](sender, message, now)
+        elif entry.status is Status.DEAD:
+            self._obituaries.on_dead(sender, message, entry.why)
+        elif isinstance(message, Ping):
+            self._outbox.send(sender, Ack((entry.as_update(),)))  # it tells of its leave, and that has come
+
+    def _on_message_while_joining(self, sender: int, message: Message, now: float) -> None:
+        if isinstance(message, JoinAnswer):
+            self._on_join_answer(message, now)
+        elif isinstance(message, Decision):
+            self._on_offer(message)
+        elif isinstance(message, Obituary):
+            self._refuse(message.why)  # let in and expelled again, before we knew of either
+        elif isinstance(message, Ping):
+            self._outbox.send(sender, Ack(()))  # the word may be quicker than the answer
+
+    def _on_stranger(self, sender: int, message: Message, now: float) -> None:
+        """A newcomer not heard of yet; or one that the other side of a partition let in; or one long dead."""
+        if sender in self.table.buried:
+            self._obituaries.tell(sender, "it was declared dead long ago")
+        elif isinstance(message, Join) and message.record.life == sender:
+            self._on_join(sender, message, now)
+        elif isinstance(message, Ping):
+            # Its news are none for us, but for its own end.
+            ends = [update for update in message.updates if _is_end_of(sender, update)]
+            self._learn(ends, now)
+            self._outbox.send(sender, Ack(tuple(ends)))
+        elif isinstance(message, Obituary):
+            self._obituaries.on_stranger(sender, message)
+
+    def _on_ping(self, sender: int, message: Ping, now: float) -> None:
+        about = 0
+        if message.updates:
+            self._learn(message.updates, now)
+            for update in message.updates:
+                if update.life == self.me:
+                    about = self.me  # our refutation
+                elif update.life == sender:
+                    about = sender  # it leaves, and should know that we know
+        if self._is_up:
+            self._outbox.send(sender, Ack(self._outbox.news(sender, about)))
+
+    def _on_news(self, sender: int, message: Ack | Gossip, now: float) -> None:
+        if message.updates:
+            self._learn(message.updates, now)
+            if self.state is State.LEAVING and any(_is_end_of(self.me, update) for update in message.updates):
+                self._leave_acks.add(sender)
+                if len(self._leave_acks) >= min(LEAVE_ACKS, len(self.table.others)):
+                    self._depart()
+
+    def _on_inquiry(self, sender: int, message: Ask | Vouch | Deny, now: float) -> None:
+        self._learn(message.updates, now)
+        if not self._is_up:
+            return
+        if isinstance(message, Ask):
+            self._prober.on_ask(sender, message.target, now)
+        elif isinstance(message, Vouch):
+            self._prober.on_vouch(message.target, now)
+        else:
+            self._prober.on_deny(sender, message.target, now)
+
+    # --- what becomes of members ---------------------------------------------------------------------------
+
+    def _learn(self, updates: Iterable[Update], now: float) -> None:
+        entries = self.table.entries
+        for update in updates:
+            entry = entries.get(update.life)
+            if entry is not None and precedence(update.status, update.version) <= entry.precedence:
+                continue
+            if update.life == self.me:
+                self._hear_of_myself(update, now)
+                if not self._is_up:
+                    return
+            else:
+                self._apply(update, now)
+
+    def _hear_of_myself(self, update: Update, now: float) -> None:
+        if update.status >= Status.DEAD:
+            self._expel(update.why or "it was declared dead")
+            return
+        if update.status is Status.SUSPECTED:
+            self._prober.health.sink()  # others had to wait for us
+        refutation = Update(self.me, Status.ALIVE, update.version + 1, self.table.my_record)
+        self.table.apply(refutation, now)
+        self._spreading.spread(refutation, now)
+
+    def _apply(self, update: Update, now: float, own: bool = False) -> None:
+        """Take a claim about another life into the table, tell the user what it changed, and pass it on."""
+        if update.status < Status.DEAD and update.record is not None and update.life not in self.table.entries:
+            update = self._settle_claims(update, update.record, now)
+            if not self._is_up:
+                return
+        change = self.table.apply(update, now)
+        if change is Change.NOTHING:
+            return
+        entry = self.table.entries[update.life]
+        record = entry.record
+        if record is not None:
+            self._report(change, record, update, own, now)
+        self._spreading.spread(entry.as_update(), now)
+
+    def _report(self, change: Change, record: Record, update: Update, own: bool, now: float) -> None:
+        tell, life = self._outbox.tell, record.life
+        if change is Change.JOINED:
+            tell(events.MemberJoined(record))
+            self._prober.include(life)
+        if change is Change.SUSPECTED or (change is Change.JOINED and update.status is Status.SUSPECTED):
+            tell(events.MemberSuspected(record))
+            self._suspicions.begin(life, update.version, own, now)
+        elif change is Change.RECOVERED:
+            tell(events.MemberRecovered(record))
+            self._suspicions.end(life)
+        elif change is Change.DIED or change is Change.LEFT:
+            self._suspicions.end(life)
+            self._prober.exclude(life)
+            if change is Change.LEFT:
+                tell(events.MemberLeft(record))
+            else:
+                self._obituaries.note(life)
+                tell(events.MemberDied(record, update.why))
+
+    def _settle_claims(self, update: Update, record: Record, now: float) -> Update:
+        """One that is new here, and perhaps its name or rank is not."""
+        for rival in self.table.rivals(record):
+            loser, why = loser_of(record, rival)
+            if loser is record:
+                return Update(record.life, Status.DEAD, update.version, None, why)
+            if loser.life == self.me:
+                self._expel(why)
+                return update
+            self._apply(Update(loser.life, Status.DEAD, 0, None, why), now)
+        return update
+
+    def _suspect(self, life: int, now: float) -> None:
+        """``life`` did not answer us."""
+        entry = self.table.entries[life]
+        if entry.status is Status.ALIVE:
+            self._apply(Update(life, Status.SUSPECTED, entry.version, entry.record), now, own=True)
+        else:
+            self._suspicions.begin(life, entry.version, True, now)
+
+    def _conclude(self, probe: Probe, outcome: Outcome, now: float) -> None:
+        life = probe.target
+        if outcome is Outcome.DENIED:
+            self._declare_dead(life, "nobody listens at its addresses any more", now)
+        elif outcome is Outcome.FAILED:
+            if probe.last and self._suspicions.stands(life):
+                self._declare_dead(life, "it did not answer, to several members and for long", now)
+            else:
+                self._suspect(life, now)
+        elif probe.last:
+            self._suspicions.renew(life, now)
+
+    def _declare_dead(self, life: int, why: str, now: float) -> None:
+        self._apply(Update(life, Status.DEAD, self.table.entries[life].version, None, why), now)
+        self._obituaries.tell(life, why)  # if it only slept, it finds this when it wakes
+
+    def _on_digest(self, sender: int, message: Digest, now: float) -> None:
+        self._spreading.on_digest(sender, message)
+
+    def _on_entries(self, sender: int, message: Entries, now: float) -> None:
+        self._learn(message.updates, now)
+        if message.answer and self._is_up:
+            self._spreading.answer_entries(sender, message)
+
+    # --- being dead to others ------------------------------------------------------------------------------
+
+    def _on_obituary(self, sender: int, message: Obituary, now: float) -> None:
+        if message.life == self.me:
+            self._expel(message.why)
+
+    def _on_resurfaced(self, sender: int, message: Resurfaced, now: float) -> None:
+        self._obituaries.on_resurfaced(message.life)
+
+    def _expel(self, why: str) -> None:
+        if self.state is State.LEAVING:
+            self._depart()  # nobody waits for it any more, which is what it wanted
+            return
+        self.state = State.EXPELLED
+        self._stop()
+        self._outbox.tell(events.Expelled(why))
+
+    def _stop(self) -> None:
+        self._timers.clear()
+        self._gossip.clear()
+
+    # --- coming ----------------------------------------------------------------------------------------------
+
+    def _become_member(self, now: float) -> None:
+        self.state = State.MEMBER
+        self._prober.begin(now)
+        self._spreading.begin(now)
+        self._obituaries.begin(now)
+
+    def _ask_to_join(self, now: float) -> None:
+        self._outbox.send(self._via, Join(self.table.my_record))
+        self._join_due = now + self._options.probe_timeout_s
+        self._timers.set(self._join_due, self._ask_again)
+
+    def _ask_again(self, due: float, now: float) -> None:
+        if self.state is State.JOINING and due == self._join_due:
+            self._ask_to_join(now)
+
+    def _on_offer(self, decision: Decision) -> None:
+        """Confirm it, the first one only: a life has one admission number."""
+        if decision.why_not:
+            self._refuse(decision.why_not)
+        elif decision.record.life == self.me and not self.table.my_record.admission:
+            self.table.become(decision.record)
+            self._outbox.send(self._via, Join(decision.record))
+
+    def _on_join_answer(self, answer: JoinAnswer, now: float) -> None:
+        for update in answer.updates:
+            if update.life != self.me:
+                self.table.apply(update, now)
+        self._become_member(now)
+        others = [record for record in self.table.members() if record.life != self.me]
+        self._outbox.tell(events.Admitted(tuple(others)))
+        for record in others:
+            entry = self.table.entries[record.life]
+            if entry.status is Status.SUSPECTED:
+                self._suspicions.begin(record.life, entry.version, False, now)
+        self._learn([update for update in answer.updates if update.life == self.me], now)
+
+    def _refuse(self, why: str) -> None:
+        self.state = State.REFUSED
+        self._stop()
+        self._outbox.tell(events.Refused(why))
+
+    def _on_join(self, sender: int, message: Join, now: float) -> None:
+        """As sponsor: pass a request on; take one in who was offered a place."""
+        record = message.record
+        if record.life != sender or self.state is not State.MEMBER:
+            return
+        if self.table.member(sender) is None:
+            if not record.admission:
+                decision = self._admissions.request(record, now)
+                if decision is not None:
+                    self._outbox.send(sender, decision)
+                return
+            why_not = self._admissions.why_not_confirmed(record)
+            if why_not:
+                self._outbox.send(sender, Decision(record, why_not))
+                return
+            self._learn([Update(sender, Status.ALIVE, 0, record)], now)
+        self._outbox.send(sender, JoinAnswer(tuple(entry.as_update() for entry in self.table.entries.values())))
+
+    def _on_forward(self, sender: int, message: Forward, now: float) -> None:
+        """As arbiter; or as one that somebody takes for it, which comes to the same."""
+        decision = self._admissions.decide(message.record, now) if self.state is State.MEMBER else None
+        if decision is not None:
+            self._outbox.send(sender, decision)
+
+    def _on_decision(self, sender: int, message: Decision, now: float) -> None:
+        """As sponsor: the newcomer talks to us and not to the arbiter."""
+        self._outbox.send(message.record.life, message)
+
+    # --- going -----------------------------------------------------------------------------------------------
+
+    def _leave(self, now: float) -> None:
+        self.state = State.LEAVING
+        self.table.apply(Update(self.me, Status.LEFT, 0), now)
+        self._spreading.spread(Update(self.me, Status.LEFT, 0), now)
+        self._tell_of_leave(now, now)
+
+    def _tell_of_leave(self, due: float, now: float) -> None:
+        if self.state is not State.LEAVING:
+            return
+        others = self.table.others
+        if not others or self._leave_rounds == LEAVE_ROUNDS:
+            self._depart()
+            return
+        self._leave_rounds += 1
+        for to in self._random.sample(others, min(LEAVE_ACKS + 1, len(others))):
+            self._outbox.send(to, Ping((*self._outbox.news(to), Update(self.me, Status.LEFT, 0))))
+        self._timers.set(now + self._options.probe_timeout_s, self._tell_of_leave)
+
+    def _depart(self) -> None:
+        self.state = State.DEPARTED
+        self._stop()
+        self._outbox.tell(events.Departed())
+
+
+def _is_end_of(life: int, update: Update) -> bool:
+    return update.life == life and update.status >= Status.DEAD

@@ -1,0 +1,288 @@
+"""Probing: does a member that has been quiet still answer, if not me, then somebody?
+
+Owns probes under way, the questions of others, and the health of this member itself. Decides nothing about
+anybody: each probe ends with an outcome for the machine. Anything heard from the target ends it well.
+
+    probe      by                                   then
+    -          a turn, the target was quiet         round 1: a ping
+    -          LinkLost                             round 1 at once, and it asks others, too
+    -          LinkRefused                          the same, and noted as refused
+    -          the suspicion's time is over         the same, and it is the last one
+    any        heard from the target, or Vouch      answered
+    any        refused, and so to all who were asked denied
+    any        its timer is late                    the same round again: it may be we who slept
+    round 1    timeout                              round 2: a ping, and ``indirect_probes`` others are asked
+    round 2    timeout, refused here and elsewhere  denied
+    round 2    timeout, nothing heard from anybody  unsure: we may be cut off, so health sinks (at its lowest: failed)
+    round 2    timeout                              failed
+
+Each turn takes the next of the members, shuffled, so each is probed by everyone in turn, and by somebody in
+an interval with probability 1 - 1/e. Whoever was heard within the last interval is left out.
+
+Health is worth 1 at its best. Late timers, silence from everybody and being suspected make it sink, hearing
+from others makes it rise; timeouts and the suspicion that starts here are longer by (1 + how far it sank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+
+from farcall.protocol.membership.events import MembershipOptions, Randomness
+from farcall.protocol.membership.members import Table
+from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
+from farcall.protocol.membership.outbox import Outbox
+from farcall.protocol.membership.timers import Timers
+
+__all__ = ["Health", "Outcome", "Probe", "Prober"]
+
+LOWEST_HEALTH = 4
+MAX_LATE_ROUNDS = 2  # who is always late must come to a verdict some day, too
+TRIES_PER_TURN = 8
+
+
+class Outcome(Enum):
+    """How a probe ended."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    DENIED = "denied"
+    UNSURE = "unsure"
+
+
+class Health:
+    """How far this member trusts its own eyes."""
+
+    __slots__ = ("sunk",)
+
+    def __init__(self) -> None:
+        self.sunk = 0
+
+    @property
+    def factor(self) -> int:
+        """By how much to be more patient."""
+        return 1 + self.sunk
+
+    def sink(self) -> bool:
+        """False if it cannot sink any further."""
+        if self.sunk == LOWEST_HEALTH:
+            return False
+        self.sunk += 1
+        return True
+
+    def rise(self) -> None:
+        self.sunk = max(0, self.sunk - 1)
+
+
+class Probe:
+    """One question whether ``target`` lives. ``last``: nobody will ask again."""
+
+    __slots__ = ("deniers", "due", "helpers", "last", "late_rounds", "refused", "round", "started_at", "target")
+
+    def __init__(self, target: int, now: float, last: bool) -> None:
+        self.target = target
+        self.started_at = now
+        self.last = last
+        self.round = 1
+        self.due = now
+        self.refused = False
+        self.late_rounds = 0
+        self.helpers: set[int] = set()
+        self.deniers: set[int] = set()
+
+
+class Prober:
+    """All probes of one member, and those it carries out for others."""
+
+    def __init__(
+        self,
+        options: MembershipOptions,
+        randomness: Randomness,
+        table: Table,
+        timers: Timers,
+        outbox: Outbox,
+        conclude: Callable[[Probe, Outcome, float], None],
+    ) -> None:
+        self.health = Health()
+        self.heard_anybody_at = 0.0
+        self._options = options
+        self._random = randomness
+        self._table = table
+        self._timers = timers
+        self._outbox = outbox
+        self._conclude = conclude
+        self._probes: dict[int, Probe] = {}
+        self._askers: dict[int, set[int]] = {}  # target -> who wants to know
+        self._refused_at: dict[int, float] = {}
+        self._ring: list[int] = []
+        self._last_turn_at = 0.0
+
+    # --- turns -------------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """Take turns from now on, at a moment of one's own."""
+        self.heard_anybody_at = self._last_turn_at = now
+        self._timers.set(now + self._random.random() * self._options.probe_interval_s, self._take_turn)
+
+    def include(self, life: int) -> None:
+        """A newcomer has a place in the round that is under way, too, or it would be probed late."""
+        ring = self._ring
+        place = int(self._random.random() * (len(ring) + 1))
+        ring.append(life)
+        ring[place], ring[-1] = ring[-1], ring[place]
+
+    def exclude(self, life: int) -> None:
+        """``life`` has ended."""
+        self._probes.pop(life, None)
+        self._refused_at.pop(life, None)
+        for asker in sorted(self._askers.pop(life, ())):
+            self._outbox.send(asker, Deny(life, self._outbox.news(asker, life)))
+
+    def _take_turn(self, due: float, now: float) -> None:
+        if self._is_late(due, now):
+            self.health.sink()
+        elif self.heard_anybody_at > self._last_turn_at:
+            self.health.rise()
+        self._last_turn_at = now
+        interval_s = self._options.probe_interval_s
+        for _ in range(TRIES_PER_TURN):
+            if not self._ring:
+                self._ring = list(self._table.others)
+                self._random.shuffle(self._ring)
+                if not self._ring:
+                    break
+            target = self._ring.pop()
+            entry = self._table.member(target)
+            if entry is None or now - entry.heard_at < interval_s or target in self._probes:
+                continue
+            self.start(target, now)
+            break
+        # Uneven steps, so that members never fall into step with each other.
+        self._timers.set(now + interval_s * (0.9 + 0.2 * self._random.random()), self._take_turn)
+
+    # --- our own probes ----------------------------------------------------------------------------------
+
+    def start(self, target: int, now: float, *, urgent: bool = False, last: bool = False) -> Probe:
+        """Probe ``target``; ``urgent`` asks others at once. One that is under way is joined."""
+        probe = self._probes.get(target)
+        if probe is None:
+            probe = self._probes[target] = Probe(target, now, last)
+            self._begin_round(probe, now, ask=urgent)
+        else:
+            probe.last = probe.last or last
+            if urgent and not probe.helpers:
+                self._ask_others(probe)
+        return probe
+
+    def _begin_round(self, probe: Probe, now: float, ask: bool) -> None:
+        self._outbox.ping(probe.target)
+        if ask:
+            self._ask_others(probe)
+        probe.due = now + self._options.probe_timeout_s * self.health.factor
+        self._timers.set(probe.due, partial(self._end_round, probe))
+
+    def _ask_others(self, probe: Probe) -> None:
+        others, count = self._table.others, self._options.indirect_probes
+        drawn = self._random.sample(others, min(len(others), 2 * count + 2))
+        trusted = [life for life in drawn if self._table.entries[life].status is Status.ALIVE and life != probe.target]
+        for helper in trusted[:count]:
+            probe.helpers.add(helper)
+            self._outbox.send(helper, Ask(probe.target, self._outbox.news(helper, probe.target)))
+
+    def _end_round(self, probe: Probe, due: float, now: float) -> None:
+        if self._probes.get(probe.target) is not probe or probe.due != due:
+            return
+        if self._is_late(due, now) and probe.late_rounds < MAX_LATE_ROUNDS:
+            probe.late_rounds += 1
+            self.health.sink()
+            self._begin_round(probe, now, ask=bool(probe.helpers))
+            return
+        if probe.round == 1:
+            probe.round = 2
+            self._begin_round(probe, now, ask=True)
+            return
+        if probe.refused and probe.deniers:
+            self._end(probe, Outcome.DENIED, now)
+        elif self.heard_anybody_at < probe.started_at and len(self._table.others) > 1 and self.health.sink():
+            self._end(probe, Outcome.UNSURE, now)
+        else:
+            self._end(probe, Outcome.FAILED, now)
+
+    def _is_late(self, due: float, now: float) -> bool:
+        return now - due > self._options.probe_timeout_s / 2
+
+    def _end(self, probe: Probe, outcome: Outcome, now: float) -> None:
+        del self._probes[probe.target]
+        self._conclude(probe, outcome, now)
+
+    # --- what is heard -----------------------------------------------------------------------------------
+
+    def on_heard(self, life: int, now: float) -> None:
+        """Anything came from ``life``, a member."""
+        self.heard_anybody_at = now
+        self._table.entries[life].heard_at = now
+        if life in self._refused_at:
+            del self._refused_at[life]
+        if life in self._askers:
+            for asker in sorted(self._askers.pop(life)):
+                self._outbox.send(asker, Vouch(life, self._outbox.news(asker, life)))
+        if life in self._probes:
+            self._end(self._probes[life], Outcome.ANSWERED, now)
+
+    def on_vouch(self, target: int, now: float) -> None:
+        """Somebody has heard from ``target``, though we have not."""
+        probe = self._probes.get(target)
+        if probe is not None:
+            self._table.entries[target].heard_at = now
+            self._end(probe, Outcome.ANSWERED, now)
+
+    def deny(self, target: int, now: float) -> bool:
+        """Tell who asked that ``target`` is not there. True if we tried for others only: then it is their affair."""
+        self._refused_at[target] = now
+        askers = sorted(self._askers.pop(target, ()))
+        for asker in askers:
+            self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
+        return bool(askers) and target not in self._probes
+
+    def on_refused(self, target: int, now: float) -> None:
+        """Nobody listens where ``target`` was, as seen from here."""
+        probe = self.start(target, now, urgent=True)
+        probe.refused = True
+        self._check_denied(probe, now)
+
+    def on_deny(self, helper: int, target: int, now: float) -> None:
+        """Nor as seen from ``helper``."""
+        probe = self._probes.get(target)
+        if probe is not None and helper in probe.helpers:
+            probe.deniers.add(helper)
+            self._check_denied(probe, now)
+
+    def _check_denied(self, probe: Probe, now: float) -> None:
+        """Where there was nobody to ask, our own eyes have to do."""
+        if probe.refused and probe.helpers == probe.deniers:
+            self._end(probe, Outcome.DENIED, now)
+
+    # --- for others --------------------------------------------------------------------------------------
+
+    def on_ask(self, asker: int, target: int, now: float) -> None:
+        """``asker`` cannot reach ``target``: try."""
+        entry = self._table.entries.get(target)
+        if entry is None or target == self._table.me:
+            return
+        patience_s = 2 * self._options.probe_timeout_s
+        if entry.ended or now - self._refused_at.get(target, now - patience_s) < patience_s:
+            self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
+            return
+        askers = self._askers.get(target)
+        if askers is not None:
+            askers.add(asker)  # a ping is under way: many may ask at once about one
+            return
+        askers = self._askers[target] = {asker}
+        self._outbox.ping(target)
+
+        def give_up(due: float, now: float) -> None:
+            if self._askers.get(target) is askers:
+                del self._askers[target]
+
+        self._timers.set(now + patience_s, give_up)

@@ -1,0 +1,303 @@
+"""A thousand membership machines in one process and in simulated time, a network that loses, and a judge.
+
+The network delays each message, loses some, and can be cut in two. Processes die with their host (silence) or
+without it (links break, dialling is refused), sleep and wake with everything overdue, come and leave. The judge knows
+what is true: every ``MemberDied`` is compared with it at once, and what all should know by some time is
+looked up then, in the table of everyone. All choices come from one seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from farcall.protocol.membership import (
+    Admitted,
+    Departed,
+    Effect,
+    Event,
+    Expelled,
+    LinkLost,
+    LinkRefused,
+    LocalJoin,
+    LocalLeave,
+    MemberDied,
+    MembershipMachine,
+    MembershipOptions,
+    MemberSuspected,
+    Received,
+    Record,
+    Refused,
+    Send,
+    State,
+)
+from farcall.protocol.membership.messages import Entries, JoinAnswer, Message
+
+NEVER = math.inf
+LINKS_PER_MEMBER = 16  # how many peers have a link to a process when it dies, and see it end
+
+
+class Process(Enum):
+    RUNNING = "running"
+    CRASHED = "crashed"  # its host answers: dialling it is refused
+    SILENT = "silent"  # its host is gone, too
+    ENDED = "ended"  # by itself: it left, was refused, or was expelled
+
+
+class Node:
+    """One process."""
+
+    def __init__(self, record: Record, machine: MembershipMachine) -> None:
+        self.record = record
+        self.life = record.life
+        self.machine = machine
+        self.process = Process.RUNNING
+        self.side = 0
+        self.wakes_at = NEVER  # the deadline that is on the agenda
+        self.sleeps_until = 0.0
+        self.longest_sleep_s = 0.0
+        self.missed: list[Event] = []
+        self.sent = 0
+        self.admitted_at = NEVER
+        self.refused: str | None = None
+        self.expelled: str | None = None
+        self.ended_at = NEVER
+
+    @property
+    def is_member(self) -> bool:
+        return self.process is Process.RUNNING and self.machine.state is State.MEMBER
+
+
+class Cluster:
+    """The processes, the network between them, and the judge."""
+
+    def __init__(self, seed: int, count: int, options: MembershipOptions | None = None, loss: float = 0.0) -> None:
+        self.random = random.Random(seed)
+        self.options = options or MembershipOptions()
+        self.loss = loss
+        self.now = 0.0
+        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count()
+        self.lives = itertools.count(1)
+        self.cut_pairs: set[frozenset[int]] = set()
+        self.messages = 0
+        self.most_updates = 0
+        self.suspected = 0
+        self.false_deaths: list[str] = []
+        records = [self.record(f"worker{rank}", rank) for rank in range(count)]
+        self.nodes: dict[int, Node] = {}
+        for record in records:
+            machine = MembershipMachine(record, records, self.options, self.random, 0.0)
+            node = self.nodes[record.life] = Node(record, machine)
+            node.admitted_at = 0.0
+            self.schedule(node)
+
+    def record(self, name: str, rank: int) -> Record:
+        # Lives are as good as random: nothing may depend on who was first.
+        return Record(next(self.lives) * 0x9E3779B97F4A7C15 % (2**61 - 1) + 1, name, rank, (f"tcp:10.0.0.1:{rank}",))
+
+    # --- time ------------------------------------------------------------------------------------------
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.agenda, (time, next(self.numbers), action))
+
+    def run_until(self, time: float) -> None:
+        agenda = self.agenda
+        while agenda and agenda[0][0] <= time:
+            self.now, _, action = heapq.heappop(agenda)
+            action()
+        self.now = time
+
+    def schedule(self, node: Node) -> None:
+        deadline = node.machine.next_deadline()
+        if deadline is not None and deadline < node.wakes_at:
+            node.wakes_at = deadline
+            self.at(deadline, lambda: self.on_deadline(node, deadline))
+
+    def on_deadline(self, node: Node, deadline: float) -> None:
+        if node.wakes_at != deadline or node.process is not Process.RUNNING:
+            return
+        if self.now < node.sleeps_until:
+            return  # ``wake`` sees to it
+        node.wakes_at = NEVER
+        self.carry_out(node, node.machine.handle_deadline(self.now))
+
+    # --- the network -----------------------------------------------------------------------------------
+
+    def feed(self, node: Node, event: Event) -> None:
+        if node.process is not Process.RUNNING:
+            return
+        if self.now < node.sleeps_until:
+            node.missed.append(event)
+            return
+        self.carry_out(node, node.machine.handle(event, self.now))
+
+    def carry_out(self, node: Node, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.send(node, effect.to, effect.message)
+            elif isinstance(effect, MemberDied):
+                self.judge_death(node, effect)
+            elif isinstance(effect, MemberSuspected):
+                self.suspected += 1
+            elif isinstance(effect, Admitted):
+                node.admitted_at = self.now
+            elif isinstance(effect, Refused | Departed | Expelled):
+                if isinstance(effect, Refused):
+                    node.refused = effect.why
+                elif isinstance(effect, Expelled):
+                    node.expelled = effect.why
+                self.end(node, Process.ENDED)
+        self.schedule(node)
+
+    def send(self, sender: Node, to: int, message: Message) -> None:
+        sender.sent += 1
+        self.messages += 1
+        if not isinstance(message, Entries | JoinAnswer):
+            self.most_updates = max(self.most_updates, len(getattr(message, "updates", ())))
+        receiver = self.nodes[to]
+        if sender.side != receiver.side or (self.loss and self.random.random() < self.loss):
+            return
+        if self.cut_pairs and frozenset((sender.life, to)) in self.cut_pairs:
+            return
+        # Mostly a millisecond, sometimes much more: messages overtake each other.
+        draw = self.random.random()
+        delay_s = 0.0005 + 0.004 * draw if draw < 0.9 else 0.1 * self.random.random()
+        self.at(self.now + delay_s, lambda: self.arrive(sender, receiver, message))
+
+    def arrive(self, sender: Node, receiver: Node, message: Message) -> None:
+        if receiver.process is Process.RUNNING:
+            self.feed(receiver, Received(sender.life, message))
+        elif receiver.process is not Process.SILENT:
+            self.at(self.now + 0.001, lambda: self.refuse(sender, receiver))
+
+    def refuse(self, sender: Node, receiver: Node) -> None:
+        if sender.machine.state is State.JOINING:
+            self.ask_to_join(sender)
+        else:
+            self.feed(sender, LinkRefused(receiver.life))
+
+    # --- what processes do -----------------------------------------------------------------------------
+
+    def members(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.is_member]
+
+    def end(self, node: Node, how: Process) -> None:
+        node.process = how
+        node.ended_at = self.now
+        if how is not Process.SILENT:
+            for peer in self.sample(self.members(), LINKS_PER_MEMBER):
+                self.at(self.now + 0.01 * self.random.random(), lambda peer=peer: self.lose_link(peer, node))
+
+    def lose_link(self, peer: Node, node: Node) -> None:
+        if peer.side == node.side:
+            self.feed(peer, LinkLost(node.life))
+
+    def sample(self, nodes: list[Node], count: int) -> list[Node]:
+        return self.random.sample(nodes, min(count, len(nodes)))
+
+    def join(self, name: str, rank: int, side: int = 0) -> Node:
+        record = self.record(name, rank)
+        machine = MembershipMachine(record, None, self.options, self.random, self.now)
+        node = self.nodes[record.life] = Node(record, machine)
+        node.side = side
+        self.ask_to_join(node)
+        return node
+
+    def ask_to_join(self, node: Node) -> None:
+        """Through any member on its side of the network; through another if that takes long."""
+        if node.process is not Process.RUNNING or node.machine.state not in (State.NEW, State.JOINING):
+            return
+        sponsors = [other for other in self.members() if other.side == node.side]
+        if sponsors:
+            self.carry_out(node, node.machine.handle(LocalJoin(self.random.choice(sponsors).life), self.now))
+        self.at(self.now + 5.0, lambda: self.ask_to_join(node))
+
+    def leave(self, node: Node) -> None:
+        self.feed(node, LocalLeave())
+
+    def sleep(self, node: Node, seconds: float) -> None:
+        """Stop the process, as SIGSTOP does: what arrives waits for it."""
+        node.sleeps_until = self.now + seconds
+        node.longest_sleep_s = max(node.longest_sleep_s, seconds)
+        self.at(node.sleeps_until, lambda: self.wake(node))
+
+    def wake(self, node: Node) -> None:
+        if node.process is not Process.RUNNING or self.now < node.sleeps_until:
+            return
+        missed, node.missed = node.missed, []
+        timers_first = self.random.random() < 0.5
+        if timers_first:
+            self.run_overdue(node)
+        for event in missed:
+            self.feed(node, event)
+        if not timers_first:
+            self.run_overdue(node)
+
+    def run_overdue(self, node: Node) -> None:
+        if node.process is Process.RUNNING:
+            node.wakes_at = NEVER
+            self.carry_out(node, node.machine.handle_deadline(self.now))
+
+    def split(self, minority: Iterable[Node]) -> None:
+        for node in minority:
+            node.side = 1
+
+    def heal(self) -> None:
+        for node in self.nodes.values():
+            node.side = 0
+
+    # --- the judge -------------------------------------------------------------------------------------
+
+    def judge_death(self, node: Node, death: MemberDied) -> None:
+        victim = self.nodes[death.record.life]
+        innocent = victim.process is Process.RUNNING and victim.longest_sleep_s < self.options.suspicion_s
+        if innocent:
+            self.false_deaths.append(
+                f"at {self.now:.2f} s {node.record.name} declared {victim.record.name} dead: {death.why}"
+            )
+
+    def awake(self) -> list[Node]:
+        return [node for node in self.members() if self.now >= node.sleeps_until]
+
+    def who_does_not_know_the_end_of(self, gone: Node) -> list[str]:
+        return [node.record.name for node in self.awake() if node.machine.table.member(gone.life) is not None]
+
+    def who_does_not_know(self, newcomer: Node) -> list[str]:
+        """Nobody has to know one that is not, or no longer, a member."""
+        if not newcomer.is_member:
+            return []
+        return [node.record.name for node in self.awake() if node.machine.table.member(newcomer.life) is None]
+
+    def expect_end_known(self, gone: Node, within_s: float) -> None:
+        """Fail if by then anybody awake does not know of it."""
+
+        def check() -> None:
+            late = self.who_does_not_know_the_end_of(gone)
+            assert not late, f"{within_s:.1f} s after {gone.record.name} ended, {len(late)} do not know: {late[:5]}"
+
+        self.at(self.now + within_s, check)
+
+    def expect_known(self, newcomer: Node, within_s: float) -> None:
+        """Fail if by then anybody awake does not know of it."""
+
+        def check() -> None:
+            late = self.who_does_not_know(newcomer)
+            assert not late, f"{within_s:.1f} s after {newcomer.record.name} came, {len(late)} do not know: {late[:5]}"
+
+        self.at(self.now + within_s, check)
+
+    def check_converged(self) -> None:
+        """All members have the same members in their tables: those that are."""
+        members = self.members()
+        true = {node.life for node in members}
+        for node in members:
+            table = node.machine.table
+            assert {*table.others, table.me} == true, (
+                f"{node.record.name}: {len(true - {*table.others, table.me})} missing, "
+                f"{len({*table.others, table.me} - true)} too many"
+            )

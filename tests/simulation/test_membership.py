@@ -1,0 +1,321 @@
+"""Clusters of up to a thousand members that come, go, sleep and die, on a network that loses and splits; from a seed.
+
+Safety: while the network holds, nobody is declared dead who lives and did not sleep for the configured time,
+though one message in twenty is lost. Liveness: every death, join and leave is known to all within the bound that
+``MembershipOptions`` states. Load: what a member sends does not depend on how many there are. A failing run
+prints its seed; run it alone with ``-k seed-N``. ``FARCALL_SOAK=full`` runs more seeds, and more churn.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from tests.simulation.membership_cluster import Cluster, Node, Process
+
+from farcall.protocol.membership import MembershipOptions, State
+from farcall.protocol.membership.messages import MAX_UPDATES
+
+FULL = os.environ.get("FARCALL_SOAK") == "full"
+LOSS = 0.05
+
+soak_timeout = pytest.mark.timeout(1800 if FULL else 120)
+
+
+def seeds(quick: int, full: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("seed", range(full if FULL else quick), ids=lambda seed: f"seed-{seed}")
+
+
+@pytest.fixture(autouse=True)
+def no_cycles_to_collect() -> Iterator[None]:
+    """A million table entries, and nothing to find in them: the collector would take a third of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def run(cluster: Cluster, seed: int, seconds: float) -> None:
+    try:
+        cluster.run_until(cluster.now + seconds)
+    except AssertionError as failure:
+        failure.add_note(f"seed {seed}, at {cluster.now:.2f} s")
+        raise
+
+
+class Churn:
+    """Members come, leave, die in two ways, and sleep for less than the time that is forgiven."""
+
+    def __init__(self, cluster: Cluster, size: int, events: int, span_s: float) -> None:
+        self.cluster = cluster
+        self.random = cluster.random
+        self.ranks = itertools.count(size)
+        self.came: list[Node] = []
+        self.went: list[Node] = []
+        options = cluster.options
+        # A death that falls together with others waits for its turn in the queues of news.
+        self.death_s, self.news_s = options.death_bound_s(size), options.news_bound_s(size)
+        happenings: list[Callable[[], None]] = [
+            self.join,
+            self.join,
+            self.leave,
+            partial(self.die, Process.CRASHED),
+            partial(self.die, Process.SILENT),
+            self.sleep,
+            self.sleep,
+        ]
+        for _ in range(events):
+            cluster.at(cluster.now + self.random.uniform(0, span_s), self.random.choice(happenings))
+
+    def somebody(self) -> Node:
+        return self.random.choice([node for node in self.cluster.members() if node.sleeps_until <= self.cluster.now])
+
+    def join(self) -> None:
+        rank = next(self.ranks)
+        self.came.append(self.cluster.join(f"worker{rank}", rank))
+        self.cluster.expect_known(self.came[-1], 5.0 + self.news_s)  # its own sponsor may die: then it asks another
+
+    def leave(self) -> None:
+        node = self.somebody()
+        self.went.append(node)
+        self.cluster.leave(node)
+        self.cluster.expect_end_known(node, self.news_s)
+
+    def die(self, how: Process) -> None:
+        node = self.somebody()
+        self.went.append(node)
+        self.cluster.end(node, how)
+        self.cluster.expect_end_known(node, self.death_s if how is Process.SILENT else self.news_s)
+
+    def sleep(self) -> None:
+        self.cluster.sleep(self.somebody(), self.random.uniform(0.1, 0.95) * self.cluster.options.suspicion_s)
+
+
+def check_nobody_wronged(cluster: Cluster, seed: int) -> None:
+    assert not cluster.false_deaths, f"seed {seed}: {cluster.false_deaths[:5]}"
+    wronged = {node.record.name: node.expelled for node in cluster.nodes.values() if node.expelled}
+    assert not wronged, f"seed {seed}: {wronged}"
+
+
+def churn(seed: int, size: int, events: int, span_s: float) -> Cluster:
+    cluster = Cluster(seed, size, loss=LOSS)
+    changes = Churn(cluster, size, events, span_s)
+    run(cluster, seed, span_s + changes.death_s + 1)
+    check_nobody_wronged(cluster, seed)
+    assert all(node.is_member or node in changes.went for node in changes.came), f"seed {seed}: somebody did not get in"
+    assert cluster.most_updates <= MAX_UPDATES + 2
+    try:
+        cluster.check_converged()
+    except AssertionError as failure:
+        failure.add_note(f"seed {seed}")
+        raise
+    return cluster
+
+
+@seeds(60, 2_000)
+def test_small_clusters_with_churn_and_loss(seed: int) -> None:
+    churn(seed, size=3 + seed % 10, events=seed % 3, span_s=10)
+
+
+@soak_timeout
+@seeds(4, 200)
+def test_a_hundred_members_with_churn_and_loss(seed: int) -> None:
+    churn(seed, size=100, events=40, span_s=20)
+
+
+@soak_timeout
+@seeds(1, 10)
+def test_a_thousand_members_with_churn_and_loss(seed: int) -> None:
+    churn(seed, size=1000, events=200 if FULL else 14, span_s=60 if FULL else 2)
+
+
+@seeds(2, 10)
+def test_the_load_does_not_grow_with_the_cluster(seed: int) -> None:
+    """At rest two messages a second, and the same while the same things happen."""
+    at_rest, busy = {}, {}
+    for size in (10, 100, 1000) if FULL else (10, 100, 300):
+        cluster = Cluster(seed, size)
+        run(cluster, seed, 10)
+        sent = cluster.messages
+        run(cluster, seed, 10)
+        at_rest[size] = (cluster.messages - sent) / size / 10
+        cluster.end(cluster.random.choice(cluster.members()), Process.CRASHED)
+        sent = cluster.messages
+        run(cluster, seed, 3)
+        busy[size] = (cluster.messages - sent) / size / 3
+    assert all(1.9 < load < 2.2 for load in at_rest.values()), at_rest
+    # Three members each fifth of a second, a probe, its questions; not more in a large cluster than in a small one.
+    assert max(busy.values()) < 20, busy
+
+
+@soak_timeout
+@seeds(2, 50)
+def test_a_third_of_the_cluster_dies_at_once(seed: int) -> None:
+    size = 60
+    cluster = Cluster(seed, size, loss=LOSS)
+    run(cluster, seed, 5)
+    for node in cluster.random.sample(cluster.members(), size // 3):
+        cluster.end(node, cluster.random.choice((Process.CRASHED, Process.SILENT)))
+        cluster.expect_end_known(node, 2 * cluster.options.death_bound_s(size))
+    run(cluster, seed, 2 * cluster.options.death_bound_s(size) + 1)
+    check_nobody_wronged(cluster, seed)
+    cluster.check_converged()
+
+
+@seeds(10, 200)
+def test_a_killed_process_is_known_dead_long_before_the_suspicion_is_over(seed: int) -> None:
+    cluster = Cluster(seed, 20)
+    run(cluster, seed, 3)
+    victim = cluster.random.choice(cluster.members())
+    cluster.end(victim, Process.CRASHED)
+    cluster.expect_end_known(victim, 1.0)
+    run(cluster, seed, 2)
+
+
+@seeds(10, 200)
+def test_bad_links_are_no_death(seed: int) -> None:
+    """One pair in five cannot reach each other, for good; all others can, and say so."""
+    cluster = Cluster(seed, 20)
+    lives = list(cluster.nodes)
+    for one, other in itertools.combinations(lives, 2):
+        if cluster.random.random() < 0.2:
+            cluster.cut_pairs.add(frozenset((one, other)))
+    run(cluster, seed, 60)
+    check_nobody_wronged(cluster, seed)
+    cluster.check_converged()
+
+
+@seeds(10, 200)
+def test_who_sleeps_too_long_is_dead_and_learns_it_when_it_wakes(seed: int) -> None:
+    cluster = Cluster(seed, 10 + seed)
+    run(cluster, seed, 2)
+    sleeper = cluster.random.choice(cluster.members())
+    cluster.sleep(sleeper, 60)
+    bound_s = cluster.options.death_bound_s(10 + seed)
+    run(cluster, seed, bound_s)
+    assert not cluster.who_does_not_know_the_end_of(sleeper), f"seed {seed}"
+    run(cluster, seed, 60 - bound_s + 2 * cluster.options.probe_interval_s)
+    assert sleeper.expelled, f"seed {seed}: it was declared dead and does not know"
+    assert not cluster.false_deaths, f"seed {seed}: {cluster.false_deaths[:5]}"
+    assert [node for node in cluster.nodes.values() if node.expelled] == [sleeper], f"seed {seed}"
+
+
+@seeds(10, 200)
+def test_who_sleeps_less_is_not_dead_and_accuses_nobody(seed: int) -> None:
+    """Even if half of all do, at the same time."""
+    cluster = Cluster(seed, 20)
+    run(cluster, seed, 2)
+    for node in cluster.random.sample(cluster.members(), 10):
+        cluster.sleep(node, 0.95 * cluster.options.suspicion_s)
+    run(cluster, seed, 60)
+    check_nobody_wronged(cluster, seed)
+    cluster.check_converged()
+
+
+@seeds(5, 100)
+def test_a_short_partition_does_no_harm(seed: int) -> None:
+    size = 50
+    cluster = Cluster(seed, size, loss=LOSS)
+    run(cluster, seed, 2)
+    cluster.split(cluster.random.sample(cluster.members(), cluster.random.randrange(1, size)))
+    run(cluster, seed, 0.9 * cluster.options.suspicion_s)
+    cluster.heal()
+    run(cluster, seed, cluster.options.death_bound_s(size))
+    check_nobody_wronged(cluster, seed)
+    cluster.check_converged()
+
+
+@soak_timeout
+@seeds(4, 100)
+def test_after_a_long_partition_the_larger_side_stays(seed: int) -> None:
+    """With newcomers on either side; of two equal sides the one with rank 0."""
+    size = 40
+    cluster = Cluster(seed, size)
+    options = cluster.options
+    nodes = list(cluster.nodes.values())
+    smaller = cluster.random.sample(nodes[1:], size // 2 if seed % 2 else cluster.random.randrange(2, size // 2 - 2))
+    cluster.split(smaller)
+    run(cluster, seed, options.death_bound_s(size) * 3)
+    newcomers = [cluster.join("newcomer-left", 100), cluster.join("newcomer-right", 101, side=1)]
+    run(cluster, seed, 10)
+    assert all(newcomer.is_member for newcomer in newcomers), f"seed {seed}"
+    smaller.append(newcomers[1])
+    cluster.heal()
+    run(cluster, seed, 4 * options.reconnect_interval_s)
+    expelled = {node.life: node.expelled for node in cluster.nodes.values() if node.expelled}
+    assert set(expelled) == {node.life for node in smaller}, f"seed {seed}: {len(expelled)} of {len(smaller)}"
+    cluster.check_converged()
+
+
+@seeds(20, 500)
+def test_of_two_who_want_one_name_at_once_one_gets_it(seed: int) -> None:
+    """Through whomever they ask, and even while the arbiter is asleep or dies."""
+    cluster = Cluster(seed, 12, loss=LOSS)
+    run(cluster, seed, 1)
+    match seed % 3:
+        case 1:
+            cluster.sleep(next(iter(cluster.nodes.values())), 6)
+        case 2:
+            cluster.end(next(iter(cluster.nodes.values())), Process.SILENT)
+    twins = [cluster.join("twin", 50), cluster.join("twin", 51)]
+    run(cluster, seed, 60)
+    assert sum(node.is_member for node in twins) == 1, f"seed {seed}"
+    (loser,) = [node for node in twins if not node.is_member]
+    why = loser.refused or loser.expelled or ""
+    assert "twin" in why, f"seed {seed}: {why!r}"
+    assert not cluster.false_deaths or loser.expelled, f"seed {seed}: {cluster.false_deaths}"
+    cluster.check_converged()
+
+
+@seeds(20, 500)
+def test_a_name_is_used_again_after_a_death_or_a_leave(seed: int) -> None:
+    """At once, before anybody has noticed: then the newcomer waits until the old life is known to be over."""
+    cluster = Cluster(seed, 12, loss=LOSS)
+    run(cluster, seed, 1)
+    old = cluster.random.choice(cluster.members())
+    how = (Process.CRASHED, Process.SILENT, None)[seed % 3]
+    if how is None:
+        cluster.leave(old)
+    else:
+        cluster.end(old, how)
+    new = cluster.join(old.record.name, old.record.rank)
+    run(cluster, seed, cluster.options.death_bound_s(12) + 10)
+    assert new.is_member, f"seed {seed}: {new.refused or new.expelled}"
+    check_nobody_wronged(cluster, seed)
+    cluster.check_converged()
+
+
+@seeds(5, 100)
+def test_many_come_and_go_at_once(seed: int) -> None:
+    """Half leaves, rank 0 too, while as many come, two of each rank."""
+    cluster = Cluster(seed, 40, loss=LOSS)
+    run(cluster, seed, 1)
+    leavers = list(cluster.nodes.values())[:20]
+    for node in leavers:
+        cluster.at(cluster.now + cluster.random.random(), partial(cluster.leave, node))
+    newcomers: list[Node] = []
+    for rank in range(100, 120):
+        for name in ("one", "two"):
+            join = partial(lambda name, rank: newcomers.append(cluster.join(name, rank)), f"{name}-{rank}", rank)
+            cluster.at(cluster.now + cluster.random.random(), join)
+    run(cluster, seed, 60)
+    assert all(node.machine.state is State.DEPARTED for node in leavers), f"seed {seed}"
+    for rank in range(100, 120):
+        pair = [node for node in newcomers if node.record.rank == rank]
+        assert sum(node.is_member for node in pair) == 1, f"seed {seed}: {[node.machine.state for node in pair]}"
+        assert all(node.is_member or "rank" in (node.refused or node.expelled or "") for node in pair), f"seed {seed}"
+    cluster.check_converged()
+
+
+def test_two_members_of_whom_one_dies() -> None:
+    """Nobody else can be asked: the survivor decides alone."""
+    for how, options in ((Process.CRASHED, MembershipOptions()), (Process.SILENT, MembershipOptions(suspicion_s=3))):
+        cluster = Cluster(0, 2, options)
+        run(cluster, 0, 2)
+        first, second = cluster.nodes.values()
+        cluster.end(first, how)
+        run(cluster, 0, options.death_bound_s(2))
+        assert second.machine.table.others == []

@@ -1,0 +1,113 @@
+"""The table: which claim stays, who holds what, and how two tables are compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.protocol.membership import Record, Status, Update
+from farcall.protocol.membership.members import Change, Table
+
+ME = Record(1, "me", 0)
+OTHER = Record(2, "other", 1, ("tcp:host:1",), admission=4)
+
+
+def alive(version: int = 0, record: Record = OTHER) -> Update:
+    return Update(record.life, Status.ALIVE, version, record)
+
+
+def suspected(version: int = 0) -> Update:
+    return Update(OTHER.life, Status.SUSPECTED, version, OTHER)
+
+
+def ended(status: Status) -> Update:
+    return Update(OTHER.life, status, 0, None, "why")
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table(ME, 0.0)
+
+
+def test_claims_about_one_life_in_order(table: Table) -> None:
+    assert table.apply(alive(), 1.0) is Change.JOINED
+    assert table.apply(alive(), 1.0) is Change.NOTHING
+    assert table.apply(suspected(), 2.0) is Change.SUSPECTED
+    assert table.apply(alive(), 2.0) is Change.NOTHING, "only a higher version refutes"
+    assert table.apply(alive(1), 3.0) is Change.RECOVERED
+    assert table.apply(suspected(), 3.0) is Change.NOTHING
+    assert table.apply(alive(2), 3.0) is Change.RENEWED
+    assert table.apply(ended(Status.DEAD), 4.0) is Change.DIED
+    assert table.apply(alive(99), 5.0) is Change.NOTHING
+    assert table.apply(ended(Status.LEFT), 5.0) is Change.NOTED
+    assert table.apply(ended(Status.DEAD), 6.0) is Change.NOTHING
+    assert table.others == []
+
+
+def test_the_end_of_a_stranger_is_remembered(table: Table) -> None:
+    assert table.apply(ended(Status.DEAD), 1.0) is Change.NOTED
+    assert table.apply(alive(7), 2.0) is Change.NOTHING
+    assert table.member(OTHER.life) is None
+
+
+def test_a_claim_without_a_record_makes_no_member(table: Table) -> None:
+    assert table.apply(Update(5, Status.ALIVE, 0), 1.0) is Change.NOTHING
+    assert table.apply(Update(5, Status.SUSPECTED, 3), 1.0) is Change.NOTHING
+    assert table.size == 1
+
+
+def test_the_forgotten_stay_dead(table: Table) -> None:
+    table.apply(alive(), 0.0)
+    table.apply(ended(Status.DEAD), 10.0)
+    table.forget(ended_before=10.0)
+    assert OTHER.life in table.entries
+    table.forget(ended_before=10.1)
+    assert OTHER.life not in table.entries
+    assert table.apply(alive(9), 11.0) is Change.NOTHING
+    (correction,) = table.better_than([OTHER.life % 64], [alive(9)])
+    assert (correction.life, correction.status) == (OTHER.life, Status.DEAD)
+
+
+def test_rivals_are_members_with_the_name_or_the_rank(table: Table) -> None:
+    table.apply(alive(), 0.0)
+    assert table.rivals(Record(3, "other", 7)) == [OTHER]
+    assert table.rivals(Record(3, "third", 1)) == [OTHER]
+    assert table.rivals(Record(3, "me", 1)) in ([ME, OTHER], [OTHER, ME])
+    assert table.rivals(Record(3, "third", 3)) == []
+    assert table.rivals(OTHER) == []
+    table.apply(ended(Status.LEFT), 1.0)
+    assert table.rivals(Record(3, "other", 1)) == []
+
+
+def test_a_successor_keeps_the_name_when_its_predecessor_ends(table: Table) -> None:
+    successor = Record(3, "other", 1, admission=5)
+    table.apply(alive(), 0.0)
+    table.apply(alive(record=successor), 0.0)
+    table.apply(ended(Status.DEAD), 1.0)
+    assert table.rivals(Record(9, "other", 1)) == [successor]
+    assert table.highest_admission == 5
+
+
+def test_members_are_taken_out_from_anywhere(table: Table) -> None:
+    lives = list(range(2, 12))
+    for life in lives:
+        table.apply(alive(record=Record(life, f"w{life}", life)), 0.0)
+    for life in (2, 11, 6, 3, 7):
+        table.apply(Update(life, Status.DEAD, 0), 1.0)
+        lives.remove(life)
+        assert sorted(table.others) == lives
+        assert [table.others[table.entries[one].place] for one in lives] == lives
+
+
+def test_who_has_the_lowest_rank(table: Table) -> None:
+    table = Table(Record(1, "me", 5), 0.0)
+    table.apply(suspected(), 0.0)
+    assert table.lowest_rank() == OTHER
+    assert table.lowest_rank(trusted_only=True).name == "me"
+
+
+def test_equal_tables_have_equal_digests_whatever_the_dead(table: Table) -> None:
+    other = Table(ME, 0.0)
+    table.apply(alive(), 0.0)
+    assert table.differing(other.digest()) == (OTHER.life % 64,)
+    table.apply(ended(Status.DEAD), 0.0)
+    assert table.differing(other.digest()) == ()
