@@ -10,6 +10,7 @@ Rules may be added and lifted at any time, from any thread; those of another pro
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -40,6 +41,8 @@ __all__ = ["Event", "Faults"]
 Kinds = str | Iterable[str] | None
 Workers = str | Iterable[str] | None
 Function = Callable[..., object] | str | None
+
+MOST_EVENTS = 10_000
 
 
 class Event(NamedTuple):
@@ -81,8 +84,7 @@ class Faults:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.events: list[Event] = []
-        """What was done in this process, oldest first."""
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._rules: tuple[Rule, ...] = ()  # replaced, never changed: readers take no lock
         self._made = 0
         self._directions: dict[tuple[str, str], Direction] = {}
@@ -195,7 +197,7 @@ class Faults:
         """End connections, as a reset does: both sides see the end, and what was on its way is lost.
 
         With a kind: when such a message is about to leave, instead of it. ``count=None``: and every connection that
-        is made after that.
+        is made later.
         """
         return self._add(Cut(), kind, to, sender, function, skip, count, probability)
 
@@ -213,7 +215,8 @@ class Faults:
         """Let nothing through, in either direction, without telling anybody, as when a cable is pulled.
 
         Buffers fill, and then senders wait, as they do for a peer that acknowledges nothing. After ``seconds``, or when
-        the rule is lifted, all of it goes on its way, as TCP's retransmissions do.
+        the rule is lifted, all of it goes on its way, as TCP's retransmissions do. ``count=None``: connections made
+        later are silent, too.
         """
         _check(seconds is None or seconds >= 0, "a time cannot be negative")
         return self._add(HalfOpen(seconds), kind, to, sender, function, skip, count, probability)
@@ -290,6 +293,12 @@ class Faults:
 
     # ------------------------------------------------------------------ what has happened
 
+    @property
+    def events(self) -> list[Event]:
+        """What was done in this process, oldest first; only the latest 10,000."""
+        with self._changed:
+            return list(self._events)
+
     def wait_hits(self, rule: Rule, hits: int, timeout_s: float) -> None:
         """Wait until ``rule`` happened so often in this process; `TimeoutError` if it does not."""
         with self._changed:
@@ -300,7 +309,7 @@ class Faults:
         """Something was done."""
         with self._changed:
             rule.hits += 1
-            self.events.append(Event(rule.fault, direction.sender, direction.receiver, kinds))
+            self._events.append(Event(rule.fault, direction.sender, direction.receiver, kinds))
             self._changed.notify_all()
 
     def judge(self, direction: Direction, message: Message) -> tuple[Fault | None, float]:

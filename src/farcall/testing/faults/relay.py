@@ -105,6 +105,7 @@ class Relay:
         self._back: deque[tuple[memoryview, list[int]]] = deque()
         self._near_ended = self._far_ended = self._node_closed = False
         self._told_far = self._told_near = False
+        self._refused = False  # the other side takes no more bytes
         self._close_by = NEVER
         self._silent_until = 0.0
         self._silenced_by: object = None
@@ -152,9 +153,8 @@ class Relay:
             self._faults.forget_relay(self)
             self._far.close()
             self._near.close()
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            for _, descriptors in (*self._forth, *self._back):
+            self._queue(self._lane.take(NEVER))
+            for _, descriptors in ((None, self._descriptors), *self._forth, *self._back):
                 for descriptor in descriptors:
                     os.close(descriptor)
             os.close(self._wake_read)
@@ -194,9 +194,8 @@ class Relay:
         events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
         if wake in events:
             os.read(wake, 4096)
-        if events.get(near, 0) & (select.POLLHUP | select.POLLERR) and not self._node_closed:
-            self._node_closed = True
-            self._close_by = monotonic() + CLOSING_S
+        if events.get(near, 0) & (select.POLLHUP | select.POLLERR):
+            self._node_has_closed()
         if events.get(near, 0) & select.POLLIN:
             self._read_near()
         if events.get(near, 0) & select.POLLOUT:
@@ -206,6 +205,11 @@ class Relay:
         if events.get(far, 0) & select.POLLOUT:
             self._write_far(allowance)
         return True
+
+    def _node_has_closed(self) -> None:
+        if not self._node_closed:
+            self._node_closed = True
+            self._close_by = monotonic() + CLOSING_S
 
     def _is_over(self, now: float, silent: bool) -> bool:
         if self._node_closed and (silent or now >= self._close_by or (self._near_ended and not self._forth)):
@@ -221,7 +225,12 @@ class Relay:
     # ------------------------------------------------------------------ out
 
     def _read_near(self) -> None:
-        data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, socket.MSG_DONTWAIT)
+        try:
+            data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, ancillary = b"", []  # the node closed it with bytes unread; what it had written came before this
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors = array.array("i")
@@ -247,6 +256,10 @@ class Relay:
 
     def _queue(self, packets: list[Packet]) -> None:
         for packet in packets:
+            if self._refused:
+                for descriptor in packet.descriptors:
+                    os.close(descriptor)
+                continue
             self._forth.append((memoryview(packet.data), packet.descriptors))
             self._forth_bytes += len(packet.data)
 
@@ -256,7 +269,12 @@ class Relay:
             taken = 0
             try:
                 taken = self._far.send((data[:allowance],), descriptors)
-            finally:
+            except TransportError:
+                # What the other side sent before it closed is still to be read.
+                self._forth.appendleft((data, descriptors))
+                self._give_up_sending()
+                return
+            else:
                 if taken < len(data):
                     self._forth.appendleft((data[taken:], [] if taken else descriptors))
                 if taken:
@@ -267,6 +285,15 @@ class Relay:
             allowance -= taken
             if not taken:
                 return
+
+    def _give_up_sending(self) -> None:
+        """The other side takes nothing any more."""
+        self._refused = True
+        for _, descriptors in self._forth:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._forth.clear()
+        self._forth_bytes = 0
 
     def _allowance(self, now: float) -> tuple[int, float]:
         """How many bytes may leave now; and if none may, when the next ones do."""
@@ -292,7 +319,10 @@ class Relay:
 
     def _read_far(self) -> None:
         view = memoryview(bytearray(CHUNK_BYTES))
-        count = self._far.receive_into(view)
+        try:
+            count = self._far.receive_into(view)
+        except TransportError:
+            count = 0
         if count is None:
             return
         if count == 0:
@@ -308,6 +338,8 @@ class Relay:
             taken = self._near.sendmsg((data,), rights, _NOW)
         except BlockingIOError:
             pass
+        except ConnectionError:
+            self._node_has_closed()
         finally:
             if taken < len(data):
                 self._back.appendleft((data[taken:], [] if taken else descriptors))
@@ -321,14 +353,14 @@ class Relay:
         """Begin and end what rules say of whole connections. True: cut it."""
         rules = self._faults.rules
         for rule in rules:
-            if rule.at_once and not isinstance(rule.fault, Throttle) and rule.number not in self._begun:
+            if rule.at_once and rule.number not in self._begun:
                 self._begun.add(rule.number)
                 if self._direction.begin(rule):
                     self._faults.note(rule, self._direction, frozenset())
                     if isinstance(rule.fault, Cut):
                         return True
-                    assert isinstance(rule.fault, HalfOpen)
-                    self._silence(rule.fault, now)
+                    if isinstance(rule.fault, HalfOpen):
+                        self._silence(rule.fault, now)
         if self._silenced_by is not None and not any(rule.fault is self._silenced_by for rule in rules):
             self._silenced_by = None
             self._silent_until = 0.0
