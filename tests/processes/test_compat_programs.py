@@ -1,0 +1,372 @@
+"""Programs that were written for torch.distributed.rpc, over farcall, untouched: one test for each kind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 90.0
+SOURCES = Path(__file__).parents[2] / "src"
+START = """
+import multiprocessing, os, sys
+import torch
+import torch.distributed.rpc as rpc
+from torch.distributed.rpc import rpc_sync, RRef
+assert rpc.__name__ == "farcall.compat.rpc", rpc
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: several processes write
+    sys.stdout.flush()
+
+def pid():
+    return os.getpid()
+
+def double(x):
+    return 2 * x
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    cleared = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "FARCALL_INSTALL") and not name.startswith("TORCHELASTIC")
+    }
+    cleared["PYTHONPATH"] = str(SOURCES)
+    return {**cleared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
+
+
+def run(
+    tmp_path: Path, program: str, *arguments: str, by: tuple[str, ...] = ("-m", "farcall"), **variables: str
+) -> list[str]:
+    """Run a program; the lines it said, sorted, since several processes say something."""
+    path = tmp_path / "program.py"
+    path.write_text(START + textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, *by, str(path), *arguments],
+        env=environment(**variables),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_children_started_in_each_way_have_farcall(tmp_path: Path, method: str) -> None:
+    program = """
+        def work(rank, size):
+            assert rpc_sync.__module__ == "farcall.compat.rpc.api"
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            if rank == 0:
+                rref = rpc.remote("worker1", double, args=(torch.ones(2),))
+                assert type(rref) is RRef
+                say(rref.to_here().tolist(), rpc_sync("worker1", pid) != os.getpid())
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context(sys.argv[1])
+            children = [context.Process(target=work, args=(rank, 2)) for rank in range(2)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            sys.exit(any(child.exitcode for child in children))
+    """
+    assert run(tmp_path, program, method) == ["[2.0, 2.0] True"]
+
+
+def test_torch_multiprocessing_spawn(tmp_path: Path) -> None:
+    program = """
+        import torch.multiprocessing as mp
+
+        def work(rank, size):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            say(rpc_sync(f"worker{(rank + 1) % size}", double, args=(rank,)))
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            mp.spawn(work, args=(3,), nprocs=3)
+    """
+    assert run(tmp_path, program) == ["0", "2", "4"]
+
+
+def test_a_worker_forks_a_pool(tmp_path: Path) -> None:
+    program = """
+        def in_pool(x):
+            return x * x
+
+        def work(rank):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            rref = rpc.remote(f"worker{1 - rank}", double, args=(torch.ones(1),))
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                assert pool.map(in_pool, range(8)) == [x * x for x in range(8)]
+                # The connections are still this process's alone.
+                assert rpc_sync(f"worker{1 - rank}", double, args=(4,)) == 8
+                assert pool.map(in_pool, range(8)) == [x * x for x in range(8)]
+            assert rref.to_here().item() == 2
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            say(child.exitcode)
+    """
+    assert run(tmp_path, program) == ["0"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_second_world_in_child_processes(tmp_path: Path, method: str) -> None:
+    program = """
+        import socket
+
+        def inner(rank, port):
+            options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+            rpc.init_rpc(f"inner{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+            assert {info.name for info in rpc._get_current_rpc_agent().get_worker_infos()} == {"inner0", "inner1"}
+            assert rpc_sync(f"inner{1 - rank}", double, args=(rank,)) == 2 * rank
+            rpc.shutdown()
+
+        def free_port():
+            with socket.socket() as listening:
+                listening.bind(("127.0.0.1", 0))
+                return listening.getsockname()[1]
+
+        if __name__ == "__main__":
+            rpc.init_rpc("outer", rank=0, world_size=1)
+            context = multiprocessing.get_context(sys.argv[1])
+            port = free_port()
+            children = [context.Process(target=inner, args=(rank, port)) for rank in range(2)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            say([child.exitcode for child in children], rpc_sync("outer", double, args=(3,)))
+            rpc.shutdown()
+    """
+    assert run(tmp_path, program, method) == ["[0, 0] 6"]
+
+
+@pytest.mark.parametrize("first", ["gloo", "rpc"])
+def test_gloo_beside_rpc_at_the_same_port(tmp_path: Path, first: str) -> None:
+    program = """
+        import torch.distributed as dist
+
+        def work(rank, first):
+            def start_gloo():
+                dist.init_process_group("gloo", rank=rank, world_size=2)
+
+            def start_rpc():
+                rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+
+            for start in (start_gloo, start_rpc) if first == "gloo" else (start_rpc, start_gloo):
+                start()
+            value = torch.tensor([float(rank + 1)])
+            dist.all_reduce(value)
+            assert value.item() == 3
+            assert rpc_sync(f"worker{1 - rank}", double, args=(value,)).item() == 6
+            rpc.shutdown()
+            dist.barrier()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("fork")
+            children = [context.Process(target=work, args=(rank, sys.argv[1])) for rank in range(2)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            say([child.exitcode for child in children])
+    """
+    assert run(tmp_path, program, first) == ["[0, 0]"]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    program = """
+        if __name__ == "__main__":
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            say(rpc_sync(f"worker{(rank + 1) % size}", double, args=(rank,)), sys.argv[1:])
+            rpc.shutdown()
+    """
+    by = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "farcall")
+    assert run(tmp_path, program, "--own", by=by) == ["0 ['--own']", "2 ['--own']"]
+
+
+@pytest.mark.parametrize("rank_that_leaves", [0, 1])
+def test_exit_without_shutdown(tmp_path: Path, rank_that_leaves: int) -> None:
+    program = """
+        def work(rank):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            rref = rpc.remote(f"worker{1 - rank}", double, args=(torch.ones(1),))
+            assert rref.to_here().item() == 2
+            rpc.api._barrier(["worker0", "worker1"])
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("fork")
+            children = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            say([child.exitcode for child in children])
+    """
+    assert run(tmp_path, program, str(rank_that_leaves)) == ["[0, 0]"]
+
+
+def test_a_module_with_tensors_that_are_no_leaves(tmp_path: Path) -> None:
+    program = """
+        from torch import nn
+
+        class Normed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+                self.normed = self.weight / self.weight.norm()  # cannot be deep-copied, and is not a leaf
+
+            def forward(self, x):
+                return (x * self.normed).sum()
+
+        def parameters(rref):
+            return [RRef(parameter) for parameter in rref.local_value().parameters()]
+
+        def work(rank):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            if rank == 0:
+                import torch.distributed.autograd as dist_autograd
+                from torch.distributed.optim import DistributedOptimizer
+
+                rref = rpc.remote("worker1", Normed)
+                own = RRef(Normed())
+                assert not own.local_value().normed.is_leaf
+                optimizer = DistributedOptimizer(torch.optim.SGD, rpc_sync("worker1", parameters, (rref,)), lr=0.1)
+                with dist_autograd.context() as context_id:
+                    loss = rref.rpc_sync().forward(torch.tensor([1.0, 2.0, 3.0]))
+                    dist_autograd.backward(context_id, [loss])
+                    optimizer.step(context_id)
+                say([round(weight, 3) for weight in rref.to_here().weight.tolist()])
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    weight = [1 + 0.1 * 0.577350269 * (2 - x) for x in (1.0, 2.0, 3.0)]
+    assert run(tmp_path, program) == [str([round(w, 3) for w in weight])]
+
+
+def test_installed_by_a_variable(tmp_path: Path) -> None:
+    # As at the start of an interpreter, which reads the .pth files of site-packages; processes inherit the variable.
+    program = f"""
+        import site
+        site.addsitedir({str(SOURCES)!r})
+        assert "torch" not in sys.modules, "nobody has asked for torch yet"
+        from torch.distributed.rpc import rpc_sync
+        print(rpc_sync.__module__)
+    """
+    path = tmp_path / "program.py"
+    path.write_text("import sys\n" + textwrap.dedent(program))
+    for value, expected in (("1", "farcall.compat.rpc.api"), ("0", "torch.distributed.rpc.api")):
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            env=environment(FARCALL_INSTALL=value),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=TIMEOUT_S,
+        )
+        assert done.stdout.split() == [expected]
+
+
+HIDE_RPC = """
+import importlib.machinery, importlib.util, sys
+
+class Hiding:
+    def find_spec(self, name, path, target=None):
+        if name != "torch._C":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            for name in ("_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                delattr(module, name)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hiding())
+import torch
+import torch.distributed.rpc as stock
+assert not stock.is_available() and not hasattr(stock, "init_rpc")
+import farcall.compat
+farcall.compat.install()
+"""
+
+
+def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
+    program = """
+        import multiprocessing
+        import torch.distributed.autograd as dist_autograd
+        import torch.distributed.rpc as rpc
+        from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.nn.parallel import distributed
+
+        def add(x):
+            return x + 1
+
+        def work(rank):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            assert _is_current_rpc_agent_set()
+            if rank == 0:
+                assert type(rpc.remote("worker1", add, args=(1,))) is PyRRef
+                module = RemoteModule("worker1/cpu", torch.nn.Linear, args=(2, 1))
+                optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+                with dist_autograd.context() as context_id:
+                    dist_autograd.backward(context_id, [module(torch.ones(2)).sum()])
+                    optimizer.step(context_id)
+            rpc.shutdown()
+
+        @torch.jit.script
+        def takes_a_reference(rref: PyRRef[torch.Tensor]) -> bool:
+            return True
+
+        if __name__ == "__main__":
+            assert rpc.is_available() and stock.is_available() and stock.init_rpc is rpc.init_rpc
+            assert distributed.RPC_AVAILABLE and distributed.RRef is rpc.RRef
+            child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            assert child.exitcode == 0
+            farcall.compat.uninstall()
+            assert not stock.is_available() and not hasattr(stock, "init_rpc")
+            assert not hasattr(distributed, "RRef") and not hasattr(torch._jit_internal, "RRef")
+            print("served")
+    """
+    path = tmp_path / "program.py"
+    path.write_text(HIDE_RPC + textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.stdout.split() == ["served"], done.stdout + done.stderr

@@ -1,0 +1,161 @@
+"""Putting farcall in the place of torch.distributed.rpc, and taking it away: whatever was imported before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed.autograd
+import torch.distributed.nn
+import torch.distributed.rpc as held_rpc
+import torch.distributed.rpc.api as held_api
+from torch.distributed.rpc import RRef as held_class  # noqa: F401 (asked for by name below)
+from torch.distributed.rpc import rpc_sync as held_function
+
+import farcall
+import farcall.compat
+from farcall.compat.installation import REPLACED
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers are TorchScript
+    importlib.import_module("torch.distributed.optim")
+
+STOCK = {name: dict(vars(sys.modules[name])) for name in REPLACED if name in sys.modules}
+THIS = sys.modules[__name__]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    farcall.compat.install()
+    yield
+    farcall.compat.uninstall()
+
+
+def test_every_way_to_the_modules(installed: None) -> None:
+    from farcall.compat import rpc
+
+    assert torch.distributed.rpc is rpc
+    assert sys.modules["torch.distributed.rpc"] is rpc
+    assert importlib.import_module("torch.distributed.rpc") is rpc
+    assert importlib.import_module("torch.distributed.rpc.api") is rpc.api
+    assert torch.distributed.rpc.api is rpc.api
+    assert torch.distributed.autograd.context.__module__ == "farcall.compat.autograd"
+    assert torch.distributed.optim.DistributedOptimizer is farcall.optim.DistributedOptimizer
+    assert torch.distributed.nn.RemoteModule.__module__ == "farcall.compat.nn"
+
+
+def test_what_was_imported_before(installed: None) -> None:
+    # This module's own globals, bound long before.
+    assert THIS.held_function is farcall.compat.rpc.api.rpc_sync
+    assert THIS.held_class is farcall.RRef
+    assert THIS.held_rpc is torch.distributed.rpc
+
+
+def test_a_module_object_held_elsewhere_serves_farcall(held: types.SimpleNamespace) -> None:
+    assert held.rpc.init_rpc is farcall.compat.rpc.init_rpc
+    assert held.rpc.api.rpc_sync is farcall.compat.rpc.api.rpc_sync
+    assert "init_rpc" in dir(held.rpc)
+    held.api._ignore_rref_leak = "a value of ours"
+    assert farcall.compat.rpc.api._ignore_rref_leak == "a value of ours"
+    held.api._ignore_rref_leak = True
+
+
+@pytest.fixture
+def held() -> Iterator[types.SimpleNamespace]:
+    """Module objects that are kept where nobody looks for them."""
+    kept = types.SimpleNamespace(rpc=held_rpc, api=held_api)
+    farcall.compat.install()
+    yield kept
+    farcall.compat.uninstall()
+
+
+def test_names_that_torch_itself_took(installed: None) -> None:
+    from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
+
+    assert PyRRef is farcall.RRef
+    assert torch._jit_internal.RRef is torch._jit_internal.PyRRef is farcall.RRef
+    assert torch.jit.annotations.RRef is farcall.RRef
+    assert torch.nn.parallel.distributed.RRef is farcall.RRef
+    assert not _is_current_rpc_agent_set()
+    assert torch._jit_internal.is_rref(farcall.RRef[int])
+
+
+def test_scripts_that_use_distributed_autograd_compile(installed: None) -> None:
+    from torch.jit._builtins import _find_builtin
+
+    assert _find_builtin(torch.distributed.autograd.get_gradients) == "aten::get_gradients"
+    assert _find_builtin(torch.distributed.autograd.backward) == "aten::dist_backward"
+
+
+@pytest.mark.parametrize("module_name", sorted(STOCK))
+def test_every_name_of_torch_is_there(installed: None, module_name: str) -> None:
+    new = sys.modules[module_name]
+    made_there = {
+        name
+        for name, value in STOCK[module_name].items()
+        if not name.startswith("__") and getattr(value, "__module__", None) == module_name
+    }
+    assert {name for name in made_there - NOT_OURS if not hasattr(new, name)} == set()
+
+
+@pytest.mark.parametrize("module_name", ["torch._C._distributed_rpc", "torch.distributed.rpc"])
+def test_every_name_of_the_package_is_there(installed: None, module_name: str) -> None:
+    # Whatever it has, wherever it has it from.
+    names = {name for name, value in STOCK[module_name].items() if not isinstance(value, types.ModuleType)}
+    elsewhere = {"Generator", "Store", "timedelta", "urlparse", "rendezvous_iterator"}
+    assert {name for name in names - elsewhere if not hasattr(sys.modules[module_name], name)} <= DUNDER
+
+
+DUNDER = {"__annotations__", "__file__", "__path__", "__cached__"}
+
+NOT_OURS = {
+    *("T", "_P", "_R", "GenericWithOneTypeVar"),
+    # Inner parts of RemoteModule and of the optimizer.
+    *("_ScriptLocalOptimizer", "_ScriptLocalOptimizerInterface", "_LocalOptimizer", "_new_local_optimizer"),
+    *("_local_optimizer_step", "_new_script_local_optimizer", "_script_local_optimizer_step", "_wait_for_all"),
+    *("functional_optim_map", "jit", "_NON_SCRIPTABLE_REMOTE_MODULE_MODULE", "_SerializedRemoteModule"),
+    *("_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING", "_instantiate_template", "_create_module", "_param_rrefs"),
+    *("_create_module_with_interface", "_remote_module_receiver", "_remote_module_reducer", "_grad_t"),
+    *("_recursive_script_module_receiver", "_recursive_script_module_reducer", "_raise_not_supported"),
+    # Device maps are checked elsewhere.
+    *("_validate_device_maps", "_create_device_list", "_create_reverse_mapping", "_get_device_infos"),
+    *("_set_devices_and_reverse_device_map", "_tensorpipe_exchange_and_check_all_device_maps"),
+    *("_tensorpipe_validate_devices", "_init_process_group", "_backend_type_repr", "_backend_type_doc"),
+}
+
+
+def test_all_is_as_before_after_uninstall() -> None:
+    before = {name: sys.modules[name] for name in REPLACED if name in sys.modules}
+    captured = (torch._jit_internal.RRef, torch.nn.parallel.distributed.RRef, torch.futures.wait_all)
+    finders = list(sys.meta_path)
+    farcall.compat.install()
+    farcall.compat.install()
+    assert farcall.compat.is_installed()
+    farcall.compat.uninstall()
+    assert not farcall.compat.is_installed()
+    assert {name: sys.modules[name] for name in REPLACED if name in sys.modules} == before
+    assert (torch._jit_internal.RRef, torch.nn.parallel.distributed.RRef, torch.futures.wait_all) == captured
+    assert sys.meta_path == finders
+    assert type(held_rpc) is types.ModuleType
+    assert THIS.held_function is held_function is held_api.rpc_sync
+    for name, module in before.items():
+        assert {key: value for key, value in vars(module).items() if STOCK[name].get(key, value) is not value} == {}
+    farcall.compat.uninstall()
+
+
+def test_a_module_that_nobody_imported_yet_is_found(installed: None) -> None:
+    from torch.distributed.rpc import rref_proxy
+
+    assert rref_proxy.__name__ == "farcall.compat.rpc.rref_proxy"
+
+
+def test_not_while_the_old_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._distributed_rpc, "_is_current_rpc_agent_set", lambda: True)
+    with pytest.raises(RuntimeError, match="before it"):
+        farcall.compat.install()
+    assert not farcall.compat.is_installed()
