@@ -1083,3 +1083,34 @@ def ask_early_alone(rank: int, port: int) -> None:
 
 def test_questions_before_the_value_is_there() -> None:
     finish(start_processes(2, ask_early_alone, free_port()), may_fail=[1])
+
+
+def make_at_owner() -> Any:
+    return farcall.remote("w0", len, ("four",))
+
+
+def fetch_from_owner() -> int:
+    length: int = farcall.rpc_sync("w2", make_at_owner).to_here()
+    return length
+
+
+def asked_before_the_creation_came(rank: int) -> None:
+    if rank:
+        return
+    node: Any = api.current_node()
+    io_thread_waits = threading.Event()
+
+    def wait_for_the_question() -> None:
+        # Meanwhile the creating call of w2 is not read. What comes from w1 is read by the thread that waits for w1.
+        io_thread_waits.set()
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(request.peer.info.name == "w1" for request in node.server.active) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    node._loop.call_soon(wait_for_the_question)
+    assert io_thread_waits.wait(PATIENCE_S)
+    assert farcall.rpc_sync("w1", fetch_from_owner) == 4
+
+
+def test_a_value_that_is_asked_for_before_its_creation_came_is_waited_for() -> None:
+    run_cluster(3, asked_before_the_creation_came)

@@ -88,7 +88,8 @@ class NodeReferences:
         node.read_notes = self.read_notes
         node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
-            node.on_control(kind, self._on_control)
+            # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
+            node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
         node.on_peer_gone(self._on_peer_gone)
         self.parting = Parting(self)
         node.add_ticker(self)

@@ -151,6 +151,7 @@ class Node:
         """How much is under way that is no call, and that a graceful shutdown waits for. Set by the layer above."""
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._next_trim = monotonic() + TRIM_EVERY_S
+        self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
             messages.SegmentOffered: RemotePeer.on_segment_offered,
             messages.SegmentAccepted: RemotePeer.on_segment_accepted,
@@ -330,9 +331,17 @@ class Node:
         """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
         self._end_hooks.append(hook)
 
-    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None]) -> None:
-        """Have ``handle`` called on the I/O thread for each control message of this kind."""
+    def on_control(
+        self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False
+    ) -> None:
+        """Have ``handle`` called on the I/O thread for each control message of this kind.
+
+        ``in_order``: by whoever reads the link, and so before anything that came behind it; ``handle`` must have a
+        lock of its own then.
+        """
         self._controls[kind] = handle
+        if in_order:
+            self._in_order.add(kind)
 
     def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
         """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
@@ -508,7 +517,7 @@ class Node:
             peer.link.abort(str(error))
             return
         handle = self._controls[type(message)]
-        if type(message) in HANDLED_ANYWHERE or self._loop.on_thread():
+        if type(message) in self._in_order or self._loop.on_thread():
             handle(peer, message)
         else:
             self._loop.call_soon(lambda: handle(peer, message))

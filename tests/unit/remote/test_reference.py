@@ -85,7 +85,7 @@ class FakeNode:
     def attend_by(self, when: float) -> None:
         self.attended.append(when)
 
-    def on_control(self, kind: type[Any], handle: Callable[..., Any]) -> None:
+    def on_control(self, kind: type[Any], handle: Callable[..., Any], *, in_order: bool = False) -> None:
         self.hooks[kind.__name__] = handle
 
     def on_peer_gone(self, hook: Callable[..., Any]) -> None:
@@ -252,13 +252,14 @@ def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
 # ---------------------------------------------------------------------- messages with notes
 
 
-def message(kind: int, *forks: Fork) -> Any:
-    return (kind, 0, 1, b"f", encode_notes(Notes(list(forks))), b"", ())
+def take_forks(references: NodeReferences, sender: Any, kind: int, *forks: Fork) -> Any:
+    notes = Notes(list(forks))
+    return references.take_forks(sender, (kind, 0, 1, b"f", encode_notes(notes), b"", ()), notes)
 
 
 def test_forks_of_a_message_that_nobody_reads_are_released(references: NodeReferences, node: FakeNode) -> None:
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
-    noted = references.read_notes(node.peer(OWNER.id), message(RESPONSE, fork))  # type: ignore[arg-type]
+    noted = take_forks(references, node.peer(OWNER.id), RESPONSE, fork)
     assert noted is not None
     assert isinstance(noted[6], Annotated)
     assert references.counts().users == 1
@@ -270,7 +271,7 @@ def test_forks_of_a_message_that_nobody_reads_are_released(references: NodeRefer
 def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: NodeReferences, node: FakeNode) -> None:
     owner = node.peers.pop(OWNER.id)
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
-    noted = references.read_notes(node.peer(OTHER.id), message(REQUEST, fork))  # type: ignore[arg-type]
+    noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
     assert references.tick(1.0) == 1.0 + RETRY_S
     assert owner.sent == []
     node.peers[OWNER.id] = owner
