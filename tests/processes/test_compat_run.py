@@ -1,0 +1,103 @@
+"""``farcall run --workers N``: a cluster of processes on this machine, its output, its failures and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+PROGRAM = """
+    import os, sys, time
+    import torch.distributed.rpc as rpc
+
+    def double(x):
+        return 2 * x
+
+    if __name__ == "__main__":
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+        print(f"{rpc.rpc_sync(f'worker{(rank + 1) % size}', double, args=(rank,))} {sys.argv[1:]}")
+        if "fail" in sys.argv and rank == 1:
+            sys.exit("on purpose")
+        if "wait" in sys.argv:
+            print("waiting")
+            while True:
+                time.sleep(0.1)
+        rpc.shutdown()
+"""
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(PROGRAM))
+    return subprocess.Popen(
+        [sys.executable, "-m", "farcall", "run", "--workers", "2", str(path), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_each_line_says_whose_it_is(tmp_path: Path) -> None:
+    process = start(tmp_path, "--own", "x")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    assert sorted(output.splitlines()) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
+
+
+def test_the_first_failure_ends_all_and_is_shown(tmp_path: Path) -> None:
+    process = start(tmp_path, "fail", "wait")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    last = output[output.index("the first to fail") :].splitlines()
+    assert last[0] == "the first to fail: worker 1 ended with exit code 1; it said last:"
+    assert last[-1] == "1 | on purpose"
+
+
+def test_control_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait")
+    assert process.stdout is not None
+    waiting = 0
+    lines = []
+    while waiting < 2:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+        waiting += "waiting" in lines[-1]
+    workers = children_of(process.pid)
+    assert len(workers) == 2
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, output
+    assert output.splitlines()[-1] == "interrupted"
+    assert not any(is_alive(worker) for worker in workers)
+
+
+def test_workers_end_with_a_killed_driver(tmp_path: Path) -> None:
+    process = start(tmp_path, "wait")
+    assert process.stdout is not None
+    while "waiting" not in process.stdout.readline():
+        pass
+    workers = children_of(process.pid)
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while any(is_alive(worker) for worker in workers):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def children_of(process_id: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{process_id}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
