@@ -102,14 +102,13 @@ class Context:
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
         """Add a pass's leaf gradients, each in memory of its own."""
-        pointers = [_data_pointer(gradient) for gradient in gradients.values()]
-        uses = Counter(pointers)
+        shared = _shared_memory(gradients) if len(gradients) > 1 else ()
         with self.lock:
-            for (leaf, gradient), pointer in zip(gradients.items(), pointers, strict=True):
+            for leaf, gradient in gradients.items():
                 known = self.gradients.get(leaf)
                 if known is not None:
                     self.gradients[leaf] = add_gradients(known, gradient)
-                elif _is_loose(gradient) or uses[pointer] > 1:
+                elif _is_loose(gradient) or (shared and _data_pointer(gradient) in shared):
                     # As torch does for .grad: nobody who changes one gradient in place may change another.
                     self.gradients[leaf] = _own_copy(gradient)
                 else:
@@ -177,10 +176,10 @@ class Context:
             local.react(abort, sender)
 
     def clear(self) -> list[LocalPass]:
-        """Let go of the graph and of everything else; return the passes, which their owner must end."""
+        """Let go of the graph and of everything else; return the passes that run, which their owner must end."""
         with self.lock:
             self.released = True
-            passes = list(self.passes.values())
+            passes = [local for local in self.passes.values() if not local.machine.ended]
             for table in (self.passes, self.sends, self.receives, self._early, self.gradients):
                 table.clear()
         return passes
@@ -196,6 +195,12 @@ class Context:
         for pass_id in filter(is_over, list(self._early)):
             del self._early[pass_id]
         self._given_up = {pass_id for pass_id in self._given_up if not is_over(pass_id)}
+
+
+def _shared_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> set[int]:
+    """Where more than one of ``gradients`` lies."""
+    uses = Counter(_data_pointer(gradient) for gradient in gradients.values())
+    return {pointer for pointer, count in uses.items() if count > 1}
 
 
 def _data_pointer(gradient: torch.Tensor) -> int:

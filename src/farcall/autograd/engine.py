@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node
+from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, is_watched
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_node
 from farcall.protocol.gradients import Wavefront
 
@@ -189,6 +189,8 @@ class Phases:
         """Run what is ready; return the gradients of the receives among it."""
         ready: list[Node] = [n for n in self._ready if type(n) is not ACCUMULATE or _is_hooked(n)]
         self._ready = []
+        if all(type(node) is RECEIVE and not is_watched(node) for node in ready):
+            return self._pass_on(ready)
         level, alone = self._plan(ready)
         answers: dict[Node, Gradients] = {}
         for node in ready:
@@ -200,6 +202,14 @@ class Phases:
         for number in sorted(by_level):
             self._run_level(by_level[number], level, alone, answers)
         return {node: found for node, found in answers.items() if node.context_id == self._context_id}
+
+    def _pass_on(self, receives: list[Node]) -> dict[Node, Gradients]:
+        """Of tensors that were received and sent on as they were: the engine would do nothing."""
+        answers = {node: _none_of(node) for node in receives if node.context_id == self._context_id}
+        for edge in list(self._buffers):
+            if edge[0] in answers:
+                answers[edge[0]][edge[1]] = self._buffers.pop(edge)
+        return answers
 
     def _plan(self, ready: list[Node]) -> tuple[dict[Node, int], set[Node]]:
         """Which nodes must be called alone, and after how many of those each node comes.

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from farcall.autograd.marks import SEND_NAME
 
-__all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_edge", "make_receive"]
+__all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_edge", "is_watched", "make_receive"]
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
@@ -94,7 +95,7 @@ ACCUMULATE: Final[type] = type(gradient_edge(_ANCHOR)[0])
 
 
 class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
-    """Hooks of one tensor among several of a message.
+    """Hooks of a tensor that arrived.
 
     torch runs the hooks of all outputs of a node, with None for those that got nothing. Which tensors came
     with the same message is not the user's affair, so such calls are left out.
@@ -114,8 +115,20 @@ def make_receive(context_id: int, from_worker: int, message_id: int, tensors: Se
         with torch.enable_grad():
             _apply_receive(_ANCHOR, (context_id, from_worker, message_id), *tensors)
     node: Node = tensors[0].grad_fn
-    if len(tensors) > 1:
-        for tensor in tensors:
-            tensor._backward_hooks = _ReceivedHooks()
-            node._register_hook_dict(tensor)
+    node.outputs = []
+    for tensor in tensors:
+        hooks = tensor._backward_hooks = _ReceivedHooks()
+        node._register_hook_dict(tensor)
+        node.outputs.append((hooks, ref(tensor)))
     return node
+
+
+def is_watched(receive: Node) -> bool:
+    """Whether anything is to happen when gradients reach this receive: a hook, or a tensor that keeps its gradient."""
+    for hooks, weak_tensor in receive.outputs:
+        if hooks:
+            return True
+        tensor = weak_tensor()
+        if tensor is not None and tensor.retains_grad:
+            return True
+    return False

@@ -33,7 +33,8 @@ _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Deco
 
 def encode_letters(letters: Sequence[Letter], peer: Peer) -> tuple[int, bytes, Sequence[memoryview]]:
     """The flags, payload and buffers of a frame."""
-    steering = _encoder.encode([letter for letter in letters if not isinstance(letter, Gradient)])
+    steers = [letter for letter in letters if not isinstance(letter, Gradient)]
+    steering = _encoder.encode(steers) if steers else b""
     # As plain tuples: naming a class costs more than all the rest of a small gradient.
     carried = [
         (letter.context_id, tuple(letter.pass_id), letter.message_id, letter.gradients)
@@ -50,7 +51,7 @@ def decode_letters(frame: Arrived, peer: Peer) -> list[Letter]:
     _, flags, _, _, _, payload, buffers = frame
     steering, carried = decode(payload, buffers, peer) if flags else (payload, ())
     try:
-        letters: list[Letter] = list(_decoder.decode(steering))
+        letters: list[Letter] = [] if carried and not steering else [*_decoder.decode(steering)]
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"cannot read letters of {len(steering)} bytes: {error}") from error
     for context_id, pass_id, message_id, gradients in carried:

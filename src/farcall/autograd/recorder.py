@@ -14,7 +14,7 @@ from farcall.autograd.port import NodePort
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Arrived
-from farcall.protocol.notes import Notes, decode_notes
+from farcall.protocol.notes import Notes
 from farcall.runtime.node import Node
 from farcall.runtime.peers import Peer
 from farcall.serialize import Annotated
@@ -73,8 +73,4 @@ def attach_to(node: Node) -> None:
     """Make ``node`` take part in other workers' contexts."""
     node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
 
-    def find_recording(peer: Peer, message: Arrived) -> Arrived:
-        notes = decode_notes(message[4])
-        return node.part(Recorder).with_context(message, notes) if notes.context_id else message
-
-    node.find_recording = find_recording
+    node.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)

@@ -20,6 +20,7 @@ from farcall.ids import WorkerInfo
 from farcall.remote.call import UNSET_TIMEOUT, call_async
 from farcall.remote.reference import RRef
 from farcall.runtime.node import Node, current_node
+from farcall.serialize import RECORDING
 
 __all__ = ["DistributedOptimizer"]
 
@@ -67,6 +68,14 @@ class DistributedOptimizer:
             The first error of a worker; its notes name all workers that failed. The others have stepped.
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
+        inside = RECORDING.get()
+        RECORDING.set(None)  # what follows is no part of the graph
+        try:
+            self._step(context_id)
+        finally:
+            RECORDING.set(inside)
+
+    def _step(self, context_id: int) -> None:
         if len(self._locals) == 1:
             (local,) = self._locals
             try:

@@ -34,7 +34,6 @@ before the pass:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -119,8 +118,7 @@ Message = PassMessage | ReleaseContext
 # --- events from this worker, and effects -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(msgspec.Struct, frozen=True, gc=False):
     """The sources are fixed; ``peers`` are all workers this one exchanged messages with in the context."""
 
     peers: frozenset[int]
@@ -129,35 +127,29 @@ class Begin:
     over_below: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PartFinished:
+class PartFinished(msgspec.Struct, frozen=True, gc=False):
     """All sends were heard, all receives answered, all leaf gradients stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartFailed:
+class PartFailed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(msgspec.Struct, frozen=True, gc=False):
     worker: int
     reason: str = "the worker died"
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True, gc=False):
     worker: int
     message: PassMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(msgspec.Struct, frozen=True, gc=False):
     """At the origin: the whole pass is over. Elsewhere: this worker's subtree is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, gc=False):
     worker: int
     reason: str
 

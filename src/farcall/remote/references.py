@@ -27,7 +27,7 @@ from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
-from farcall.protocol.notes import KEEP, decode_notes
+from farcall.protocol.notes import KEEP, Notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
@@ -85,7 +85,7 @@ class NodeReferences:
         self._failed: list[Creation] = []
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
-        node.read_notes = self.read_notes
+        node.take_forks = self.take_forks
         node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
             # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
@@ -180,14 +180,11 @@ class NodeReferences:
             freed = self._carry_out()
         dispose(self.node, freed)
 
-    def read_notes(self, peer: Peer, message: Arrived) -> Arrived | None:
-        """A message with notes came: whatever becomes of it, its forks are accounted for from now on.
+    def take_forks(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
+        """A message with forks came: whatever becomes of it, its forks are accounted for from now on.
 
         They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
         """
-        notes = decode_notes(message[4])
-        if notes.created is None and not notes.forks:
-            return message
         sender = member_of(peer.info)
         machine = self._machine
         arrived: list[Any] = []

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -81,6 +80,26 @@ class SyncCall(PendingCall):
         self.lock.release()
 
 
+class Waiting:
+    """The calling thread waits."""
+
+    __slots__ = ("_executor", "_worker")
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        abdicate()
+        worker = self._executor.current_worker()
+        self._worker = None if worker is None or worker.parked else worker
+        if self._worker is not None:
+            self._executor.park(self._worker)
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._executor.unpark(self._worker)
+
+
 class CallTable:
     """The calls of one node that wait for an answer."""
 
@@ -136,19 +155,9 @@ class CallTable:
                 call.on_failure(self.timed_out(call))
         return nearest
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Waiting:
         """Around every wait for a call: the thread stops being a reader or a busy worker meanwhile."""
-        abdicate()
-        worker = self._executor.current_worker()
-        if worker is None or worker.parked:
-            yield
-            return
-        self._executor.park(worker)
-        try:
-            yield
-        finally:
-            self._executor.unpark(worker)
+        return Waiting(self._executor)
 
     def exchange(
         self, call: SyncCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]

@@ -42,6 +42,7 @@ from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.notes import Notes, decode_notes
 from farcall.runtime import shield
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
@@ -143,10 +144,10 @@ class Node:
         self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
         self._agreed_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
-        self.read_notes: Callable[[Peer, Arrived], Arrived | None] = lambda peer, message: message
-        """What a message with notes becomes before anybody reads it; None: nothing. Set by the layer above."""
-        self.find_recording: Callable[[Peer, Arrived], Arrived] = lambda peer, message: message
-        """The same message, with its distributed autograd context, if it belongs to one. Set by the layer above."""
+        self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
+        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
+        self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
+        """The same message, with its distributed autograd context. Set by the layer above."""
         self.unsettled: Callable[[], int] = lambda: 0
         """How much is under way that is no call, and that a graceful shutdown waits for. Set by the layer above."""
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
@@ -313,11 +314,13 @@ class Node:
 
     def part(self, kind: Callable[[Node], P]) -> P:
         """This node's one ``kind(node)``, made at first use: how layers above keep state with a node."""
-        with self._parts_lock:
-            part = self._parts.get(kind)
-            if part is None:
-                part = self._parts[kind] = kind(self)
-            return part
+        part = self._parts.get(kind)
+        if part is None:
+            with self._parts_lock:
+                part = self._parts.get(kind)
+                if part is None:
+                    part = self._parts[kind] = kind(self)
+        return part
 
     def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
@@ -331,9 +334,7 @@ class Node:
         """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
         self._end_hooks.append(hook)
 
-    def on_control(
-        self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False
-    ) -> None:
+    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
         """Have ``handle`` called on the I/O thread for each control message of this kind.
 
         ``in_order``: by whoever reads the link, and so before anything that came behind it; ``handle`` must have a
@@ -485,10 +486,14 @@ class Node:
 
     def _on_message(self, peer: Peer, message: Arrived) -> None:
         if message[4]:
-            noted = self.read_notes(peer, message)
-            if noted is None:
-                return
-            message = self.find_recording(peer, noted)
+            notes = decode_notes(message[4])
+            if notes.created is not None or notes.forks:
+                noted = self.take_forks(peer, message, notes)
+                if noted is None:
+                    return
+                message = noted
+            if notes.context_id:
+                message = self.find_recording(message, notes)
         if message[0] == REQUEST:
             self.server.accept(peer, message)
             return

@@ -96,6 +96,8 @@ class Server:
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
         self._active: dict[tuple[int, int], Request] = {}
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
         self._banned: dict[bytes, int] = {}
         self._bans: dict[bytes, int] = {}
@@ -279,7 +281,8 @@ class Request:
             return
         finally:
             if function:
-                if perf_counter() - started < QUICK_S:
+                took_s = perf_counter() - started
+                if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
                     server._quick[function] = 2
                     if function in server._banned:
                         server._was_quick(function)
@@ -320,11 +323,16 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
+            if self.server.on_failure is not None:
+                self.server.on_failure(error)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)
         self._send(FAILURE, payload, buffers, False)
 
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
-        notes = b"" if buffers.__class__ is not Annotated else notes_of(buffers)
+        # To its caller an answer belongs to a context only if gradients may come back for it.
+        notes = b""
+        if buffers.__class__ is Annotated and (buffers.message_id or buffers.notes):
+            notes = notes_of(buffers)
         try:
             self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
         except RpcError as error:

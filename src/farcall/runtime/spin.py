@@ -5,8 +5,8 @@ within microseconds (the caller of a quick function, the I/O thread between two 
 yielding its core between looks, before it lets the kernel wake it.
 
 That pays only while waits are short and cores are free. So it remembers how long waits have been lately, and looks
-only if less than ``limit_s`` is to be expected; and where a yield hands the core to somebody for long, it stops
-looking for a while: 10 ms, and twice as long each time, up to 1 s.
+only if less than ``limit_s`` is to be expected, and for no longer; and where a yield hands the core to somebody for
+long, it stops looking for a while: 10 ms, and twice as long each time, up to 1 s.
 
 One object per place that waits; used by one thread at a time.
 """
@@ -24,7 +24,6 @@ FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 1.0
 _DESCHEDULED_S = 0.0005
 _LONG_WAIT_S = 0.001
-_MARGIN_S = 20e-6
 
 _yield: Callable[[], None] | None = getattr(os, "sched_yield", None)
 
@@ -44,16 +43,16 @@ class Spin:
         """``attempt(timeout_s)``, the kernel's way to wait; if that may be short, looks with ``attempt(0)`` before."""
         expected_s = self._expected_s
         if expected_s < self._limit_s and now >= self._resume_at:
-            found = self._look(attempt, now, 2 * expected_s + _MARGIN_S) or attempt(timeout_s)
+            found = self._look(attempt, now) or attempt(timeout_s)
         else:
             found = attempt(timeout_s)
         waited_s = monotonic() - now
         self._expected_s = expected_s + ((waited_s if waited_s < _LONG_WAIT_S else _LONG_WAIT_S) - expected_s) * 0.25
         return found
 
-    def _look(self, attempt: Callable[[float], T], now: float, window_s: float) -> T | None:
+    def _look(self, attempt: Callable[[float], T], now: float) -> T | None:
         assert _yield is not None
-        end = now + window_s
+        end = now + self._limit_s
         while True:
             found = attempt(0.0)
             if found:

@@ -172,6 +172,33 @@ def test_hooks_of_leaves_see_the_whole_gradient_once(network: Network, context: 
     assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 20.0))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_sent_on_as_it_came_calls_its_hooks(network: Network, context: Context, kept: bool) -> None:
+    """There and back twice: what came back first is sent away again untouched, and may be forgotten by then."""
+    first = leaf()
+    seen: list[torch.Tensor] = []
+    (middle,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [first]))
+    middle.register_hook(lambda gradient: (seen.append(gradient), gradient * 10)[1])
+    (last,) = network.move(context.id, 1, 0, [network.move(context.id, 0, 1, [middle])[0] * 3])
+    holder = [middle] if kept else []
+    del middle
+    network.workers[0].backward(context.id, [last.sum()])
+    assert torch.equal(torch.stack(seen), torch.full((1, 3, 3), 3.0))
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 30.0))
+    assert len(holder) == kept
+
+
+def test_what_is_sent_on_as_it_came_keeps_its_gradient_if_asked_to(network: Network, context: Context) -> None:
+    first = leaf()
+    (middle,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [first]))
+    middle.retain_grad()
+    (last,) = network.move(context.id, 1, 0, [network.move(context.id, 0, 1, [middle])[0] * 3])
+    network.workers[0].backward(context.id, [last.sum()])
+    assert middle.grad is not None
+    assert torch.equal(middle.grad, torch.full((3, 3), 3.0))
+    assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 3.0))
+
+
 def test_hooks_of_accumulators_run_after(network: Network, context: Context) -> None:
     first = leaf()
     twice = first + first
