@@ -26,8 +26,9 @@ duplicate  the function runs twice     ignored                     ignored
 reorder    as delay                    as delay                    as delay
 =========  ==========================  ==========================  ====================================================
 
-A delayed or reordered creation may be overtaken by a use of its reference, which then fails with `ReferenceLost`. What
-a lost message carried is not lost with it: its receiver gives up the memory, references and gradients that came along.
+A delayed or reordered creation, or Register, may be overtaken by a use of its reference, which then fails with
+`ReferenceLost`: farcall relies on the order of its connections. What a lost message carried is not lost with it: its
+receiver gives up the memory, references and gradients that came along.
 
 A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
 `throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or

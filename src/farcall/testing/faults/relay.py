@@ -29,6 +29,7 @@ from farcall.testing.faults.lane import NEVER, Lane
 from farcall.testing.faults.packets import Packet, Splitter
 from farcall.testing.faults.rules import Cut, Direction, HalfOpen, Throttle
 from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError
+from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW
 from farcall.transport.unix import UnixTransport
 
 __all__ = ["FaultyTransport", "connect"]
@@ -40,7 +41,6 @@ CHUNK_BYTES = 256 * 1024
 CLOSING_S = 1.0
 PORTION_S = 0.05
 UNLIMITED = 1 << 62
-_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * array.array("i").itemsize)
 
 
@@ -226,7 +226,7 @@ class Relay:
 
     def _read_near(self) -> None:
         try:
-            data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, socket.MSG_DONTWAIT)
+            data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, RECEIVE_NOW)
         except BlockingIOError:
             return
         except ConnectionError:
@@ -335,7 +335,7 @@ class Relay:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         taken = 0
         try:
-            taken = self._near.sendmsg((data,), rights, _NOW)
+            taken = self._near.sendmsg((data,), rights, SEND_NOW)
         except BlockingIOError:
             pass
         except ConnectionError:
