@@ -274,6 +274,82 @@ def test_a_module_with_tensors_that_are_no_leaves(tmp_path: Path) -> None:
     assert run(tmp_path, program) == [str([round(w, 3) for w in weight])]
 
 
+def test_sharded_tensors_of_torch_refer_to_remote_shards(tmp_path: Path) -> None:
+    program = """
+        import torch.distributed as dist
+        from torch.distributed._shard import sharded_tensor
+        from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+        def work(rank):
+            dist.init_process_group("gloo", rank=rank, world_size=2)
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            placement = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+            tensor = sharded_tensor.ones(placement, 4, 2, init_rrefs=True)
+            ((other, (rref,)),) = tensor.remote_shards().items()
+            assert type(rref) is RRef and rref.owner().id == other == 1 - rank
+            assert rref.to_here().tensor.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("fork")
+            children = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            say([child.exitcode for child in children])
+    """
+    assert run(tmp_path, program) == ["[0, 0]"]
+
+
+def test_data_parallel_beside_rpc(tmp_path: Path) -> None:
+    program = """
+        import torch.distributed as dist
+        import torch.distributed.autograd as dist_autograd
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train(embedding, rank):
+            local = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
+            with torch.no_grad():
+                local.module.weight.fill_(1.0)
+            parameters = [*embedding.remote_parameters(), *map(RRef, local.parameters())]
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+            with dist_autograd.context() as context_id:
+                loss = local(embedding.forward(torch.tensor([rank, 2]), torch.tensor([0]))).sum()
+                dist_autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            return local.module.weight[0].tolist()
+
+        def work(rank):
+            if rank < 2:
+                dist.init_process_group("gloo", rank=rank, world_size=2)
+            options = rpc.TensorPipeRpcBackendOptions()
+            options.init_method = sys.argv[1]
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=4, rpc_backend_options=options)
+            if rank == 3:
+                table = torch.arange(12.0).reshape(3, 4)
+                embedding = RemoteModule("worker2", torch.nn.EmbeddingBag.from_pretrained, (table, False))
+                futures = [rpc.rpc_async(f"worker{to}", train, args=(embedding, to)) for to in range(2)]
+                say(*torch.futures.wait_all(futures))
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("fork")
+            children = [context.Process(target=work, args=(rank,)) for rank in range(4)]
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            sys.exit(any(child.exitcode for child in children))
+    """
+    # The mean over both of the looked-up rows' mean, as gradient of the replicated weight: 1 - (4 + 6) / 2 ...
+    weight = [1.0 - (4.0 + 6.0) / 2 - column for column in range(4)]
+    assert run(tmp_path, program, f"tcp://127.0.0.1:{free_port()}") == [f"{weight} {weight}"]
+
+
 def test_installed_by_a_variable(tmp_path: Path) -> None:
     # As at the start of an interpreter, which reads the .pth files of site-packages; processes inherit the variable.
     program = f"""
