@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -201,6 +202,16 @@ _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
+
+
+def _after_fork() -> None:
+    """A thread of the parent may hold the lock, and does not exist here."""
+    global _all_gather_dict_lock
+    _all_gather_dict_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _init_rpc_states(agent: Any) -> None:
