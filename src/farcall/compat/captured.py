@@ -82,6 +82,7 @@ def complete() -> list[Undo]:
             undo.extend(add(module))
     undo.extend(_script_builtins())
     undo.extend(_futures())
+    undo.extend(_references())
     return undo
 
 
@@ -137,6 +138,13 @@ def _futures() -> list[Undo]:
     from farcall.compat.futures import replacements
 
     return [setting(torch.futures, name, function) for name, function in replacements().items()]
+
+
+def _references() -> list[Undo]:
+    from farcall.compat.references import replacements
+    from farcall.compat.rpc import RRef
+
+    return [setting(RRef, name, method) for name, method in replacements().items()]
 
 
 def _script_builtins() -> list[Undo]:

@@ -214,7 +214,7 @@ def _make_module(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
             f"of {type(module)}."
         )
-    return RRef(module.to(device))
+    return RRef(module.to(device), type(module))
 
 
 def _check_device(device: torch.device) -> None:

@@ -253,6 +253,7 @@ class RRef(Generic[T]):
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
                 future = self._ask_async(RRef._get_type, _TYPE_OF, payload, (), timeout)
+                future.add_done_callback(_keeping_type(weakref.ref(self)))
             self._type_future = weakref.ref(future)
         if not blocking:
             return future
@@ -439,6 +440,17 @@ __all__ = ["RRef"]
 
 def _numbers(number: RefId | ForkId) -> str:
     return f"created_on={number.created_on}, local_id={number.local_id}"
+
+
+def _keeping_type(rref: weakref.ref[RRef[Any]]) -> Callable[[torch.futures.Future[Any]], None]:
+    """Have the answer kept by the reference, if that is still there: its future may be gone when it is asked again."""
+
+    def keep(future: torch.futures.Future[Any]) -> None:
+        held = rref()
+        if held is not None and not _has_failed(future):
+            held._type = future.value()
+
+    return keep
 
 
 def _has_failed(future: torch.futures.Future[Any]) -> bool:

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from farcall.errors import RemoteError
 from farcall.serialize.pickler import Encoded, decode, encode
 
-__all__ = ["RemoteTraceback", "decode_failure", "encode_failure"]
+__all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure"]
 
 _LONGEST_TEXT = 1 << 16
 
@@ -38,6 +40,10 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.text
+
+
+class ScriptError(torch.jit.Error, RuntimeError):
+    """An error of TorchScript code on the other worker. A RuntimeError, too: callers did not choose how it is run."""
 
 
 def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Encoded:
@@ -92,6 +98,8 @@ def _reduce(error: Exception) -> _Reduction:
         # Members one by one, as each may need the care that the group gets.
         members = [(_message(member), _reduce(member)) for member in error.exceptions]
         return ExceptionGroup, (error.message,), ExceptionGroup, (), dict(error.__dict__), members
+    if type(error) is torch.jit.Error:
+        return ScriptError, error.args, ScriptError, error.args, None, None
     reduced = error.__reduce_ex__(5)
     assert isinstance(reduced, tuple)
     function, arguments, *rest = reduced

@@ -116,6 +116,14 @@ def test_type_message_args_and_attributes_survive(error):
         assert getattr(received, name) == value
 
 
+def test_an_error_of_torchscript_is_a_runtime_error_too():
+    received = brought(torch.jit.Error("in a script"))
+    assert isinstance(received, torch.jit.Error)
+    assert isinstance(received, RuntimeError)
+    assert str(received) == "in a script"
+    assert str(brought(received)) == "in a script"
+
+
 def test_remote_traceback_is_there_and_printed():
     received = brought(ValueError("bad value"), KeyError("root"))
     for text in (received.remote_traceback, "".join(traceback.format_exception(received))):

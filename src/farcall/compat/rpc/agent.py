@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -60,6 +61,7 @@ class TensorPipeAgent(RpcAgent):
         node = farcall_api._slot.node
         assert node is not None
         self._node = node
+        node.server.on_failure = self._print_failure
         self.is_static_group = bool(world_size)
         _agents[node] = self
 
@@ -76,6 +78,11 @@ class TensorPipeAgent(RpcAgent):
             init_method=node.options.init_method,
         )
         return agent
+
+    def _print_failure(self, error: BaseException) -> None:
+        """What a function raised is printed where it ran, too."""
+        text = "".join(traceback.format_exception(error))
+        print(f"On {self._node.info}:\n{text}", file=sys.stderr)
 
     @property
     def name(self) -> str:
