@@ -51,14 +51,17 @@ def rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) -> 
                 exchanged[id(value)] = (value, vars(new)[name])
     undo: list[Undo] = []
     for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or id(module) in old_modules:
+        # Nothing here asks the module itself: one that loads lazily would do so, and others may answer anything.
+        if not issubclass(type(module), ModuleType) or id(module) in old_modules:
             continue
-        if module.__name__ == "farcall" or module.__name__.startswith("farcall."):
+        names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        module_name = str(names.get("__name__", ""))
+        if module_name == "farcall" or module_name.startswith("farcall."):
             continue
-        for name, value in list(vars(module).items()):
+        for name, value in list(names.items()):
             found = exchanged.get(id(value))
             # The parents' attributes are modules, too; those are set by whoever replaces the module.
-            if found is not None and found[0] is value and f"{module.__name__}.{name}" not in replacements:
+            if found is not None and found[0] is value and f"{module_name}.{name}" not in replacements:
                 undo.append(setting(module, name, found[1]))
     return undo
 

@@ -137,7 +137,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put ``torch.distributed.rpc`` back as it was; shut down first."""
+    """Put ``torch.distributed.rpc`` back as it was; shut down first.
+
+    What was exchanged is exchanged back. What a program took out of the modules meanwhile, it keeps.
+    """
     global _installed
     with _lock:
         if not _installed:

@@ -38,7 +38,8 @@ def run_program(arguments: Sequence[str]) -> None:
         return
     path = arguments[0]
     sys.argv = list(arguments)
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()

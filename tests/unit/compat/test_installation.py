@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 import warnings
@@ -159,3 +160,19 @@ def test_not_while_the_old_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="before it"):
         farcall.compat.install()
     assert not farcall.compat.is_installed()
+
+
+def test_a_module_that_loads_lazily_is_left_alone() -> None:
+    spec = importlib.util.find_spec("this")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    sys.modules["this"] = lazy
+    try:
+        spec.loader.exec_module(lazy)
+        farcall.compat.install()
+        farcall.compat.uninstall()
+        assert type(lazy).__name__ == "_LazyModule"
+    finally:
+        del sys.modules["this"]
