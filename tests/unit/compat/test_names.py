@@ -64,11 +64,15 @@ def test_old_transports_and_channels_are_told_once() -> None:
 def test_backends_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_registry, "BackendType", backend_registry.BackendType)
     assert backend_registry.backend_registered("TENSORPIPE")
+    before = rpc.BackendType.TENSORPIPE
     made = backend_registry.register_backend("OWN", lambda timeout, url: (timeout, url), lambda **kwargs: kwargs)
     assert repr(made) == "BackendType.OWN"
     assert {kind.name for kind in backend_registry.BackendType} == {"TENSORPIPE", "OWN"}
     assert backend_registry.construct_rpc_backend_options(made, 3, "env://") == (3, "env://")
     assert backend_registry.init_backend(made, name="a") == {"name": "a"}
+    assert rpc.BackendType is backend_registry.BackendType
+    assert backend_registry.is_member(before)
+    assert not backend_registry.is_member("TENSORPIPE")
     with pytest.raises(RuntimeError, match=r"^RPC backend OWN: already registered$"):
         backend_registry.register_backend("OWN", dict, dict)
 

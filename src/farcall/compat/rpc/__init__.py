@@ -29,7 +29,6 @@ from farcall.compat.rpc.api import (
     shutdown,
 )
 from farcall.compat.rpc.backend_registry import (
-    BackendType,
     BackendValue,
     backend_registered,
     construct_rpc_backend_options,
@@ -92,7 +91,7 @@ def init_rpc(
         world_size: number of workers.
         rpc_backend_options: see `TensorPipeRpcBackendOptions`.
     """
-    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+    if backend is not None and not backend_registry.is_member(backend):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
@@ -142,20 +141,21 @@ def _validate_rpc_args(
     backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
 ) -> None:
     wanted: list[tuple[Any, Any]] = [
-        (backend, backend_registry.BackendType),
         (store, Store),
         (name, str),
         (rank, numbers.Integral),
         (world_size, (numbers.Integral, type(None))),
         (rpc_backend_options, RpcBackendOptions),
     ]
+    if not backend_registry.is_member(backend):
+        raise RuntimeError(f"Argument {backend} must be a member of BackendType but got type {type(backend)}")
     for argument, kind in wanted:
         if not isinstance(argument, kind):
             raise RuntimeError(f"Argument {argument} must be of type {kind} but got type {type(argument)}")
 
 
 def _init_rpc_backend(
-    backend: Any = BackendType["TENSORPIPE"],
+    backend: Any = backend_registry.BackendType["TENSORPIPE"],
     store: Any = None,
     name: Any = None,
     rank: int = -1,
@@ -192,4 +192,6 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "BackendType":  # made anew by each registration
+        return backend_registry.BackendType
     return find_unserved(__name__, name)

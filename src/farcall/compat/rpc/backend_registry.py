@@ -2,7 +2,7 @@
 
 ``TENSORPIPE``, the only one a program normally knows, is farcall here. Others can be registered, with functions that
 make their options and their agent, as before. `BackendType` is a new enumeration after each registration, as it always
-was: members are compared by name, not by identity.
+was; members of an earlier one are as good.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def _make_type(members: dict[str, BackendValue]) -> Any:
     made.__repr__ = lambda self: f"BackendType.{self.name}"
     made.__doc__ = "The backends there are: ``TENSORPIPE``, which is farcall, and what was registered."
     return made
+
+
+def is_member(backend: Any) -> bool:
+    """Is it a member of `BackendType`, as it is now or was before the last registration?"""
+    return (
+        isinstance(backend, enum.Enum) and isinstance(backend.value, BackendValue) and backend_registered(backend.name)
+    )
 
 
 def backend_registered(backend_name: str) -> bool:
