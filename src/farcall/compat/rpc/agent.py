@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +25,8 @@ __all__ = ["RpcAgent", "TensorPipeAgent", "current_agent", "is_agent_set", "rese
 _SCHEME = "farcall-store"
 _stores: dict[int, Any] = {}
 _store_numbers = itertools.count()
-_agents: weakref.WeakKeyDictionary[Any, RpcAgent]
+_ATTRIBUTE = "_agent_of_old"
+"""Where a node keeps its agent: the two refer to each other, and are gone together."""
 
 
 class RpcAgent:
@@ -63,7 +63,7 @@ class TensorPipeAgent(RpcAgent):
         self._node = node
         node.server.on_failure = self._print_failure
         self.is_static_group = bool(world_size)
-        _agents[node] = self
+        setattr(node, _ATTRIBUTE, self)
 
     @classmethod
     def _of(cls, node: Any) -> TensorPipeAgent:
@@ -156,7 +156,6 @@ class TensorPipeAgent(RpcAgent):
 
 # ---------------------------------------------------------------------- which one is current
 
-_agents = weakref.WeakKeyDictionary()
 _foreign: list[Any] = []
 """An agent that is not farcall's, of a registered backend."""
 
@@ -183,9 +182,10 @@ def current_agent() -> Any:
             f"Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)? "
             f"({error})"
         ) from None
-    agent = _agents.get(node)
+    agent = getattr(node, _ATTRIBUTE, None)
     if agent is None:
-        agent = _agents[node] = TensorPipeAgent._of(node)
+        agent = TensorPipeAgent._of(node)
+        setattr(node, _ATTRIBUTE, agent)
     return agent
 
 
