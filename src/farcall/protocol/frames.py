@@ -6,7 +6,7 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
     0       2     magic, b"fc"
     2       1     version of this layout
     3       1     kind: request, response, failure, control, letter
-    4       4     flags (see notes.py; 0 for most)
+    4       4     flags (see notes.py; 0 for most; of a control frame: 1 if a descriptor rides along)
     8       8     call id (0 for control; of a letter, the number of its subject)
     16      8     payload length
     24      4     function length (requests only)
@@ -68,6 +68,8 @@ CONTROL = int(Kind.CONTROL)
 LETTER = int(Kind.LETTER)
 
 
+CARRIES_DESCRIPTOR = 1
+"""The flag of a control frame with whose first byte a descriptor comes."""
 YOURS = 1 << 63
 """Set in a ticket's segment id: the segment is the receiver's own."""
 SHARED = 1 << 62

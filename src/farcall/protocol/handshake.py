@@ -12,8 +12,12 @@ Bytes in, bytes out; the driver owns the socket, the deadline and the randomness
     start()                                 DIALER_GREETING
     awaiting greeting   LISTENER_GREETING   DIALER_PROOF      DIALER_GREETING     LISTENER_GREETING
     awaiting proof      LISTENER_PROOF      (established)     DIALER_PROOF        LISTENER_PROOF (established)
+    awaiting count      RESUMED             (established)
     any                 REFUSAL or anything else: refused, for good
 
+The last but one row is for a dialer that resumes a session (session.py): its identity says which, and how many frames
+it has (resumption.py), and the listener, once the dialer is proven, says behind its own proof how many it has itself
+(``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
 A greeting is an identity and a nonce; a proof is an HMAC, under a key made from the secret, of both greetings
 as they went over the wire. So either both ends saw the same version, identities, capabilities, cluster and
 nonces, or one end refuses. The listener says nothing before a valid greeting, and proves nothing before the
@@ -45,7 +49,9 @@ __all__ = [
     "RefusalReason",
     "Refused",
     "Role",
+    "malformed",
     "refuse",
+    "resumed",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -57,6 +63,10 @@ _HEADER: Final = struct.Struct(">8sHHI")
 _VERSION_END: Final = 10
 _PROOF_BYTES: Final = 32
 _MAX_REFUSAL_BYTES: Final = 64
+_COUNT: Final = struct.Struct(">Q")
+
+RECEIVED: Final = "received"
+"""The capability of a dialer that resumes a session; see resumption.py."""
 
 _ShortText = Annotated[str, msgspec.Meta(max_length=256)]
 
@@ -77,6 +87,7 @@ class HandshakeState(Enum):
 
     AWAITING_GREETING = "awaiting greeting"
     AWAITING_PROOF = "awaiting proof"
+    AWAITING_COUNT = "awaiting count"
     ESTABLISHED = "established"
     REFUSED = "refused"
 
@@ -119,6 +130,12 @@ class Established(NamedTuple):
     peer: Identity
     session_key: bytes
     leftover: bytes
+    peer_received: int = 0  # frames of ours that the listener has, where a session is resumed
+
+
+def resumed(received: int) -> bytes:
+    """What a listener sends behind its proof where a session is resumed."""
+    return _message(_Kind.RESUMED, _COUNT.pack(received))
 
 
 class _Kind(IntEnum):
@@ -127,6 +144,7 @@ class _Kind(IntEnum):
     DIALER_PROOF = 3
     LISTENER_PROOF = 4
     REFUSAL = 5
+    RESUMED = 6
 
 
 class _Greeting(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -179,6 +197,8 @@ class Handshake:
         self._peer: Identity | None = None
         self._transcript = b""
         self._refusal: Refused | None = None
+        self._session_key = b""
+        self._resumes = role is Role.DIALER and RECEIVED in me.capabilities
 
     @property
     def state(self) -> HandshakeState:
@@ -223,9 +243,16 @@ class Handshake:
             if self._state is HandshakeState.AWAITING_GREETING:
                 replies += self._on_greeting(message, body)
                 continue
-            reply, session_key = self._on_proof(body)
             assert self._peer is not None
-            return replies + reply, Established(self._peer, session_key, self._take_leftover())
+            if self._state is HandshakeState.AWAITING_COUNT:
+                self._state = HandshakeState.ESTABLISHED
+                (received,) = _COUNT.unpack(body)
+                return replies, Established(self._peer, self._session_key, self._take_leftover(), received)
+            reply, self._session_key = self._on_proof(body)
+            if self._resumes:
+                self._state = HandshakeState.AWAITING_COUNT
+                continue
+            return replies + reply, Established(self._peer, self._session_key, self._take_leftover())
         return replies, None
 
     def _next_message(self) -> tuple[_Kind, bytes] | None:
@@ -263,10 +290,12 @@ class Handshake:
             return _Kind.REFUSAL
         if self._state is HandshakeState.AWAITING_GREETING:
             due, fits = _GREETING[self._role.other], True
+        elif self._state is HandshakeState.AWAITING_COUNT:
+            due, fits = _Kind.RESUMED, body_bytes == _COUNT.size
         else:
             due, fits = _PROOF[self._role.other], body_bytes == _PROOF_BYTES
         if kind_number != due or not fits:
-            raise _malformed(f"message kind {kind_number} of {body_bytes} bytes while {self._state.value}")
+            raise malformed(f"message kind {kind_number} of {body_bytes} bytes while {self._state.value}")
         return due
 
     def _on_greeting(self, message: bytes, body: bytes) -> bytes:
@@ -274,7 +303,7 @@ class Handshake:
         try:
             greeting = _read_greeting(body)
         except ValueError as error:
-            raise _malformed(f"an unreadable greeting: {error}") from error
+            raise malformed(f"an unreadable greeting: {error}") from error
         peer = greeting.identity
         if peer.cluster_id != self._me.cluster_id:
             raise refuse(
@@ -352,7 +381,8 @@ def refuse(reason: RefusalReason, text: str) -> Refused:
     return Refused(text, reason, farewell=_message(_Kind.REFUSAL, reason.value.encode("ascii")))
 
 
-def _malformed(what: str) -> Refused:
+def malformed(what: str) -> Refused:
+    """A refusal of what no member sends."""
     return refuse(RefusalReason.MALFORMED, f"the peer broke the handshake's rules: {what}")
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "DepartureReleased",
     "DepartureReport",
     "DepartureStatus",
+    "FramesReceived",
     "Goodbye",
     "Message",
     "Ping",
@@ -72,6 +73,12 @@ class Goodbye(_Control, frozen=True, tag=3):
     """The sender leaves on purpose: the end of the stream that follows is not a death."""
 
     reason: str
+
+
+class FramesReceived(_Control, frozen=True, tag=4):
+    """How many frames of the addressee, of this session, have come in full; see session.py."""
+
+    count: int
 
 
 # --- shared memory -------------------------------------------------------------------------------------
@@ -158,6 +165,7 @@ Message = (
     Ping
     | Pong
     | Goodbye
+    | FramesReceived
     | SegmentOffered
     | SegmentAccepted
     | SegmentRefused

@@ -11,7 +11,7 @@ import msgspec
 
 from farcall.protocol.references.messages import Fork
 
-__all__ = ["KEEP", "Notes", "decode_notes", "encode_notes"]
+__all__ = ["KEEP", "Notes", "decode_notes", "encode_notes", "without_creation"]
 
 KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
@@ -29,3 +29,11 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
 
 encode_notes = msgspec.msgpack.Encoder().encode
 decode_notes = msgspec.msgpack.Decoder(Notes).decode
+
+
+def without_creation(notes: bytes) -> bytes:
+    """The notes of a message whose function does not run, so that it creates nothing; empty if nothing is left."""
+    if not notes:
+        return b""
+    left = msgspec.structs.replace(decode_notes(notes), created=None, origin="")
+    return encode_notes(left) if left.forks or left.message_id else b""

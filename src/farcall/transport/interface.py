@@ -50,6 +50,10 @@ class DialFailed(TransportError):
     """No connection could be made to an address; the message says which and why."""
 
 
+class DialRefused(DialFailed):
+    """The host of an address says that nobody listens there."""
+
+
 class ListenFailed(TransportError):
     """An address could not be listened on; the message says which and why."""
 
@@ -63,6 +67,9 @@ class Transport(ABC):
     kind: str
     #: True where ``send`` takes descriptors
     carries_descriptors: bool = False
+    #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
+    #: this connection breaks off
+    resumable: bool = True
 
     @abstractmethod
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from farcall.transport.interface import (
     Buffer,
-    DialFailed,
+    DialRefused,
     Listener,
     ListenFailed,
     Transport,
@@ -270,7 +270,7 @@ def dial_memory(address: str, timeout_s: float) -> MemoryTransport:
     with _listeners_lock:
         listener = _listeners.get(address)
         if listener is None:
-            raise DialFailed(f"cannot connect to {address}: nobody listens there")
+            raise DialRefused(f"cannot connect to {address}: nobody listens there")
         near, far = memory_pair(listener.capacity_bytes, address.removeprefix("memory:"))
     listener.offer(far)
     return near

@@ -16,6 +16,7 @@ from typing import ClassVar
 from farcall.transport.interface import (
     Buffer,
     DialFailed,
+    DialRefused,
     Listener,
     Transport,
     TransportBroken,
@@ -200,7 +201,9 @@ def connect(stream: socket.socket, target: object, timeout_s: float, address: st
     except OSError as error:
         stream.close()
         why = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else error
-        raise DialFailed(f"cannot connect to {address}: {why}") from error
+        # A unix name that is gone with its socket's process is either refused or, if it was a file, not there.
+        kind = DialRefused if isinstance(error, ConnectionRefusedError | FileNotFoundError) else DialFailed
+        raise kind(f"cannot connect to {address}: {why}") from error
     except BaseException:
         stream.close()
         raise

@@ -11,7 +11,7 @@ import errno
 import socket
 import time
 
-from farcall.transport.interface import DialFailed, ListenFailed
+from farcall.transport.interface import DialFailed, DialRefused, ListenFailed
 from farcall.transport.stream_socket import SocketListener, SocketTransport, connect
 
 _BACKLOG = 1024
@@ -131,7 +131,8 @@ def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
         found = socket.getaddrinfo(host or "localhost", port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise DialFailed(f"cannot resolve {host!r} of {address}: {error}") from error
-    failures = []
+    failures: list[str] = []
+    refused = 0
     for position, (family, _, _, _, target) in enumerate(found):
         # What is left is shared among the addresses still to try: one black hole must not eat it all.
         left_s = (deadline - time.monotonic()) / (len(found) - position)
@@ -145,9 +146,11 @@ def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
             if stream.getsockname() == stream.getpeername():
                 # Nobody listens, and the kernel picked the very port dialled as our own: TCP lets a socket
                 # meet itself.
-                raise DialFailed(f"cannot connect to {target[0]}: nobody listens on port {port}")
+                raise DialRefused(f"cannot connect to {target[0]}: nobody listens on port {port}")
             return TcpTransport(stream)
         except OSError as error:
             stream.close()
             failures.append(str(error))
-    raise DialFailed(f"cannot connect to {address}: {'; '.join(failures)}")
+            refused += isinstance(error, DialRefused)
+    kind = DialRefused if refused == len(found) else DialFailed
+    raise kind(f"cannot connect to {address}: {'; '.join(failures)}")

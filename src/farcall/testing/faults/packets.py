@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
-
 from farcall.protocol.frames import (
     BUFFER_ENTRY,
     CONTROL,
@@ -28,9 +26,9 @@ from farcall.protocol.frames import (
     Arrived,
     FrameError,
     Ticket,
-    encode_frame,
 )
-from farcall.protocol.notes import decode_notes, encode_notes
+from farcall.protocol.notes import decode_notes, without_creation
+from farcall.protocol.session import remains_of
 from farcall.testing.faults.kinds import names_of, offers_segment
 
 __all__ = ["Message", "OwnMessage", "Packet", "Splitter"]
@@ -104,11 +102,9 @@ class Packet:
         return not self.tickets and not _is_recorded(self.notes)
 
     def remains(self) -> Packet | None:
-        """What still has to arrive if the message itself does not."""
-        notes = _without_creation(self.notes)
-        if not self.tickets and not notes:
-            return None
-        data = b"".join(encode_frame(RESPONSE, 0, NO_CALL, b"", notes, b"", self.tickets))
+        """What still has to arrive if the message itself does not: something always, as both ends count frames."""
+        notes = without_creation(self.notes)
+        data = remains_of(self.notes, self.tickets)
         return Packet(data, RESPONSE, 0, NO_CALL, b"", notes, memoryview(b""), self.tickets)
 
 
@@ -138,21 +134,13 @@ class OwnMessage:
         return not self.message[6] and not _is_recorded(self.notes)
 
     def remains(self) -> OwnMessage | None:
-        notes = _without_creation(self.notes)
+        notes = without_creation(self.notes)
         return OwnMessage((RESPONSE, 0, NO_CALL, b"", notes, b"", [])) if notes else None
 
 
 def _is_recorded(notes: bytes) -> bool:
     """Does distributed autograd expect gradients for what is in the message?"""
     return bool(notes) and decode_notes(notes).message_id != 0
-
-
-def _without_creation(notes: bytes) -> bytes:
-    """The notes of a message whose function does not run, so that it creates nothing; empty if nothing is left."""
-    if not notes:
-        return b""
-    left = msgspec.structs.replace(decode_notes(notes), created=None, origin="")
-    return encode_notes(left) if left.forks or left.message_id else b""
 
 
 class Splitter:
