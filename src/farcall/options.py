@@ -41,6 +41,7 @@ DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
+DEFAULT_RECONNECT_S: Final = 10.0
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
@@ -102,6 +103,9 @@ class RpcBackendOptions:
         busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
             sleeps; it stops by itself where that does not pay. 0 means never.
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
+        reconnect_s: how long a member whose connection broke is tried to be reached again; meanwhile calls to it
+            wait, within their timeouts, and nothing is lost or done twice. After that, or as soon as it is certain
+            that its process is gone, it is dead. 0: a broken connection is a death.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -118,11 +122,13 @@ class RpcBackendOptions:
     start_timeout_s: float | None = field(default=None, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
     send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
+    reconnect_s: float = field(default=DEFAULT_RECONNECT_S, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
         self._set("busy_wait_s", _check_seconds("busy_wait_s", self.busy_wait_s, "0 means never"))
+        self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
         if self.start_timeout_s is not None:
             seconds = _check_seconds("start_timeout_s", self.start_timeout_s, "leave it out for the default")
             if seconds == 0:

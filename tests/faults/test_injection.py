@@ -424,7 +424,7 @@ def test_leases_are_not_duplicated():
 
 def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
     faults = Faults()
-    with team(faults, 3) as nodes:
+    with team(faults, 3, reconnect_s=0) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
         faults.cut(sender="w0", to="w1")
         with pytest.raises(PeerDead):
@@ -440,7 +440,7 @@ def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
 
 def test_a_cut_at_a_message_takes_the_message_with_it():
     faults = Faults()
-    with team(faults) as nodes:
+    with team(faults, reconnect_s=0) as nodes:
         faults.cut(kind="request", to="w1", skip=1)
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
         with pytest.raises(PeerDead):

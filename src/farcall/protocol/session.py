@@ -90,6 +90,11 @@ class Session:
         self.due_at_bytes = ACKNOWLEDGE_BYTES
         """An acknowledgement is due once so many frames or bytes have come."""
 
+    def keep_nothing(self) -> None:
+        """For a conversation that has one connection only: nothing is kept, and no acknowledgement becomes due."""
+        self.kept = deque(maxlen=0)
+        self.due_at = self.due_at_bytes = 1 << 62
+
     def acknowledgement(self, bytes_received: int) -> int:
         """What to tell the peer now."""
         self.due_at = self.received + ACKNOWLEDGE_FRAMES

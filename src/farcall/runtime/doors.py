@@ -13,9 +13,20 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Protocol
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Role
+from farcall.protocol.handshake import (
+    NONCE_BYTES,
+    Established,
+    Handshake,
+    Identity,
+    RefusalReason,
+    Refused,
+    Role,
+    refuse,
+)
+from farcall.protocol.resumption import resumption_of
 from farcall.runtime.loop import NEVER, Loop
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
@@ -33,12 +44,23 @@ _LONGEST_PAUSE_S = 1.0
 class _Guest:
     """Somebody who connected and has not proved anything yet."""
 
-    __slots__ = ("deadline", "handshake", "transport")
+    __slots__ = ("arrived_at", "deadline", "handshake", "transport")
 
-    def __init__(self, transport: Transport, handshake: Handshake, deadline: float) -> None:
+    def __init__(self, transport: Transport, handshake: Handshake, arrived_at: float) -> None:
         self.transport = transport
         self.handshake = handshake
-        self.deadline = deadline
+        self.arrived_at = arrived_at
+        self.deadline = arrived_at + HANDSHAKE_S
+
+
+class Returning(Protocol):
+    """Who decides about members that come back to a session (`reconnect.py`)."""
+
+    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+        """What to send behind our proof; raises ``HandshakeRefused``."""
+
+    def on_resumed(self, transport: Transport, established: Established) -> None:
+        """That is on its way; the connection is yours."""
 
 
 class Door:
@@ -72,12 +94,17 @@ class Door:
         secret: bytes,
         admit: Callable[[Identity], str | None],
         on_member: Callable[[Transport, Established], None],
+        returning: Returning | None = None,
     ) -> None:
-        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; others go to ``on_member``."""
+        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; others go to ``on_member``.
+
+        Those who come back to a session go to ``returning``.
+        """
         self._me = me
         self._secret = secret
         self._admit = admit
         self._on_member = on_member
+        self._returning = returning
         for listener in self._listeners:
             descriptor = listener.fileno()
             if descriptor is None:
@@ -99,7 +126,7 @@ class Door:
                 transport.close()
                 continue
             handshake = Handshake(Role.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
-            guest = _Guest(transport, handshake, monotonic() + HANDSHAKE_S)
+            guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
             self._loop.attend_by(guest.deadline)
             descriptor = transport.fileno()
@@ -121,9 +148,7 @@ class Door:
                 raise DialFailed("it closed the connection before it proved anything")
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
             if established is not None:
-                why_not = self._admit(established.peer)
-                if why_not is not None:
-                    raise HandshakeRefused(why_not)
+                reply += self._welcome(guest, established.peer)
             if reply and guest.transport.send((reply,)) < len(reply):
                 raise DialFailed("it does not read")
         except (HandshakeRefused, TransportError) as error:
@@ -140,7 +165,21 @@ class Door:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            self._on_member(guest.transport, established)
+            if resumption_of(established.peer) is None:
+                self._on_member(guest.transport, established)
+            elif self._returning is not None:
+                self._returning.on_resumed(guest.transport, established)
+
+    def _welcome(self, guest: _Guest, peer: Identity) -> bytes:
+        """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
+        if resumption_of(peer) is None:
+            why_not = self._admit(peer)
+            if why_not is not None:
+                raise HandshakeRefused(why_not)
+            return b""
+        if self._returning is None:
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.name} comes back, and nobody is expected to")
+        return self._returning.admit(peer, guest.arrived_at)
 
     def _let_go(self, transport: Transport) -> None:
         descriptor = transport.fileno()
@@ -214,7 +253,7 @@ def dial_member(
                     logger.info("%s cannot be reached over %s: %s", name, address, error)
                 continue
             try:
-                return transport, _prove(transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S))
+                return transport, prove(transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S))
             except TransportError as error:
                 failure = error
                 transport.close()
@@ -228,7 +267,7 @@ def dial_member(
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
-def _prove(transport: Transport, name: str, me: Identity, secret: bytes, deadline: float) -> Established:
+def prove(transport: Transport, name: str, me: Identity, secret: bytes, deadline: float) -> Established:
     """Run the dialler's side of the handshake."""
     handshake = Handshake(Role.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
     outgoing = handshake.start()

@@ -1,7 +1,15 @@
-"""The connection to one peer: bytes out of many threads, frames in for one.
+"""The link to one peer, over successive connections: bytes out of many threads, frames in for one.
 
-Owns a transport, its decoder and the read lock; `outgoing.py` is its writing half. Knows nothing of what frames mean:
-it gives each one to ``on_frame``, and says ``on_broken`` once.
+Owns a transport, its decoder, the read lock and the session; `outgoing.py` is its writing half. Knows nothing of what
+frames mean: it gives each one to ``on_frame``, and says ``on_broken`` once.
+
+    state  event                                         becomes
+    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits
+    up     `break_off`: the peer comes back already      the same
+    down   ``on_interrupted`` says False (I/O thread)    dead: ``on_broken`` is told
+    down   `attach`: another connection (I/O thread)     up: goes on where the peer's count says (protocol/session.py)
+    any    `die`; a frame that is none; `abort`          dead
+    any    `close`                                       dead, and nobody is told
 
 Reading, by one thread at a time: the holder of the read lock
 - normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
@@ -12,6 +20,7 @@ Reading, by one thread at a time: the holder of the read lock
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +29,16 @@ from typing import Protocol
 
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Allocate, Frame, FrameDecoder, FrameError, allocate_plainly
+from farcall.protocol.frames import (
+    CARRIES_DESCRIPTOR,
+    CONTROL,
+    Allocate,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    allocate_plainly,
+)
+from farcall.protocol.session import Session
 from farcall.runtime import shield
 from farcall.runtime.executor import Task
 from farcall.runtime.loop import READ, WRITE, Loop
@@ -44,20 +62,32 @@ class Link:
 
     __slots__ = (
         "__weakref__",
+        "_acknowledge",
+        "_allocate",
         "_broken",
         "_decoder",
         "_descriptor",
+        "_descriptors",
+        "_detached",
+        "_final",
         "_frames",
         "_loop",
         "_on_broken",
         "_on_frame",
+        "_on_interrupted",
         "_read_lock",
+        "_reason",
+        "_rides_along",
+        "_settled",
         "_silenced",
         "_spin",
         "_told",
+        "_up",
         "bytes_received",
+        "never_sent",
         "outgoing",
         "peer",
+        "session",
         "transport",
     )
 
@@ -71,14 +101,35 @@ class Link:
         backlog_limit_bytes: int,
         allocate: Allocate = allocate_plainly,
         busy_wait_s: float = 0.0,
+        acknowledge: Callable[[int, bool], None] | None = None,
+        on_interrupted: Callable[[str], bool] = lambda reason: False,
     ) -> None:
+        """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed.
+
+        ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
+        """
         self.peer = peer
         self.transport = transport
         self.bytes_received = 0
         self._loop = loop
         self._on_frame = on_frame
         self._on_broken = on_broken
+        self._on_interrupted = on_interrupted
+        self._acknowledge = acknowledge
+        self._rides_along = False
+        self.session = Session()
+        if acknowledge is None:
+            self.session.keep_nothing()
+        self.never_sent: frozenset[int] = frozenset()
+        """Once it is dead: the calls whose requests were queued and never written."""
+        self._allocate = allocate
         self._decoder = FrameDecoder(allocate)
+        self._descriptors: deque[int] = deque()
+        self._up = True
+        self._reason = ""
+        self._final = False
+        self._settled = False
+        self._detached = False
         self._frames: deque[Frame] = deque()
         self._descriptor = transport.fileno()
         self._silenced = False
@@ -86,23 +137,38 @@ class Link:
         self._told = False
         self._broken: str | None = None
         self._read_lock = threading.Lock()
-        self.outgoing = Outgoing(peer.name, transport, loop, backlog_limit_bytes, self._broke)
+        self.outgoing = Outgoing(
+            peer.name, transport, loop, backlog_limit_bytes, self._broke, self.dead, self.session.kept
+        )
 
     @property
     def broken(self) -> str | None:
-        """Why the link no longer works, or None."""
+        """Why the link will not work any more, or None."""
         return self._broken
+
+    @property
+    def up(self) -> bool:
+        """Is there a connection now, as far as is known?"""
+        return self._up
 
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
-        if first_bytes:
-            with self._read_lock:
-                while first_bytes:
-                    view = self._decoder.writable()
-                    chunk = first_bytes[: len(view)]
-                    view[: len(chunk)] = chunk
-                    first_bytes = first_bytes[len(chunk) :]
-                    self._frames.extend(self._decoder.received(len(chunk)))
+        with self._read_lock:
+            self._decode(first_bytes)
+        self._watch()
+
+    def _decode(self, data: bytes) -> None:
+        """As the reader: frames that came with a handshake."""
+        while data:
+            view = self._decoder.writable()
+            chunk = data[: len(view)]
+            view[: len(chunk)] = chunk
+            data = data[len(chunk) :]
+            frames = self._decoder.received(len(chunk))
+            self.session.received += len(frames)
+            self._frames.extend(frames)
+
+    def _watch(self) -> None:
         if self._descriptor is None:
             self.transport.watch(
                 lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self.outgoing.write)
@@ -126,18 +192,19 @@ class Link:
         if not self._read_lock.acquire(False):
             return
         role.link = self
+        transport = self.transport
         try:
             if not self._deliver():
                 return
-            while True:
+            while self._up:
                 view = self._decoder.writable()
-                count = self.transport.receive_into(view)
+                count = transport.receive_into(view)
                 if count is None or not self._take(count):
                     return
                 if count < len(view) and self._descriptor is not None:
                     return  # most likely that was all; if not, the poller tells again
         except (TransportError, FrameError) as error:
-            self._broke(error)
+            self._broke(error, transport)
         finally:
             self.end_reading()
 
@@ -182,7 +249,9 @@ class Link:
             return False
         role.link = self
         self._silenced = True
-        self._loop.silence(self._descriptor)
+        descriptor = self._descriptor
+        if descriptor is not None:
+            self._loop.silence(descriptor)
         return True
 
     def _read_until(self, awaited: Awaited, deadline: float, mine: shield.Shield) -> None:
@@ -191,7 +260,7 @@ class Link:
         try:
             if self._frames and not self._deliver():
                 return
-            while not awaited.arrived and self._broken is None:
+            while not awaited.arrived and self._up:
                 now = monotonic()
                 remaining = deadline - now
                 if remaining <= 0:
@@ -210,16 +279,33 @@ class Link:
                     if count is not None and not self._take(count):
                         return
         except (TransportError, FrameError) as error:
-            self._broke(error)
+            self._broke(error, transport)
 
     def _take(self, count: int) -> bool:
         """Decode and deliver ``count`` received bytes. False: stop reading."""
         if count == 0:
-            self._break("the peer closed the connection")
+            self._break(self.transport, "the peer closed the connection")
             return False
         self.bytes_received += count
-        self._frames.extend(self._decoder.received(count))
+        frames = self._decoder.received(count)
+        if frames:
+            self._frames.extend(frames)
+            session = self.session
+            session.received += len(frames)
+            if session.received >= session.due_at or self.bytes_received >= session.due_at_bytes:
+                self._tell_received()
         return self._deliver()
+
+    def _tell_received(self) -> None:
+        """As the reader: an acknowledgement is due.
+
+        After many small frames every other one waits for a frame to ride along with: in a dialogue it costs nothing.
+        """
+        session = self.session
+        self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes
+        count = session.acknowledgement(self.bytes_received)
+        if self._acknowledge is not None:
+            self._acknowledge(count, self._rides_along)
 
     def _deliver(self) -> bool:
         """Hand out the decoded frames. False: this thread is not the reader any more."""
@@ -252,7 +338,7 @@ class Link:
             role.link = None
             if self._silenced:
                 self._silenced = False
-                if self._descriptor is not None and self._broken is None:
+                if self._descriptor is not None and self._up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
             if self._frames:
@@ -283,7 +369,7 @@ class Link:
     def pass_on(self) -> None:
         """The reader is stuck in user code: another thread reads on. Called by the standby thread."""
         was_helping, self._silenced = self._silenced, False
-        if was_helping and self._descriptor is not None and self._broken is None:
+        if was_helping and self._descriptor is not None and self._up:
             self._loop.listen(self._descriptor)
         self._read_lock.release()
         if self._frames:
@@ -291,58 +377,137 @@ class Link:
         if not was_helping:
             self._loop.hand_over()
 
+    def take_descriptor(self) -> int | None:
+        """As the reader, for a frame that came with one: the oldest descriptor that nobody has taken."""
+        self._descriptors.extend(self.transport.take_descriptors())
+        return self._descriptors.popleft() if self._descriptors else None
+
+    # ------------------------------------------------------------------ breaking and going on
+
+    def _broke(self, error: Exception, transport: Transport) -> None:
+        """Reading or writing failed. From any thread; nothing here waits."""
+        self._break(transport, str(error), final=isinstance(error, FrameError))
+
+    def _break(self, transport: Transport, reason: str, final: bool = False) -> None:
+        """This connection cannot go on. What comes of it is settled on the I/O thread."""
+        if transport is not self.transport or self._broken is not None:
+            return
+        self._final = self._final or final
+        if self._up:
+            self._up = False
+            self._reason = reason
+            transport.interrupt()
+            self.outgoing.pause()
+        elif not final:
+            return
+        self._loop.call_soon(lambda: self._settle(transport))
+
+    def _settle(self, transport: Transport) -> None:
+        """On the I/O thread, after a break: will there be another connection?"""
+        if transport is not self.transport or self._broken is not None:
+            return  # there is one already, or the link was closed
+        if self._final:
+            self.die(self._reason)
+            return
+        if not self._detached:
+            self._detach()
+        if not self._settled:
+            self._settled = True
+            if not self._on_interrupted(self._reason):
+                self.die(self._reason)
+
+    def _detach(self) -> None:
+        """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""
+        self._detached = True
+        transport = self.transport
+        if self._descriptor is not None:
+            self._loop.forget(self._descriptor)
+        self.outgoing.detach()
+        with self._read_lock:
+            self._descriptor = None
+            self._descriptors.extend(transport.take_descriptors())
+            # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
+            # its descriptor with it: only those of frames that are here are wanted.
+            wanted = sum(frame[0] == CONTROL and bool(frame[1] & CARRIES_DESCRIPTOR) for frame in self._frames)
+            while len(self._descriptors) > wanted:
+                os.close(self._descriptors.pop())
+            self._decoder = FrameDecoder(self._allocate)
+            transport.close()
+        self.session.broke()
+
+    def interrupt(self, reason: str) -> None:
+        """Give the connection up, not the link: it is silent, or the peer has lost it. From any thread."""
+        self._break(self.transport, reason)
+
+    def break_off(self, reason: str) -> None:
+        """On the I/O thread: like ``interrupt``, and when this returns all that had come is counted."""
+        if self._broken is None:
+            self._break(self.transport, reason)
+            if not self._detached:
+                self._detach()
+            self.session.broke()
+
+    def attach(self, transport: Transport, first_bytes: bytes, received: int) -> None:
+        """On the I/O thread: go on over another connection to the same member, which has ``received`` frames.
+
+        Raises ``SessionError`` where that cannot be; then the transport is the caller's to close.
+        """
+        with self._read_lock:
+            self.transport = transport
+            self._descriptor = transport.fileno()
+            self._decode(first_bytes)
+        self._settled = self._detached = self._final = False
+        self._up = True
+        self._watch()
+        self.outgoing.attach(transport, self.session, received)
+
     # ------------------------------------------------------------------ ending
 
-    def _break(self, reason: str) -> None:
-        """The connection cannot go on. Told once, on the I/O thread, which then closes the link."""
-        if self._broken is None:
-            self._broken = reason
-            self.transport.interrupt()
-            self.outgoing.close()
-            self._loop.call_soon(self._tell_broken)
-
-    def _broke(self, error: Exception | None) -> PeerDead:
-        """The error to raise for what was being sent; None: the link was broken before."""
-        if error is None:
-            return self.dead(Delivery.NOT_SENT)
-        self._break(str(error))
-        return self.dead(Delivery.UNKNOWN)
-
-    def _tell_broken(self) -> None:
-        if self._told:
-            return  # two threads found out at the same moment
+    def die(self, reason: str) -> None:
+        """On the I/O thread: there will be no other connection. ``on_broken`` is told, once."""
+        if self._told or self._broken is not None:
+            return
         self._told = True
-        self.close()
-        self._on_broken(self._broken or "closed")
+        self.never_sent = self.outgoing.queued_calls()
+        self.close(reason)
+        self._on_broken(reason)
 
     def abort(self, reason: str) -> None:
-        """End the connection because of what the peer sent."""
-        self._break(reason)
+        """End the link because of what the peer sent."""
+        self._break(self.transport, reason, final=True)
 
     def wait_closed(self, deadline: float) -> None:
         """Wait until the peer ended its side, too: closing before that could destroy what we sent last."""
-        self.outgoing.wait_while(lambda: self._broken is None, deadline)
+        self.outgoing.wait_while(lambda: self._up, deadline)
 
     def dead(self, delivery: Delivery) -> PeerDead:
-        """The error for a call over this broken link."""
+        """The error for a call over this dead link."""
         return PeerDead(f"the link to {self.peer.name} is gone: {self._broken}", delivery)
 
     def close(self, reason: str = "this node closed the link") -> None:
         """Close for good. Idempotent; from any thread but one inside this link."""
         if self._broken is None:
             self._broken = reason
+        self._up = False
         self.transport.interrupt()  # wakes whoever sits in a system call on it
         if self._descriptor is not None:
             self._loop.forget(self._descriptor)
         self.outgoing.close()
         self.outgoing.forget()
+        self.session.end()
         if role.link is self:
-            self.transport.close()
+            self._close_transport()
             return
         with self._read_lock:
-            self.transport.close()
+            self._close_transport()
+
+    def _close_transport(self) -> None:
+        self.transport.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of the descriptor without telling the peer."""
         self._broken = "this process was forked"
+        self._up = False
         self.transport.close_after_fork()

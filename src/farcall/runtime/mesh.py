@@ -13,7 +13,7 @@ from farcall.channel.shared_memory import host_token
 from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity
-from farcall.runtime.doors import Door, dial_member
+from farcall.runtime.doors import Door, Returning, dial_member
 from farcall.runtime.peers import RemotePeer
 from farcall.runtime.rendezvous import MemberRecord, Membership
 from farcall.runtime.shield import Gate
@@ -46,20 +46,40 @@ class Mesh:
             capabilities={"host": me.host_token},
         )
 
-    def connect(self, door: Door, on_member: Callable[[Transport, Established], None], deadline: float) -> None:
-        """Return when all members are connected; raise, naming the missing, at ``deadline``."""
+    @property
+    def identity(self) -> Identity:
+        """Who this node says it is."""
+        return self._identity
+
+    def connect(
+        self,
+        door: Door,
+        on_member: Callable[[Transport, Established, bool], None],
+        returning: Returning,
+        deadline: float,
+    ) -> None:
+        """Return when all members are connected; raise, naming the missing, at ``deadline``.
+
+        ``on_member`` is told whether we dialled; ``returning`` is asked about those who come back later.
+        """
         membership = self._membership
-        door.open(self._identity, membership.secret, self._why_not_admitted, on_member)
+        door.open(
+            self._identity,
+            membership.secret,
+            self._why_not_admitted,
+            lambda transport, established: on_member(transport, established, False),
+            returning,
+        )
         failures: dict[int, str] = {}
         for member in membership.members:
             if member.rank < membership.me.rank:
-                ways = self._ways_to(member)
+                ways = self.ways_to(member)
                 try:
                     transport, established = dial_member(member.name, ways, self._identity, membership.secret, deadline)
                 except TransportError as error:
                     failures[member.rank] = str(error)
                     continue
-                on_member(transport, established)
+                on_member(transport, established, True)
         expected = [member for member in membership.members if member.rank != membership.me.rank]
         while not failures and len(self._connected) < len(expected) and (remaining := deadline - monotonic()) > 0:
             self._changed.wait(remaining)
@@ -84,7 +104,7 @@ class Mesh:
         )
         return MissingPeers(f"{self._name} could not be connected to {', '.join(named)}{advice}", list(whys))
 
-    def _ways_to(self, member: MemberRecord) -> list[str]:
+    def ways_to(self, member: MemberRecord) -> list[str]:
         """The addresses of ``member`` that may work from here, the best first."""
         same_host = bool(member.host_token) and member.host_token == host_token()
         allowed = self._options.allowed_transports
@@ -104,7 +124,8 @@ class Mesh:
                 if member.incarnation != peer.process_token:
                     return f"{peer.name} is another process than the one that joined"
                 before = self._connected.get(peer.rank)
-                if before is not None and (self._complete or before.link.broken is None):
+                # One whose connection broke before it had our proof knows of no session, and comes as a stranger.
+                if before is not None and (self._complete or before.link.up):
                     return f"{peer.name} is connected already"
                 return None
         return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"

@@ -53,6 +53,7 @@ from farcall.runtime.link import Link
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.mesh import Mesh
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
@@ -65,7 +66,12 @@ RECEIVE_POOL_BYTES = 1 << 30
 TRIM_EVERY_S = 10.0
 RELEASE_DELAY_S = 0.01
 STOP_S = 5.0
-HANDLED_ANYWHERE = (messages.BlocksReleased, messages.SegmentAccepted)
+HANDLED_ANYWHERE = (
+    messages.BlocksReleased,
+    messages.FramesReceived,
+    messages.SegmentAccepted,
+    messages.SegmentOffered,
+)
 """Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
 
 
@@ -163,6 +169,7 @@ class Node:
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
+            messages.FramesReceived: lambda peer, message: peer.link.session.on_acknowledged(message.count),
             messages.DepartureReport: self._on_departure,
             messages.DepartureProbe: self._on_departure,
             messages.DepartureStatus: self._on_departure,
@@ -211,8 +218,18 @@ class Node:
             addresses = [advertised_address(address, host) for address in self._door.addresses]
             membership = join(self._name, self._rank, self._world_size, self.options, addresses, host_token())
             self._become_member(membership)
+            mesh = Mesh(membership, self.options, self._remotes, self._linked)
+            ways = {member.rank: member for member in membership.members}
+            self.reconnecting = Reconnecting(
+                mesh.identity,
+                membership.secret,
+                self.options.reconnect_s,
+                lambda rank: mesh.ways_to(ways[rank]),
+                self._loop,
+                self._wrapped,
+            )
             self._loop.start()
-            Mesh(membership, self.options, self._remotes, self._linked).connect(self._door, self._on_member, deadline)
+            mesh.connect(self._door, self._on_member, self.reconnecting, deadline)
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
@@ -243,12 +260,18 @@ class Node:
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
 
-    def _on_member(self, transport: Transport, established: Established) -> None:
-        """A proven peer is connected: make it reachable."""
+    def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
+        """The transport for a link to ``info``: with the faults of the options, if any."""
+        if self.options.faults is None:
+            return transport
+        wrapped: Transport = self.options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+        return wrapped
+
+    def _on_member(self, transport: Transport, established: Established, dialled: bool) -> None:
+        """A proven peer is connected for the first time: make it reachable."""
         identity = established.peer
         info = WorkerInfo(identity.name, identity.rank)
-        if self.options.faults is not None:
-            transport = self.options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+        transport = self._wrapped(transport, info)
         shared = transport.carries_descriptors and self.pool is not None
         peer = RemotePeer(
             info,
@@ -256,6 +279,8 @@ class Node:
             self.pool if shared else None,
             SegmentMap(self._on_release) if shared else None,
             self._write_later,
+            self.info,
+            self._fail_unsent,
         )
         peer.link = Link(
             info,
@@ -266,10 +291,17 @@ class Node:
             self.options.send_backlog_limit_bytes,
             self._memory.take,
             self.options.busy_wait_s,
+            lambda count, more: peer.control(messages.FramesReceived(count), more),
+            lambda reason: self.reconnecting.on_interrupted(peer, reason),
         )
+        before = self._remotes.get(info.id)
+        if before is not None:  # its connection broke while it was being made, and nothing had come over it
+            before.link.close("the other end has made a new one")
+            before.close()
         logger.info("%s is connected to %s over %s", self._name, info.name, transport.describe())
         self._peers[info.name] = self._peers[info.id] = peer
         self._remotes[info.id] = peer
+        self.reconnecting.begin(peer, established, dialled)
         peer.link.start(established.leftover)
         self._linked.open()
 
@@ -373,6 +405,9 @@ class Node:
         remotes = list(self._remotes.values())
         for peer in remotes:
             peer.leaving = True
+        if hasattr(self, "reconnecting"):
+            self.reconnecting.stop()
+        for peer in remotes:
             peer.control(messages.Goodbye("shutdown"))
         if linger:
             deadline = monotonic() + 1.0
@@ -416,6 +451,8 @@ class Node:
             self.membership.close()
         for peer in self._remotes.values():
             peer.link.close_after_fork()
+        if hasattr(self, "reconnecting"):
+            self.reconnecting.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
         self._loop.close_after_fork()
@@ -543,6 +580,8 @@ class Node:
         how = "has left" if peer.leaving else f"is gone: {reason}"
 
         def lost(call: PendingCall) -> PeerDead:
+            if call.call_id in peer.link.never_sent:
+                return PeerDead(f"{peer.info.name} {how}; the call was not sent", Delivery.NOT_SENT)
             return PeerDead(f"{peer.info.name} {how}; whether the call ran there is unknown", Delivery.UNKNOWN)
 
         self.calls.fail_all(lost, peer)

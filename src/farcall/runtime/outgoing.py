@@ -9,7 +9,10 @@ Owns the write lock, what is queued and what the kernel did not take. Knows noth
   back-pressure.
 - What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
   ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
-- An error of the transport breaks the link: ``on_error`` is told, and gives the error to raise.
+- An error of the transport breaks the connection: ``on_error`` is told. Until there is another one (``attach``) the
+  link is *down*, which to senders looks like a kernel that takes nothing: small frames queue up, and who has a large
+  one waits. One that was being written when the connection broke cannot have arrived: it is written again as a whole.
+- Every frame goes to ``kept`` of the session, in the order of the wire and before its first byte leaves.
 """
 
 from __future__ import annotations
@@ -20,11 +23,31 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
-from farcall.protocol.frames import Piece
+from farcall.protocol.frames import HEADER, REQUEST, Piece
+from farcall.protocol.session import Kept, Session, Unkept
 from farcall.runtime import shield
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.role import abdicate, role
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
+
+
+class _Interrupted(Exception):
+    """The connection broke, and there may be another one."""
+
+
+class _Nobodys:
+    """A large frame that nobody misses."""
+
+    __slots__ = ()
+
+    def lost(self) -> Sequence[Kept]:
+        return ()
+
+    def pieces(self) -> Sequence[Piece]:
+        return ()
+
+
+NOBODYS: Unkept = _Nobodys()
 
 
 class Outgoing:
@@ -34,8 +57,11 @@ class Outgoing:
         "_backlog_limit",
         "_blocked",
         "_closed",
+        "_dead",
         "_descriptor",
+        "_down",
         "_full",
+        "_kept",
         "_loop",
         "_name",
         "_on_error",
@@ -54,9 +80,11 @@ class Outgoing:
         transport: Transport,
         loop: Loop,
         backlog_limit_bytes: int,
-        on_error: Callable[[Exception | None], PeerDead],
+        on_error: Callable[[Exception, Transport], None],
+        dead: Callable[[Delivery], PeerDead],
+        kept: deque[Kept],
     ) -> None:
-        """``on_error(None)`` gives the error for what is sent after the end."""
+        """``dead`` gives the error for what is sent after the end."""
         self.bytes_sent = 0
         self._name = name
         self._transport = transport
@@ -64,6 +92,9 @@ class Outgoing:
         self._loop = loop
         self._backlog_limit = backlog_limit_bytes
         self._on_error = on_error
+        self._dead = dead
+        self._kept = kept
+        self._down = False  # there is no connection now
         self._closed = False
         self._outbox: deque[bytes] = deque()
         self._unsent: deque[memoryview] = deque()
@@ -80,7 +111,7 @@ class Outgoing:
         ``urgent``: never wait for room (control messages).
         """
         if self._closed:
-            raise self._on_error(None)
+            raise self._dead(Delivery.NOT_SENT)
         if self._full and not urgent:
             self._wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
         self._outbox.append(data)
@@ -91,6 +122,11 @@ class Outgoing:
     def full(self) -> bool:
         """Does the kernel take no more at the moment?"""
         return self._full
+
+    @property
+    def down(self) -> bool:
+        """Is there no connection at the moment?"""
+        return self._down
 
     def flush(self) -> None:
         """Send what is in the outbox; never waits."""
@@ -109,28 +145,44 @@ class Outgoing:
             if mine.held is not None:
                 shield.deliver()
 
-    def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER) -> None:
-        """Send one frame of large pieces, waiting until the kernel has all of it."""
+    def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER, unkept: Unkept = NOBODYS) -> None:
+        """Send one frame of large pieces, waiting until the kernel has all of it; ``unkept`` is kept in its place."""
         mine = [memoryview(piece) for piece in pieces if len(piece)]
+        while not self._try_pieces(mine, deadline, unkept):
+            pass  # the connection broke in the middle: the peer has not got all of it, and the memory is still ours
+
+    def _try_pieces(self, mine: list[memoryview], deadline: float, unkept: Unkept) -> bool:
         self._lock_for_writing(deadline)
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
             self._unsent.extend(mine)
+            self._kept.append(unkept)
             try:
                 if not self._write_out(deadline):
                     raise RpcTimeout(f"{self._name} did not take a message of {_size(mine)} bytes in time")
+            except _Interrupted:
+                self._unkeep(unkept)
+                return False
             except BaseException as error:
-                if self._take_back(mine) and isinstance(error, RpcTimeout):
-                    error.delivery = Delivery.NOT_SENT
+                if self._take_back(mine):
+                    self._unkeep(unkept)
+                    if isinstance(error, RpcTimeout):
+                        error.delivery = Delivery.NOT_SENT
                 raise
+            return True
         finally:
             self._unlock_after_writing()
 
-    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float) -> None:
-        """Send one small frame and, with its first byte, a descriptor."""
+    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> None:
+        """Send one small frame and, with its first byte, a descriptor.
+
+        If the connection breaks it is lost, and ``unkept`` told so, even before its first byte: the descriptor is the
+        caller's, who may close it.
+        """
         self._lock_for_writing(deadline)
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
+            self._kept.append(unkept)
             taken = 0
             while not taken and self._write_out(deadline):
                 taken = self._transport.send((data,), (descriptor,))
@@ -142,36 +194,58 @@ class Outgoing:
                         break
                     self._wait_writable(WAIT_SLICE_S)
             if not taken:
+                self._unkeep(unkept)
                 raise RpcTimeout(f"{self._name} took no bytes in time")
         except TransportError as error:
-            raise self._on_error(error) from error
+            self._on_error(error, self._transport)
+        except _Interrupted:
+            pass
         finally:
             self._unlock_after_writing()
+
+    def _unkeep(self, unkept: Unkept) -> None:
+        """Under the write lock: the frame kept last was not sent."""
+        if self._kept and self._kept[-1] is unkept:
+            self._kept.pop()
 
     def _lock_for_writing(self, deadline: float) -> None:
         """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
         mine = shield.of_thread()
         mine.depth += 1
         try:
-            if not self._write_lock.acquire(False):
-                abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
-                while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
-                    if monotonic() >= deadline:
-                        raise RpcTimeout(
-                            f"{self._name} did not take the bytes queued before this message in time", Delivery.NOT_SENT
-                        )
-                    shield.pause(mine)
-            if self._closed:
+            while True:
+                if not self._write_lock.acquire(False):
+                    abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
+                    while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
+                        if monotonic() >= deadline:
+                            raise RpcTimeout(
+                                f"{self._name} did not take the bytes queued before this message in time",
+                                Delivery.NOT_SENT,
+                            )
+                        shield.pause(mine)
+                if self._closed:
+                    self._write_lock.release()
+                    raise self._dead(Delivery.NOT_SENT)
+                if not self._down:
+                    break
                 self._write_lock.release()
-                raise self._on_error(None)
+                self._wait_for_connection(deadline)
         except BaseException:
             shield.leave()
             raise
         if self._blocked:
             self._set_blocked(False)  # this thread goes on with what the I/O thread was to send
 
+    def _wait_for_connection(self, deadline: float) -> None:
+        abdicate()
+        self.wait_while(lambda: self._down and not self._closed, deadline)
+        if self._down and not self._closed and monotonic() >= deadline:
+            raise RpcTimeout(f"{self._name} could not be reached again in time", Delivery.NOT_SENT)
+
     def _unlock_after_writing(self) -> None:
-        if self._unsent and not self._closed:
+        if self._down:
+            pass  # what is unsent was kept; the next connection begins with it
+        elif self._unsent and not self._closed:
             self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
         else:
             self._has_room()
@@ -190,7 +264,8 @@ class Outgoing:
                     self._full = True  # who queues small frames meanwhile must not do so without bound
                     self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
-            raise self._on_error(error) from error
+            self._on_error(error, self._transport)
+            raise _Interrupted from error
         return True
 
     def _wait_writable(self, timeout_s: float) -> None:
@@ -239,7 +314,11 @@ class Outgoing:
                 if not self._unsent:
                     fresh = True
                     outbox = self._outbox
-                    data = outbox.popleft() if len(outbox) == 1 else b"".join(self._take_outbox())
+                    if len(outbox) == 1:
+                        data = outbox.popleft()
+                        self._kept.append(data)
+                    else:
+                        data = b"".join(self._take_outbox())
                     taken = self._transport.send_bytes(data)
                     self.bytes_sent += taken
                     if taken == len(data):
@@ -257,11 +336,14 @@ class Outgoing:
             if self._full:
                 self._has_room()
         except TransportError as error:
-            self._on_error(error)
+            self._on_error(error, self._transport)
 
     def _take_outbox(self) -> list[bytes]:
+        """Under the write lock: what is queued, which from now on counts as written."""
         outbox = self._outbox
-        return [outbox.popleft() for _ in range(len(outbox))]
+        taken = [outbox.popleft() for _ in range(len(outbox))]
+        self._kept.extend(taken)
+        return taken
 
     def _set_blocked(self, blocked: bool) -> None:
         self._blocked = blocked
@@ -302,7 +384,8 @@ class Outgoing:
                 lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline
             )
             if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
-                raise RpcTimeout(f"{self._name} does not read: {self._queued_bytes} bytes wait to be sent")
+                why = "cannot be reached" if self._down else "does not read"
+                raise RpcTimeout(f"{self._name} {why}: {self._queued_bytes} bytes wait to be sent")
         self._queued_bytes += size_bytes
 
     def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
@@ -330,7 +413,7 @@ class Outgoing:
 
     def write(self) -> None:
         """On the I/O thread: the kernel has room again."""
-        if self._blocked and self._write_lock.acquire(False):
+        if self._blocked and not self._down and self._write_lock.acquire(False):
             try:
                 # Unblocked first: who appends to the outbox from now on will try to flush.
                 self._set_blocked(False)
@@ -339,15 +422,54 @@ class Outgoing:
                 self._write_lock.release()
             self.flush()
 
+    def pause(self) -> None:
+        """The connection is broken: nothing is written until there is another one. From any thread, without a lock."""
+        self._down = True
+        self._blocked = True
+        self._full = True
+        self.wake_waiting()  # some of them wait for the end
+
+    def detach(self) -> None:
+        """On the I/O thread: the broken connection is nobody's business any more."""
+        with self._write_lock:
+            self.pause()
+            self._descriptor = None
+            self._unsent.clear()
+            self._queued_bytes = sum(map(len, tuple(self._outbox)))
+
+    def attach(self, transport: Transport, session: Session, received: int) -> None:
+        """On the I/O thread: go on over ``transport``, with what the peer, which has ``received`` frames, lacks."""
+        with self._write_lock:
+            self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
+            self._queued_bytes += _size(self._unsent)
+            self._transport = transport
+            self._descriptor = transport.fileno()
+            self._down = False
+            self._set_blocked(False)
+            shield.enter()
+            try:
+                self._drain()
+            finally:
+                shield.leave()
+        self.flush()
+        self.wake_waiting()
+
+    def queued_calls(self) -> frozenset[int]:
+        """The calls whose requests wait here and were never written."""
+        heads = (HEADER.unpack_from(data) for data in tuple(self._outbox))
+        return frozenset(head[4] for head in heads if head[2] == REQUEST)
+
     def end_sending(self, deadline: float) -> None:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
+        if self._down:
+            return
         if self._write_lock.acquire(True, _bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))
                 if not self._closed and self._write_out(deadline):
                     self._transport.end_sending()
-            except PeerDead:
-                pass  # it was faster
+            except _Interrupted:
+                pass  # the peer was faster
             finally:
                 self._write_lock.release()
 

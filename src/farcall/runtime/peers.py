@@ -11,13 +11,16 @@ A segment of ours, seen from one peer:
     unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
     offered   SegmentAccepted            -> accepted: tickets may name it
     offered   SegmentRefused             -> the peer gets everything inline from now on
+    offered   the connection broke first -> unknown, if the peer has not got the offer (`unkept.py`)
+
+A break changes nothing else: both processes live, and so do their mappings. Tickets and releases are small frames,
+which the session sends again where they were lost; blocks stay lent meanwhile. Only a death takes them back (`close`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +32,7 @@ from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import (
+    CARRIES_DESCRIPTOR,
     CONTROL,
     LARGE_BYTES,
     REQUEST,
@@ -42,11 +46,13 @@ from farcall.protocol.frames import (
     encode_frame,
     encode_small,
 )
+from farcall.protocol.session import Unkept
 from farcall.runtime import shield
 from farcall.runtime.executor import Task
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
 from farcall.runtime.role import role
+from farcall.runtime.unkept import LostOffer, unkept_for
 
 logger = logging.getLogger("farcall")
 
@@ -167,7 +173,8 @@ class RemotePeer(Peer):
 
     __slots__ = (
         "_accepted",
-        "_descriptors",
+        "_fail_call",
+        "_here",
         "_pool",
         "_takes_segments",
         "_write_later",
@@ -184,8 +191,13 @@ class RemotePeer(Peer):
         pool: SegmentPool | None,
         segments: SegmentMap | None,
         write_later: Callable[[Callable[[], None]], None],
+        here: WorkerInfo,
+        fail_call: Callable[[int, str], None],
     ) -> None:
-        """``write_later`` runs a write that may have to wait on some worker thread."""
+        """``write_later`` runs a write that may have to wait on some worker thread.
+
+        ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
+        """
         self.info = info
         self._write_later = write_later
         self.incarnation = incarnation
@@ -195,7 +207,8 @@ class RemotePeer(Peer):
         self._pool = pool
         self._takes_segments = True
         self._accepted: set[int] = set()
-        self._descriptors: deque[int] = deque()
+        self._here = here
+        self._fail_call = fail_call
 
     def send(
         self,
@@ -223,7 +236,8 @@ class RemotePeer(Peer):
                     placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
                 pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
                 if len(pieces) > 1:
-                    self._send_pieces(pieces, deadline, kind == REQUEST)
+                    unkept = unkept_for(kind, call_id, notes, placed, pieces, self._here, self._fail_call)
+                    self._send_pieces(pieces, deadline, kind == REQUEST, unkept)
                 elif awaited is None:
                     self.link.outgoing.send(bytes(pieces[0]), deadline, more)
                 else:
@@ -240,14 +254,14 @@ class RemotePeer(Peer):
         else:
             self.link.outgoing.send(data, deadline, more)
 
-    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool) -> None:
+    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, unkept: Unkept) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
         if self.link.on_io_thread():
             if is_request:
                 pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
-            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline))
+            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, unkept))
         else:
-            self.link.outgoing.send_pieces(pieces, deadline)
+            self.link.outgoing.send_pieces(pieces, deadline, unkept)
 
     def flush(self) -> None:
         self.link.outgoing.flush()
@@ -256,7 +270,8 @@ class RemotePeer(Peer):
         self.link.help_until(awaited, deadline)
 
     def cancel(self, call_id: int) -> None:
-        if not self.link.outgoing.full:  # who does not read is not helped by more to read
+        # Who does not read is not helped by more to read; but who cannot be reached gets the request later.
+        if not self.link.outgoing.full or self.link.outgoing.down:
             self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:
@@ -353,6 +368,8 @@ class RemotePeer(Peer):
         """May tickets name this segment? If the peer does not know it yet, offer it."""
         if segment_id in self._accepted:
             return True
+        if self.link.outgoing.down:
+            return False
         assert self._pool is not None
         offer = self._pool.offer(segment_id, self)
         if offer is not None:
@@ -364,9 +381,10 @@ class RemotePeer(Peer):
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
-        frame = encode_small(CONTROL, 0, 0, b"", b"", message)
+        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
+        lost = LostOffer(partial(self._pool.withdraw_offer, offer.segment_id, self) if self._pool else lambda: None)
         try:
-            self.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline)
+            self.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
         except RpcTimeout:
             if self._pool is not None:
                 self._pool.withdraw_offer(offer.segment_id, self)  # to be offered again
@@ -382,13 +400,12 @@ class RemotePeer(Peer):
         self._takes_segments = False  # but it may still hold blocks of other segments
 
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
-        """Map a segment of the peer's. On the I/O thread."""
+        """Map a segment of the peer's. On the thread that reads: its descriptor must go with the frame."""
         # Several offers may have come with one read: each takes the first descriptor, in the order sent.
-        self._descriptors.extend(self.link.transport.take_descriptors())
+        descriptor = self.link.take_descriptor()
         try:
-            if not self._descriptors:
+            if descriptor is None:
                 raise SegmentRefused("its descriptor did not come along")
-            descriptor = self._descriptors.popleft()
             if self.segments is None:
                 os.close(descriptor)
                 raise SegmentRefused("shared memory is switched off here")
@@ -442,8 +459,6 @@ class RemotePeer(Peer):
 
     def close(self) -> None:
         """The link is gone: take back what the peer held."""
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
         if self._pool is not None:
             self._pool.release_all(self)
         if self.segments is not None:

@@ -19,11 +19,7 @@ class Transport:
     """Descriptors that came with one read."""
 
     def __init__(self, descriptors: list[int]) -> None:
-        self.descriptors = descriptors
-
-    def take_descriptors(self) -> list[int]:
-        taken, self.descriptors = self.descriptors, []
-        return taken
+        self.descriptors = list(descriptors)
 
 
 class Link:
@@ -36,6 +32,9 @@ class Link:
 
     def send(self, data: bytes, **_: object) -> None:
         self.sent.append(data)
+
+    def take_descriptor(self) -> int | None:
+        return self.transport.descriptors.pop(0) if self.transport.descriptors else None
 
     @property
     def messages(self) -> list[messages.Message]:
@@ -57,7 +56,7 @@ def memory_file() -> int:
 
 
 def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
-    peer = RemotePeer(WorkerInfo("other", 1), "token", None, segments, lambda write: write())
+    peer = RemotePeer(WorkerInfo("other", 1), "token", None, segments, lambda write: write(), WorkerInfo("me", 0), lambda *_: None)
     link = Link(descriptors)
     peer.link = link  # type: ignore[assignment]
     return peer, link
@@ -71,7 +70,7 @@ def test_offers_that_come_together_keep_their_descriptors() -> None:
     for number in (1, 2):
         peer.on_segment_offered(messages.SegmentOffered(number, SIZE_BYTES))
     assert link.messages == [messages.SegmentAccepted(1), messages.SegmentAccepted(2)]
-    # One more than was announced is closed with the peer.
+    # One that is smaller than announced is closed at once.
     link.transport.descriptors = descriptors[2:]
     peer.on_segment_offered(messages.SegmentOffered(3, SIZE_BYTES * 100))
     assert isinstance(link.messages[-1], messages.SegmentRefused)

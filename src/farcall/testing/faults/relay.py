@@ -27,7 +27,7 @@ from farcall.errors import NetworkError
 from farcall.testing.faults.injection import Faults
 from farcall.testing.faults.lane import NEVER, Lane
 from farcall.testing.faults.packets import Packet, Splitter
-from farcall.testing.faults.rules import Cut, Direction, HalfOpen, Throttle
+from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
 from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError
 from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW
 from farcall.transport.unix import UnixTransport
@@ -69,6 +69,11 @@ class FaultyTransport(UnixTransport):
         # A descriptor that came behind the handshake belongs to a frame that the link has already.
         self._untaken = far.take_descriptors()
 
+    @property
+    def resumable(self) -> bool:  # type: ignore[override]
+        """Do both ends still count the same frames? Not after some were repeated, or have overtaken others."""
+        return not self._relay.disordered
+
     def close(self) -> None:
         super().close()
         self._relay.end(CLOSING_S)
@@ -105,6 +110,7 @@ class Relay:
         self._back: deque[tuple[memoryview, list[int]]] = deque()
         self._near_ended = self._far_ended = self._node_closed = False
         self._told_far = self._told_near = False
+        self.disordered = False
         self._refused = False  # the other side takes no more bytes
         self._close_by = NEVER
         self._silent_until = 0.0
@@ -249,6 +255,8 @@ class Relay:
             if isinstance(fault, HalfOpen):
                 self._silence(fault, now)
                 fault = None
+            if isinstance(fault, Duplicate | Reorder) or (isinstance(fault, Delay) and not fault.in_order):
+                self.disordered = True
             self._lane.add(packet, fault, drawn, now)
 
     def _failed(self, packet: Packet) -> None:

@@ -1,0 +1,262 @@
+"""Links that break and come back: which of them may, who dials, and when a member is given up.
+
+One `Bond` per member that was ever connected. It outlives connections, not the link: where the link is dead, whoever
+comes back to its session is refused, and so learns it.
+
+    the link is          event                                              then
+    up                   its connection broke, without a Goodbye            down: redial (`redial.py`) until it is back
+    down                 we dialled, and were let in                        up again
+    up or down           the member comes back through our door, proven     up again, over that connection
+    up, for longer       the member asks through our door                   down: we dial (it lost what we did not)
+    down                 gone, refused, or ``reconnect_s`` over             dead
+
+A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
+
+For who watches over members: `interrupt` gives up a silent connection and not the member; `condemn` gives up the
+member; ``on_lost`` and ``on_back`` hooks tell what goes on. Everything here runs on the I/O thread, but for `begin`
+(while the node starts), `interrupt`, `condemn` and `stop`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from farcall.errors import HandshakeRefused
+from farcall.ids import WorkerInfo
+from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
+from farcall.protocol.resumption import asking, resuming, resumption_of, session_id_of
+from farcall.protocol.session import SessionError
+from farcall.runtime.loop import Loop
+from farcall.runtime.peers import RemotePeer
+from farcall.runtime.redial import FIRST_PAUSE_S, Redial
+from farcall.transport.interface import Transport
+
+logger = logging.getLogger("farcall")
+
+STOP_S = 1.5
+"""How long `stop` waits for a thread that may be inside a connect."""
+
+
+class Bond:
+    """What joins this node to one member over all connections."""
+
+    __slots__ = ("arriving", "dialled", "lost_at", "pause_s", "peer", "received", "redial", "session_id", "since")
+
+    def __init__(self, peer: RemotePeer, session_id: str, dialled: bool) -> None:
+        self.peer = peer
+        self.session_id = session_id
+        self.dialled = dialled
+        self.redial: Redial | None = None
+        self.arriving: Transport | None = None  # dialled, and not attached yet
+        self.since = monotonic()  # when the present connection was made
+        self.received = -1  # frames that had come before it
+        self.lost_at = 0.0
+        self.pause_s = 0.0
+
+
+class Reconnecting:
+    """This node's part in keeping its links."""
+
+    def __init__(
+        self,
+        me: Identity,
+        secret: bytes,
+        reconnect_s: float,
+        ways_to: Callable[[int], Sequence[str]],
+        loop: Loop,
+        wrap: Callable[[Transport, WorkerInfo], Transport],
+    ) -> None:
+        """``ways_to(rank)`` gives a member's addresses; ``wrap`` what a link uses instead of a transport."""
+        self._me = me
+        self._secret = secret
+        self._reconnect_s = reconnect_s
+        self._ways_to = ways_to
+        self._loop = loop
+        self._wrap = wrap
+        self._bonds: dict[int, Bond] = {}  # by rank
+        self._stopped = False
+        self._lock = threading.Lock()  # between attaching and stopping
+        self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
+        self.back_hooks: list[Callable[[WorkerInfo], None]] = []
+
+    def begin(self, peer: RemotePeer, established: Established, dialled: bool) -> None:
+        """A member is connected for the first time."""
+        before = self._bonds.get(peer.info.id)
+        if before is not None:
+            self._end_redial(before)
+        self._bonds[peer.info.id] = Bond(peer, session_id_of(established), dialled)
+
+    # ------------------------------------------------------------------ a connection broke
+
+    def on_interrupted(self, peer: RemotePeer, reason: str) -> bool:
+        """The connection to ``peer`` broke: may there be another one? Then it is being brought about."""
+        bond = self._bonds.get(peer.info.id)
+        link = peer.link
+        if bond is None or bond.peer is not peer or self._stopped:
+            return False
+        if peer.leaving or not self._reconnect_s or not link.transport.resumable:
+            return False
+        now = monotonic()
+        if link.session.received > bond.received or now - bond.since > self._reconnect_s:
+            bond.lost_at = now
+            bond.pause_s = 0.0 if bond.dialled else FIRST_PAUSE_S  # the other one dials at once, and needs no reminder
+        logger.warning("%s: the connection to %s broke: %s", self._me.name, peer.info.name, reason)
+        if bond.dialled:
+            me = resuming(self._me, bond.session_id, link.session.resume())
+        else:
+            me = asking(self._me, bond.session_id)
+        bond.redial = Redial(
+            peer.info.name,
+            peer.incarnation,
+            self._ways_to(peer.info.id),
+            link.transport.kind,
+            me,
+            self._secret,
+            bond.dialled,
+            bond.lost_at + self._reconnect_s,
+            bond.pause_s,
+            lambda redial, transport, established: self._on_dialled(bond, redial, transport, established),
+            lambda redial, why: self._loop.call_soon(lambda: self._on_gone(bond, redial, f"{reason}; {why}")),
+        )
+        bond.redial.start()
+        for hook in self.lost_hooks:
+            hook(peer.info, reason)
+        return True
+
+    def _on_dialled(self, bond: Bond, redial: Redial, transport: Transport, established: Established) -> None:
+        """On the redial's thread: we were let in."""
+        with self._lock:
+            if self._stopped:
+                transport.close()
+                return
+            bond.arriving = transport
+        self._loop.call_soon(lambda: self._arrive(bond, redial, established))
+
+    def _arrive(self, bond: Bond, redial: Redial, established: Established) -> None:
+        with self._lock:
+            transport, bond.arriving = bond.arriving, None
+        if transport is None:
+            return  # stopped meanwhile
+        if bond.redial is not redial or bond.peer.link.broken is not None:
+            transport.close()
+            return
+        self._attach(bond, transport, established, established.peer_received)
+
+    def _on_gone(self, bond: Bond, redial: Redial, why: str) -> None:
+        if bond.redial is redial:
+            self._end_redial(bond)
+            bond.peer.link.die(why)
+
+    # ------------------------------------------------------------------ the member comes back by itself
+
+    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+        """A proven member at our door speaks of a session: what to answer behind our proof, or ``Refused``.
+
+        ``arrived_at``: when it connected.
+        """
+        resumption = resumption_of(identity)
+        assert resumption is not None
+        bond = self._bonds.get(identity.rank)
+        if (
+            bond is None
+            or bond.session_id != resumption.session_id
+            or bond.peer.incarnation != identity.process_token
+            or bond.peer.link.broken is not None
+            or self._stopped
+        ):
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} comes back to a session that has ended")
+        link = bond.peer.link
+        if resumption.received is None:
+            if not bond.dialled:
+                raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} asks for what is its own to do")
+            if bond.redial is not None:
+                bond.redial.hasten()
+            elif arrived_at > bond.since:  # else it asked for the connection that we have made since
+                link.interrupt("the other end has lost it")
+            return b""
+        if bond.dialled:
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} was dialled by us, and does not dial back")
+        if resumption.received < link.session.acknowledged:
+            raise HandshakeRefused("an attempt that its dialler has given up")
+        link.break_off("the other end has made a new one")
+        return resumed(link.session.resume())
+
+    def on_resumed(self, transport: Transport, established: Established) -> None:
+        """What `admit` answered is on its way."""
+        resumption = resumption_of(established.peer)
+        bond = self._bonds[established.peer.rank]
+        if resumption is None or resumption.received is None:
+            transport.close()  # it only asked
+            return
+        self._attach(bond, transport, established, resumption.received)
+
+    def _attach(self, bond: Bond, transport: Transport, established: Established, received: int) -> None:
+        peer = bond.peer
+        self._end_redial(bond)
+        bond.since = monotonic()
+        bond.received = peer.link.session.received
+        with self._lock:
+            if self._stopped:
+                transport.close()
+                return
+            wrapped = self._wrap(transport, peer.info)
+            try:
+                peer.link.attach(wrapped, established.leftover, received)
+            except SessionError as error:
+                peer.link.die(str(error))
+                return
+        logger.warning("%s: connected to %s again, over %s", self._me.name, peer.info.name, transport.describe())
+        for hook in self.back_hooks:
+            hook(peer.info)
+
+    def _end_redial(self, bond: Bond) -> None:
+        if bond.redial is not None:
+            bond.pause_s = bond.redial.pause_s
+            bond.redial.stop()
+            bond.redial = None
+
+    # ------------------------------------------------------------------ verdicts, and the end
+
+    def interrupt(self, rank: int, reason: str) -> None:
+        """Give up a member's connection, and make another one. From any thread."""
+        bond = self._bonds.get(rank)
+        if bond is not None:
+            bond.peer.link.interrupt(reason)
+
+    def condemn(self, rank: int, reason: str) -> None:
+        """Give up a member. From any thread; if it lives, it is refused when it comes back."""
+        bond = self._bonds.get(rank)
+        if bond is not None:
+
+            def end() -> None:
+                self._end_redial(bond)
+                bond.peer.link.die(reason)
+
+            self._loop.call_soon(end)
+
+    def stop(self) -> None:
+        """The node ends: let nobody in, stop dialling. From any thread but the I/O thread."""
+        with self._lock:
+            self._stopped = True
+            redials = []
+            for bond in list(self._bonds.values()):
+                if bond.redial is not None:
+                    bond.redial.stop()
+                    redials.append(bond.redial)
+                if bond.arriving is not None:
+                    bond.arriving.close()
+                    bond.arriving = None
+        until = monotonic() + STOP_S
+        for redial in redials:
+            redial.join(max(0.0, until - monotonic()))
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors."""
+        for bond in self._bonds.values():
+            if bond.redial is not None:
+                bond.redial.close_after_fork()
+            if bond.arriving is not None:
+                bond.arriving.close_after_fork()

@@ -1,0 +1,192 @@
+"""Getting through to a member whose connection broke: one thread per broken link, until it is back or known to be gone.
+
+The member that dialled at first dials again and resumes the session. The other one asks (``asking``): it learns
+whether the member still lives, and reminds it to dial, in case that side has not noticed the break yet.
+
+What is found               means
+nobody listens, same host   the process is gone: at once. Only where the broken connection was of that kind, too: a
+                            unix name may be of another network namespace
+nobody listens, TCP         gone if it is so again REFUSED_PAUSE_S later: its host answers, and says so
+refused, another process    gone, or it has given us up: at once
+no answer, unreachable      nothing: tried again, with growing, jittered pauses, until ``until``
+
+Knows the handshake and addresses; what becomes of a connection, or of a verdict, is its caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from farcall.errors import HandshakeRefused
+from farcall.protocol.handshake import Established, Identity
+from farcall.runtime.doors import prove
+from farcall.runtime.shield import Gate
+from farcall.transport.address import dial
+from farcall.transport.interface import DialRefused, Transport, TransportError
+
+logger = logging.getLogger("farcall")
+
+CONNECT_S = 1.0
+PROVE_S = 5.0
+REFUSED_PAUSE_S = 0.05
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+WITHIN_THE_HOST = ("unix", "memory")
+
+
+class _Gone(Exception):
+    """The member does not live any more, or not for us."""
+
+
+class Redial:
+    """The attempts to get through to one member."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: str,
+        ways: Sequence[str],
+        lost_kind: str,
+        me: Identity,
+        secret: bytes,
+        resumes: bool,
+        until: float,
+        pause_s: float,
+        on_back: Callable[[Redial, Transport, Established], None],
+        on_gone: Callable[[Redial, str], None],
+    ) -> None:
+        """``me`` says what is wanted (protocol/resumption.py). ``on_back`` gets the connection, if it ``resumes``.
+
+        The hooks are called on this object's thread, and at most one of them.
+        """
+        self._name = name
+        self._incarnation = incarnation
+        self._ways = ways
+        self._lost_kind = lost_kind
+        self._me = me
+        self._secret = secret
+        self._resumes = resumes
+        self._until = until
+        self.pause_s = pause_s
+        self._on_back = on_back
+        self._on_gone = on_gone
+        self._ended = False
+        self._gate = Gate()
+        self._transport: Transport | None = None
+        self._thread = threading.Thread(target=self._run, name=f"farcall-redial-{me.name}-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hasten(self) -> None:
+        """Try again now. From any thread."""
+        self._gate.open()
+
+    def stop(self) -> None:
+        """Nobody waits for the result any more. From any thread; never blocks."""
+        self._ended = True
+        self._gate.open()
+        transport = self._transport
+        if transport is not None:
+            transport.interrupt()
+
+    def join(self, timeout_s: float) -> None:
+        """After ``stop``: wait for the thread's end."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def close_after_fork(self) -> None:
+        """In a forked child, where the thread does not exist."""
+        self._ended = True
+        if self._transport is not None:
+            self._transport.close_after_fork()
+
+    def _run(self) -> None:
+        refusals = 0
+        why = "nobody tried"
+        while not self._ended:
+            remaining_s = self._until - monotonic()
+            if self.pause_s:
+                self._gate.wait(max(0.0, min(self.pause_s * random.uniform(0.5, 1.0), remaining_s)))
+            self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s or FIRST_PAUSE_S)
+            if self._was_ended():
+                return
+            try:
+                if monotonic() >= self._until:
+                    raise _Gone(f"it could not be reached again in time: {why}")
+                found = self._attempt()
+                if found is not None:
+                    self._on_back(self, *found)
+                    return
+                refusals, why = 0, "it lives, but did not come back"
+            except DialRefused as error:
+                refusals += 1
+                why = str(error)
+                if refusals > 1:
+                    self._gone(why)
+                    return
+                self.pause_s = REFUSED_PAUSE_S
+            except (_Gone, HandshakeRefused) as error:
+                self._gone(str(error))
+                return
+            except TransportError as error:
+                refusals, why = 0, str(error)
+            except Exception:
+                logger.exception("dialling %s again failed; please report this", self._name)
+                refusals, why = 0, "an error of farcall's"
+
+    def _was_ended(self) -> bool:
+        return self._ended
+
+    def _gone(self, why: str) -> None:
+        if not self._ended:
+            self._on_gone(self, why)
+
+    def _attempt(self) -> tuple[Transport, Established] | None:
+        """Try every way once. None: the member lives, and that was the question."""
+        failure: TransportError | None = None
+        refused: DialRefused | None = None
+        for way in self._ways:
+            kind = way.partition(":")[0]
+            try:
+                transport = dial(way, max(0.01, min(CONNECT_S, self._until - monotonic())))
+            except DialRefused as error:
+                if kind in WITHIN_THE_HOST:
+                    if kind == self._lost_kind:
+                        raise _Gone(f"nobody listens there any more: {error}") from error
+                else:
+                    refused = error
+                continue
+            except TransportError as error:
+                failure = error
+                continue
+            try:
+                return self._meet(transport)
+            except TransportError as error:
+                failure = error
+        if failure is not None or refused is None:
+            raise failure or TransportError("no address could be tried")
+        raise refused
+
+    def _meet(self, transport: Transport) -> tuple[Transport, Established] | None:
+        self._transport = transport
+        kept = False
+        try:
+            if self._ended:
+                return None
+            until = min(self._until, monotonic() + PROVE_S)
+            established = prove(transport, self._name, self._me, self._secret, until)
+            if established.peer.process_token != self._incarnation:
+                raise _Gone("another process has its address and name")
+            if not self._resumes:
+                return None
+            kept = True
+            return transport, established
+        finally:
+            self._transport = None
+            if not kept:
+                transport.close()

@@ -1,0 +1,110 @@
+"""Frames whose bytes are not kept, and what comes in their place if the connection loses them.
+
+    frame                lost: the peer has not got all of it
+    large request        its call fails, "not_sent"; its remains go
+    large answer         its caller gets a failure, "executed"; its remains go
+    large letter         goes again: its memory is a gradient's, which nobody changes while we hold it
+    offer of a segment   is forgotten, and made again when the segment is next wanted
+
+Remains are what both ends count (`remains_of`). All of this runs on the I/O thread, when a link is attached to a new
+connection, and only gives bytes or leaves word; it must neither block nor call user code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from farcall.errors import Delivery, NetworkError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Piece, Ticket, encode_small
+from farcall.protocol.session import Kept, Unkept, remains_of
+from farcall.serialize import encode_failure
+
+__all__ = ["LostOffer", "unkept_for"]
+
+
+class _LargeRequest:
+    __slots__ = ("_call_id", "_fail_call", "_remains")
+
+    def __init__(self, call_id: int, remains: bytes, fail_call: Callable[[int, str], None]) -> None:
+        self._call_id = call_id
+        self._remains = remains
+        self._fail_call = fail_call
+
+    def lost(self) -> Sequence[Kept]:
+        self._fail_call(self._call_id, "the connection broke before all of the request had arrived: it did not run")
+        return (self._remains,)
+
+    def pieces(self) -> Sequence[Piece]:
+        raise AssertionError("a request is never sent twice")
+
+
+class _LargeAnswer:
+    __slots__ = ("_call_id", "_here", "_remains", "_size_bytes")
+
+    def __init__(self, call_id: int, remains: bytes, size_bytes: int, here: WorkerInfo) -> None:
+        self._call_id = call_id
+        self._remains = remains
+        self._size_bytes = size_bytes
+        self._here = here
+
+    def lost(self) -> Sequence[Kept]:
+        error = NetworkError(
+            f"{self._here.name} executed the function, but the connection broke before all of its answer, "
+            f"{self._size_bytes} bytes, had arrived, and it is not kept",
+            Delivery.EXECUTED,
+        )
+        payload, _ = encode_failure(error, self._here)
+        # First what came with the answer, then its caller learns that nothing else comes.
+        return self._remains, encode_small(FAILURE, 0, self._call_id, b"", b"", payload)
+
+    def pieces(self) -> Sequence[Piece]:
+        raise AssertionError("an answer's memory is the user's again")
+
+
+class _LargeLetter:
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def lost(self) -> Sequence[Kept]:
+        return (self,)
+
+    def pieces(self) -> Sequence[Piece]:
+        return self._pieces
+
+
+class LostOffer:
+    """A frame with which a descriptor went."""
+
+    __slots__ = ("_withdraw",)
+
+    def __init__(self, withdraw: Callable[[], None]) -> None:
+        self._withdraw = withdraw
+
+    def lost(self) -> Sequence[Kept]:
+        self._withdraw()
+        return ()
+
+    def pieces(self) -> Sequence[Piece]:
+        raise AssertionError("an offer is made anew")
+
+
+def unkept_for(
+    kind: int,
+    call_id: int,
+    notes: bytes,
+    placed: Sequence[memoryview | Ticket],
+    pieces: Sequence[Piece],
+    here: WorkerInfo,
+    fail_call: Callable[[int, str], None],
+) -> Unkept:
+    """What to keep in the place of a large frame."""
+    if kind == LETTER:
+        return _LargeLetter(pieces)
+    remains = remains_of(notes, [ticket for ticket in placed if isinstance(ticket, Ticket)])
+    if kind == REQUEST:
+        return _LargeRequest(call_id, remains, fail_call)
+    assert kind in (RESPONSE, FAILURE)
+    return _LargeAnswer(call_id, remains, sum(map(len, pieces)), here)
