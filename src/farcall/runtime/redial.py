@@ -107,7 +107,7 @@ class Redial:
 
     def _run(self) -> None:
         refusals = 0
-        why = "nobody tried"
+        why = "it breaks again and again"
         while not self._ended:
             remaining_s = self._until - monotonic()
             if self.pause_s:

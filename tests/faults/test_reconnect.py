@@ -1,0 +1,516 @@
+"""Connections that break between members that live: nothing is lost, nothing happens twice, and deaths are still deaths."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.faults.test_fork import in_a_fork
+from tests.faults.test_injection import team, together, wait_until
+
+import farcall
+import farcall.autograd as dist_autograd
+from farcall import api
+from farcall.errors import Delivery, NetworkError, NotInitialized, PeerDead, RpcTimeout
+from farcall.remote.references import NodeReferences
+from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
+from farcall.testing.faults import Faults
+
+AT_ONCE_S = 2.0
+CUTS = 25
+TICKETED = 10_000  # floats: 40 KB, in a shared segment or, over TCP, within one small frame
+LARGE = 1 << 18  # floats: 1 MiB
+KEPT = ("unix", "tcp")
+EVERYTHING = ("request", "response", "failure", "control", "letter")
+
+ran: Counter[int] = Counter()
+ran_lock = threading.Lock()
+reached = threading.Event()
+may_end = threading.Event()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _first_store() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran_before() -> None:
+    ran.clear()
+    reached.clear()
+    may_end.clear()
+
+
+def note(number: int) -> None:
+    with ran_lock:
+        ran[number] += 1
+
+
+def run(number: int) -> int:
+    note(number)
+    return number
+
+
+def echo(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    note(number)
+    assert (tensor == number).all()
+    return tensor
+
+
+def make(number: int, elements: int) -> torch.Tensor:
+    note(number)
+    return torch.full((elements,), float(number))
+
+
+def total(number: int, tensor: torch.Tensor) -> float:
+    note(number)
+    return float(tensor.double().sum())
+
+
+def wait_for_the_test() -> str:
+    reached.set()
+    assert may_end.wait(30.0)
+    return "done"
+
+
+def cut_often(faults: Faults, nodes: list[farcall.Node]) -> None:
+    """Cut the connection of two nodes CUTS times, each time after something has come over it in both directions."""
+    source = random.Random(faults.seed)
+    sessions = [next(iter(node._remotes.values())).link.session for node in nodes]
+    for _ in range(CUTS):
+        before = [session.received for session in sessions]
+        wait_until(lambda: all(session.received > count for session, count in zip(sessions, before, strict=True)))  # noqa: B023
+        time.sleep(source.uniform(0.0, 0.02))  # a pace, not a wait: the cut may come at any point
+        with faults.cut(sender=source.choice(nodes).info.name) as rule:
+            rule.wait_hits()
+
+
+def leave(nodes: list[farcall.Node]) -> None:
+    for node in nodes:
+        node.shutdown(graceful=False)
+
+
+def under_load(faults: Faults, nodes: list[farcall.Node], work: Callable[[farcall.Node, str, int], None]) -> None:
+    """Two threads at each node work while connections are cut."""
+    ended = threading.Event()
+    numbers = iter(range(1, 1 << 30))
+    lock = threading.Lock()
+
+    def go(node: farcall.Node, to: str) -> None:
+        while not ended.is_set():
+            with lock:
+                number = next(numbers)
+            work(node, to, number)
+
+    def cut() -> None:
+        try:
+            cut_often(faults, nodes)
+        finally:
+            ended.set()
+
+    pairs = [(nodes[0], "w1"), (nodes[0], "w1"), (nodes[1], "w0"), (nodes[1], "w0")]
+    together([cut, *(lambda node=node, to=to: go(node, to) for node, to in pairs)])  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------- nothing is lost or done twice
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_every_small_call_ends_with_its_result_and_runs_once(transport: str) -> None:
+    faults = Faults(seed=1)
+    asked: list[int] = []
+
+    def work(node: farcall.Node, to: str, number: int) -> None:
+        asked.append(number)
+        if number % 3 == 0:
+            assert node.rpc_sync(to, run, (number,)) == number
+        elif number % 3 == 1:
+            futures = [node.rpc_async(to, run, (number,)), node.rpc_async(to, abs, (-number,))]
+            assert [future.wait() for future in futures] == [number, number]
+        else:
+            value = torch.full((TICKETED,), float(number))
+            assert (node.rpc_sync(to, echo, (number, value)) == value).all()
+
+    with team(faults, transports=(transport,)) as nodes:
+        under_load(faults, nodes, work)
+        assert dict(ran) == dict.fromkeys(asked, 1)
+        for node in nodes:
+            if node.pool is not None:
+                wait_until(lambda node=node: node.pool.live_bytes == 0)
+            (peer,) = node._remotes.values()
+            assert peer.link.session.received > len(asked) // 4
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it(transport: str) -> None:
+    faults = Faults(seed=2)
+    outcomes: dict[int, str] = {}
+
+    def work(node: farcall.Node, to: str, number: int) -> None:
+        try:
+            if number % 2:
+                assert node.rpc_sync(to, total, (number, torch.ones(LARGE))) == LARGE
+            else:
+                assert (node.rpc_sync(to, make, (number, LARGE)) == number).all()
+            outcomes[number] = "result"
+        except NetworkError as error:
+            assert not isinstance(error, PeerDead)
+            outcomes[number] = error.delivery
+
+    with team(faults, transports=(transport,), shared_memory=False) as nodes:
+        under_load(faults, nodes, work)
+        for number, outcome in outcomes.items():
+            assert ran[number] == (0 if outcome == Delivery.NOT_SENT else 1), (number, outcome)
+        assert Delivery.UNKNOWN not in outcomes.values()
+        assert Counter(outcomes.values())["result"] > len(outcomes) // 2
+
+
+def test_references_come_back_to_nothing() -> None:
+    faults = Faults(seed=3)
+
+    def work(node: farcall.Node, to: str, number: int) -> None:
+        rref = node.remote(to, make, (number, 10 + TICKETED * (number % 2)))
+        mine = node.remote(node.info.name, run, (number,))
+        assert node.rpc_sync(to, read, (mine,)) == number
+        assert float(rref.to_here()[0]) == number
+
+    with team(faults) as nodes:
+        under_load(faults, nodes, work)
+        for node in nodes:
+            counts = node.part(NodeReferences).counts
+            wait_until(lambda counts=counts: counts().owners == 0 and counts().forks == 0)
+
+
+def read(rref: farcall.RRef[int]) -> int:
+    return rref.to_here()
+
+
+def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
+    faults = Faults()
+    with team(faults) as nodes:
+        peer = nodes[0].other(1)
+        assert peer is not None
+        for _ in range(30):  # descriptors are on their way when the connection is cut
+            rule = faults.cut(sender="w0")
+            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
+            rule.wait_hits()
+            rule.lift()
+        for _ in range(3):
+            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
+        wait_until(lambda: peer._accepted)
+        assert nodes[0].pool is not None
+        wait_until(lambda: nodes[0].pool.live_bytes == 0)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def scale(x: torch.Tensor, to: str | None) -> torch.Tensor:
+    y = x * 3
+    return y if to is None else farcall.rpc_sync(to, scale, (y, None))
+
+
+def backward_with_cuts(rank: int, elements: int) -> None:
+    if rank:
+        return
+    x = torch.ones(elements, requires_grad=True)
+    for _ in range(4):
+        with dist_autograd.context() as context_id:
+            y = farcall.rpc_sync("w1", scale, (x, "w2"))
+            dist_autograd.backward(context_id, [y.sum()])
+            assert torch.equal(dist_autograd.get_gradients(context_id)[x], torch.full((elements,), 9.0))
+
+
+@pytest.mark.parametrize("elements", [3, LARGE])
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_backward_pass_survives_a_cut_in_its_middle(transport: str, elements: int) -> None:
+    faults = Faults()
+    faults.cut(kind="letter", count=2)  # in each direction the first two letters take their connection with them
+    run_cluster(3, backward_with_cuts, elements, faults=faults, transports=(transport,))
+
+
+def test_a_program_of_everything_survives_cuts_at_any_message() -> None:
+    from tests.faults.test_borne_faults import use_everything
+
+    faults = Faults(seed=5)
+    faults.cut(kind=EVERYTHING, probability=0.03, count=None)
+    run_cluster(3, use_everything, faults=faults, timeout_s=100.0)
+
+
+# ---------------------------------------------------------------------- while there is no connection
+
+
+def test_calls_made_meanwhile_wait_and_those_under_way_go_on() -> None:
+    faults = Faults()
+    with team(faults, 3) as nodes:
+        before = nodes[0].rpc_async("w1", wait_for_the_test)
+        assert reached.wait(30.0)
+        with faults.cut(sender="w0", to="w1", count=None) as rule:
+            rule.wait_hits(2)  # cut, and again as soon as it was made
+            meanwhile = [nodes[0].rpc_async("w1", run, (number,)) for number in range(5)]
+            with pytest.raises(RpcTimeout):
+                nodes[0].rpc_sync("w1", run, (99,), timeout=0.2)
+            with pytest.raises(RpcTimeout) as caught:
+                nodes[0].rpc_sync("w1", total, (99, torch.ones(LARGE)), timeout=0.2)
+            assert caught.value.delivery in (Delivery.NOT_SENT, Delivery.UNKNOWN)
+            assert not nodes[0].peer("w1").broken
+            assert nodes[0].rpc_sync("w2", run, (5,)) == 5
+        may_end.set()
+        assert before.wait() == "done"
+        assert [future.wait() for future in meanwhile] == list(range(5))
+        assert max(ran.values()) == 1
+
+
+def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
+    """What a watch over members does when a peer is quiet for too long."""
+    faults = Faults()
+    heard: list[str] = []
+    with team([faults, None]) as nodes:
+        nodes[0].reconnecting.lost_hooks.append(lambda info, reason: heard.append(f"lost {info.name}: {reason}"))
+        nodes[0].reconnecting.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
+        with faults.half_open(sender="w0") as rule:
+            rule.wait_hits()
+            calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
+            nodes[0].reconnecting.interrupt(1, "it is silent")  # w1 dialled, and has noticed nothing
+            assert [call.wait() for call in calls] == [1, 2]
+        wait_until(lambda: len(heard) == 2)
+        assert heard == ["lost w1: it is silent", "back w1"]
+
+
+def test_a_member_that_is_given_up_is_told_so() -> None:
+    with team([None, None, None], 3) as nodes:
+        pending = nodes[1].rpc_async("w0", wait_for_the_test)
+        assert reached.wait(30.0)
+        nodes[0].reconnecting.condemn(1, "it was late")
+        wait_until(lambda: nodes[0].peer("w1").broken)
+        with pytest.raises(PeerDead, match="was late"):
+            nodes[0].rpc_sync("w1", run, (1,))
+        with pytest.raises(PeerDead):  # it dials again, and is refused
+            pending.wait()
+        may_end.set()
+        assert nodes[2].rpc_sync("w1", run, (1,)) == 1
+        leave(nodes)
+
+
+def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known() -> None:
+    faults = Faults()
+    with team(faults, reconnect_s=1.0) as nodes:
+        under_way = nodes[0].rpc_async("w1", wait_for_the_test)
+        assert reached.wait(30.0)
+        began = time.monotonic()
+        faults.cut(count=None)
+        wait_until(lambda: nodes[0].other(1).link.outgoing.down)  # type: ignore[union-attr]
+        with pytest.raises(PeerDead) as caught:
+            under_way.wait()
+        assert caught.value.delivery == Delivery.UNKNOWN
+        assert 0.9 < time.monotonic() - began < 1.0 + AT_ONCE_S
+        wait_until(lambda: nodes[1].peer("w0").broken)
+        for call in (lambda: nodes[0].rpc_sync("w1", run, (1,)), lambda: nodes[1].rpc_sync("w0", run, (1,))):
+            with pytest.raises(PeerDead) as caught:
+                call()
+            assert caught.value.delivery == Delivery.NOT_SENT
+        may_end.set()
+        leave(nodes)
+
+
+def test_calls_that_were_never_written_say_so() -> None:
+    faults = Faults()
+    with team([faults, None], reconnect_s=1.0) as nodes, faults.half_open(sender="w0", count=None) as silence:
+        silence.wait_hits()
+        # A new connection is silent as well; w1, which has noticed nothing, is not asked: its address leads nowhere.
+        nodes[0].reconnecting._ways_to = lambda rank: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
+        nodes[1].reconnecting._stopped = True
+        nodes[0].reconnecting.interrupt(1, "it is silent")
+        wait_until(lambda: nodes[0].other(1).link.outgoing.down)  # type: ignore[union-attr]
+        call = nodes[0].rpc_async("w1", run, (1,))
+        with pytest.raises(PeerDead, match="not sent") as caught:
+            call.wait()
+        assert caught.value.delivery == Delivery.NOT_SENT
+        leave(nodes)
+
+
+# ---------------------------------------------------------------------- deaths
+
+
+def die_while_down(rank: int, path: str, faults: Faults) -> Any:
+    if rank == 1:
+        time.sleep(300.0)
+    if rank == 2:
+        return None
+    victim = farcall.rpc_sync("w1", os.getpid)
+    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
+    wait_until(lambda: os.path.exists(path))
+    rule = api.current_node().options.faults.cut(to="w1", count=None)
+    rule.wait_hits(2)
+    os.kill(victim, signal.SIGKILL)
+    killed_at = time.monotonic()
+    with pytest.raises(PeerDead):
+        future.wait()
+    took_s = time.monotonic() - killed_at
+    assert farcall.rpc_sync("w2", os.getpid) > 0
+    return took_s
+
+
+def touch_and_sleep(path: str) -> None:
+    Path(path).touch()
+    time.sleep(300.0)
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_member_killed_while_there_is_no_connection_is_noticed(tmp_path: Path, transport: str) -> None:
+    faults = Faults()
+    members = start_cluster(3, die_while_down, str(tmp_path / "runs"), faults, faults=faults, transports=(transport,))
+    took_s = finish(members, may_fail=[1])[0]
+    assert took_s < 2 * AT_ONCE_S  # the pause between two attempts is a second at most
+
+
+def be_replaced(rank: int) -> str | None:
+    node = api.current_node()
+    if rank == 1:
+        time.sleep(300.0)
+    victim = farcall.rpc_sync("w1", os.getpid)
+    (address,) = [
+        way for member in node.membership.members if member.rank == 1 for way in member.addresses if "tcp:" in way
+    ]
+    future = farcall.rpc_async("w1", time.sleep, (300.0,), timeout=0)
+    rule = node.options.faults.cut(to="w1", count=None)
+    rule.wait_hits(3)
+    os.kill(victim, signal.SIGKILL)
+    squatter = socket.socket()
+    squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port = int(address.rpartition(":")[2])
+    wait_until(lambda: binds(squatter, port))
+    squatter.listen()
+    squatter.settimeout(30.0)
+
+    def speak_of_something_else() -> None:
+        try:
+            while True:
+                stream, _ = squatter.accept()
+                stream.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        except OSError:
+            pass
+
+    stranger = threading.Thread(target=speak_of_something_else)
+    stranger.start()
+    with pytest.raises(PeerDead) as caught:
+        future.wait()
+    squatter.shutdown(socket.SHUT_RDWR)
+    squatter.close()
+    stranger.join()
+    return str(caught.value)
+
+
+def binds(squatter: socket.socket, port: int) -> bool:
+    try:
+        squatter.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+def test_another_process_at_the_address_of_a_dead_member_is_not_it() -> None:
+    text = finish(start_cluster(2, be_replaced, faults=Faults(), transports=("tcp",)), may_fail=[1])[0]
+    assert "HTTP" in text or "refused" in text
+
+
+def freeze_and_cut(rank: int) -> int:
+    if rank:
+        return 0
+    victim = farcall.rpc_sync("w1", os.getpid)
+    under_way = farcall.rpc_async("w1", time.sleep, (0.5,))
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        rule = api.current_node().options.faults.cut(to="w1")
+        rule.wait_hits()
+        calls = [farcall.rpc_async("w1", run, (number,)) for number in range(3)]
+        wait_until(lambda: api.current_node().other(1).link.outgoing.down)  # type: ignore[union-attr]
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    assert [call.wait() for call in calls] == [0, 1, 2]
+    assert under_way.wait() is None
+    return sum(farcall.rpc_sync("w1", ran.total) for _ in range(1))
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_frozen_member_whose_connection_is_cut_goes_on_when_it_thaws(transport: str) -> None:
+    assert run_cluster(2, freeze_and_cut, faults=Faults(), transports=(transport,))[0] == 0
+
+
+# ---------------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_shutdown_waits_for_nobody_while_there_is_no_connection(transport: str) -> None:
+    faults = Faults()
+    with team(faults, transports=(transport,)) as nodes:
+        call = nodes[0].rpc_async("w1", wait_for_the_test)
+        assert reached.wait(30.0)
+        faults.cut(count=None).wait_hits(2)
+        may_end.set()
+        began = time.monotonic()
+        leave(nodes)
+        assert time.monotonic() - began < 2 * AT_ONCE_S
+        with pytest.raises(RuntimeError, match=r"shut down|gone|left"):
+            call.wait()
+
+
+def test_a_graceful_shutdown_waits_for_the_connection_and_ends() -> None:
+    faults = Faults()
+    with team(faults):
+        with faults.cut(count=None) as rule:
+            rule.wait_hits(2)
+        # and now both leave gracefully
+
+
+def fork_while_down(rank: int) -> list[str]:
+    if rank:
+        return []
+    node = api.current_node()
+    with node.options.faults.cut(to="w1", count=None) as rule:
+        rule.wait_hits(2)
+        call = farcall.rpc_async("w1", os.getpid)
+        outcomes = [in_a_fork(try_to_call) for _ in range(3)]
+    assert call.wait() > 0
+    assert farcall.rpc_sync("w1", os.getpid) > 0
+    return outcomes
+
+
+def try_to_call() -> str:
+    with pytest.raises(NotInitialized) as caught:
+        farcall.rpc_sync("w1", os.getpid)
+    return str(caught.value)
+
+
+def test_a_fork_while_there_is_no_connection_disturbs_nobody() -> None:
+    outcomes = run_cluster(2, fork_while_down, faults=Faults())[0]
+    assert all("forked" in text for text in outcomes)
+
+
+# ---------------------------------------------------------------------- for long
+
+
+@pytest.mark.skipif(os.environ.get("FARCALL_SOAK") != "full", reason="takes minutes: FARCALL_SOAK=full")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_cuts_for_long(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.faults.test_reconnect.CUTS", 1000)
+    source = random.Random(seed)
+    for test in (
+        test_every_small_call_ends_with_its_result_and_runs_once,
+        test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it,
+    ):
+        ran.clear()
+        test(source.choice(KEPT))
+    test_references_come_back_to_nothing()
