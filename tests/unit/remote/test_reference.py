@@ -88,6 +88,8 @@ class FakeNode:
     def on_control(self, kind: type[Any], handle: Callable[..., Any], *, in_order: bool = False) -> None:
         self.hooks[kind.__name__] = handle
 
+    def wait_for(self, count: Callable[[], int]) -> None: ...
+
     def on_peer_gone(self, hook: Callable[..., Any]) -> None:
         self.hooks["gone"] = hook
 
