@@ -23,7 +23,7 @@ from farcall.protocol.membership.messages import MAX_UPDATES
 FULL = os.environ.get("FARCALL_SOAK") == "full"
 LOSS = 0.05
 
-soak_timeout = pytest.mark.timeout(1800 if FULL else 120)
+soak_timeout = pytest.mark.timeout(3600 if FULL else 120)
 
 
 def seeds(quick: int, full: int) -> pytest.MarkDecorator:
@@ -245,9 +245,10 @@ def test_who_sleeps_less_is_not_dead_and_accuses_nobody(seed: int) -> None:
     cluster.check_converged()
 
 
+@soak_timeout
 @seeds(5, 100)
 def test_a_short_partition_does_no_harm(seed: int) -> None:
-    size = 50
+    size = 1000 if FULL and seed == 0 else 50
     cluster = Cluster(seed, size, loss=LOSS)
     run(cluster, seed, 2)
     cluster.split(cluster.random.sample(cluster.members(), cluster.random.randrange(1, size)))
@@ -262,7 +263,7 @@ def test_a_short_partition_does_no_harm(seed: int) -> None:
 @seeds(4, 100)
 def test_after_a_long_partition_the_larger_side_stays(seed: int) -> None:
     """With newcomers on either side; of two equal sides the one with rank 0."""
-    size = 40
+    size = 1000 if FULL and seed == 0 else 40
     cluster = Cluster(seed, size)
     options = cluster.options
     nodes = list(cluster.nodes.values())

@@ -28,7 +28,9 @@ What a member holds of another life:
 And of itself:
 
     new         LocalJoin                                    joining     Join, again every probe_timeout_s
-    joining     JoinAnswer                                   member      Admitted; or refused: Refused
+    joining     Decision: an offer                           -           Join again, which confirms it
+    joining     Decision: why not; or an Obituary            refused     Refused
+    joining     JoinAnswer                                   member      Admitted
     member      Update suspected about itself                -           version + 1; spread
     member      Update dead about itself, or an Obituary     expelled    Expelled
     member      LocalLeave                                   leaving     Ping with Update left to three
@@ -54,7 +56,7 @@ up to 15 a second more (3 each fifth of an interval), with 32 updates at most. E
     all know of a death by silence   suspicion_s + 4 * probe_timeout_s + (log2(n) + 8) * probe_interval_s + news
     nobody is declared dead who answers within suspicion_s of when it fell silent
 
-With the defaults and 1,000 members: 7 s and 37 s (typically 2 s and 15 s). A process that was killed on a host that
+With the defaults and 1,000 members: 7 s and 37 s (typically 1 s and 14 s). A process that was killed on a host that
 lives is refused, not silent: that takes two round trips and the news. A part of the bound is luck: nobody
 happens to probe the dead one for log2(n) + 8 intervals with probability e^-18 at 1,000 members. Where the
 survivors are so few that one hears nobody, it doubts itself first, and takes up to five times as long.
