@@ -192,9 +192,9 @@ def test_gloo_beside_rpc_at_the_same_port(tmp_path: Path, first: str) -> None:
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program, first) == ["[0, 0]"]
+    assert run(tmp_path, program, first) == []
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -209,8 +209,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert run(tmp_path, program, "--own", by=by) == ["0 ['--own']", "2 ['--own']"]
 
 
-@pytest.mark.parametrize("rank_that_leaves", [0, 1])
-def test_exit_without_shutdown(tmp_path: Path, rank_that_leaves: int) -> None:
+def test_exit_without_shutdown(tmp_path: Path) -> None:
     program = """
         def work(rank):
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
@@ -225,9 +224,9 @@ def test_exit_without_shutdown(tmp_path: Path, rank_that_leaves: int) -> None:
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program, str(rank_that_leaves)) == ["[0, 0]"]
+    assert run(tmp_path, program) == []
 
 
 def test_a_module_with_tensors_that_are_no_leaves(tmp_path: Path) -> None:
@@ -285,6 +284,7 @@ def test_sharded_tensors_of_torch_refer_to_remote_shards(tmp_path: Path) -> None
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
             placement = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
             tensor = sharded_tensor.ones(placement, 4, 2, init_rrefs=True)
+            dist.barrier()  # torch fills the shards after it has made the references
             ((other, (rref,)),) = tensor.remote_shards().items()
             assert type(rref) is RRef and rref.owner().id == other == 1 - rank
             assert rref.to_here().tensor.tolist() == [[1.0, 1.0], [1.0, 1.0]]
@@ -298,9 +298,9 @@ def test_sharded_tensors_of_torch_refer_to_remote_shards(tmp_path: Path) -> None
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program) == ["[0, 0]"]
+    assert run(tmp_path, program) == []
 
 
 def test_data_parallel_beside_rpc(tmp_path: Path) -> None:
