@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from farcall.errors import SerializationError
 from farcall.serialize.policy import REDUCERS
 
 if TYPE_CHECKING:
-    import torch
-
     from farcall.serialize.recording import Recording
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
