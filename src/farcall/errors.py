@@ -2,6 +2,7 @@
 
     RpcError (RuntimeError)
     ├── NotInitialized          no node here yet, or shut down, or this is a forked child
+    │   └── Expelled              the other members hold this node for dead
     ├── InitError               this node could not become a member
     │   ├── DuplicateName         two members asked for one name
     │   ├── BadRank               rank or world size make no sense
@@ -33,6 +34,7 @@ __all__ = [
     "Cancelled",
     "Delivery",
     "DuplicateName",
+    "Expelled",
     "FunctionNotFound",
     "HandshakeRefused",
     "InitError",
@@ -57,6 +59,10 @@ class RpcError(RuntimeError):
 
 class NotInitialized(RpcError):
     """There is no running node in this process."""
+
+
+class Expelled(NotInitialized):
+    """The other members have declared this node dead: it did not answer for too long. It may join again."""
 
 
 class InitError(RpcError):
@@ -121,7 +127,17 @@ class NetworkError(RpcError):
 
 
 class PeerDead(NetworkError, ConnectionError):
-    """The peer's process ended, or its link broke."""
+    """The peer's process ended, or left, or its link broke.
+
+    ``worker`` says who it was (a `WorkerInfo`), and ``incarnation`` which start of it.
+    """
+
+    def __init__(
+        self, message: str, delivery: Delivery = Delivery.UNKNOWN, worker: object = None, incarnation: str = ""
+    ) -> None:
+        super().__init__(message, delivery)
+        self.worker = worker
+        self.incarnation = incarnation
 
 
 class ReferenceLost(NetworkError):

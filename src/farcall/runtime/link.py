@@ -8,8 +8,11 @@ frames mean: it gives each one to ``on_frame``, and says ``on_broken`` once.
     up     `break_off`: the peer comes back already      the same
     down   ``on_interrupted`` says False (I/O thread)    dead: ``on_broken`` is told
     down   `attach`: another connection (I/O thread)     up: goes on where the peer's count says (protocol/session.py)
+    down   `connect`: the first connection               up
     any    `die`; a frame that is none; `abort`          dead
     any    `close`                                       dead, and nobody is told
+
+A link begins up, or down if its transport is `Absent`.
 
 Reading, by one thread at a time: the holder of the read lock
 - normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
@@ -45,6 +48,7 @@ from farcall.runtime.loop import READ, WRITE, Loop
 from farcall.runtime.outgoing import Outgoing
 from farcall.runtime.role import role
 from farcall.runtime.spin import Spin
+from farcall.transport.absent import Absent
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 logger = logging.getLogger("farcall")
@@ -84,6 +88,7 @@ class Link:
         "_told",
         "_up",
         "bytes_received",
+        "incarnation",
         "never_sent",
         "outgoing",
         "peer",
@@ -103,12 +108,14 @@ class Link:
         busy_wait_s: float = 0.0,
         acknowledge: Callable[[int, bool], None] | None = None,
         on_interrupted: Callable[[str], bool] = lambda reason: False,
+        incarnation: str = "",
     ) -> None:
         """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed.
 
         ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
         """
         self.peer = peer
+        self.incarnation = incarnation
         self.transport = transport
         self.bytes_received = 0
         self._loop = loop
@@ -140,6 +147,11 @@ class Link:
         self.outgoing = Outgoing(
             peer.name, transport, loop, backlog_limit_bytes, self._broke, self.dead, self.session.kept
         )
+        if isinstance(transport, Absent):
+            self._up = False
+            self._settled = self._detached = True
+            self.session.broke()
+            self.outgoing.pause()
 
     @property
     def broken(self) -> str | None:
@@ -451,6 +463,12 @@ class Link:
                 self._detach()
             self.session.broke()
 
+    def connect(self, transport: Transport, first_bytes: bytes) -> None:
+        """On the I/O thread: the first connection, or the first of which the peer knows. Nothing has come before."""
+        self.break_off("a first connection took its place")
+        self.session.resume()
+        self.attach(transport, first_bytes, 0)
+
     def attach(self, transport: Transport, first_bytes: bytes, received: int) -> None:
         """On the I/O thread: go on over another connection to the same member, which has ``received`` frames.
 
@@ -486,7 +504,8 @@ class Link:
 
     def dead(self, delivery: Delivery) -> PeerDead:
         """The error for a call over this dead link."""
-        return PeerDead(f"the link to {self.peer.name} is gone: {self._broken}", delivery)
+        why = f"the link to {self.peer.name} is gone: {self._broken}"
+        return PeerDead(why, delivery, self.peer, self.incarnation)
 
     def close(self, reason: str = "this node closed the link") -> None:
         """Close for good. Idempotent; from any thread but one inside this link."""

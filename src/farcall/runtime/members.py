@@ -5,6 +5,7 @@ Plain values and their text form (JSON, so that a store can be looked at). Knows
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,10 +19,30 @@ __all__ = [
     "Slot",
     "as_text",
     "check_agreement",
+    "incarnation_of",
+    "life_of",
+    "new_incarnation",
     "read_outcome",
     "read_slot",
     "read_table",
 ]
+
+
+def new_incarnation() -> str:
+    """A name for one start of one node, as text: never used again, by anybody.
+
+    Never small: where members come and go, references are counted by lives, and where they do not, by ranks.
+    """
+    return incarnation_of(secrets.randbits(62) | 1 << 62)
+
+
+def life_of(incarnation: str) -> int:
+    """The same as a number, as `protocol/membership` has it."""
+    return int(incarnation, 16)
+
+
+def incarnation_of(life: int) -> str:
+    return f"{life:016x}"
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
@@ -32,7 +53,7 @@ class MemberRecord(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     host_token: str
     incarnation: str
-    """Made anew for each ``join``: tells a process from its successor."""
+    """`new_incarnation` of each start: tells a process from its successor."""
 
 
 class Slot(msgspec.Struct, frozen=True):

@@ -20,6 +20,14 @@ from farcall.runtime.shield import Gate
 from farcall.transport.interface import Transport, TransportError
 
 
+def usable_ways(addresses: Sequence[str], their_host_token: str, allowed: Sequence[str]) -> list[str]:
+    """Those of somebody's ``addresses`` that may work from here over ``allowed`` transports, the best first."""
+    same_host = bool(their_host_token) and their_host_token == host_token()
+    ways = [address for address in addresses if address.partition(":")[0] != "unix" or same_host]
+    ways.sort(key=lambda address: not address.startswith("unix:"))
+    return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
+
+
 class Mesh:
     """The connections of one starting member to all others."""
 
@@ -106,11 +114,8 @@ class Mesh:
 
     def ways_to(self, member: MemberRecord) -> list[str]:
         """The addresses of ``member`` that may work from here, the best first."""
-        same_host = bool(member.host_token) and member.host_token == host_token()
         allowed = self._options.allowed_transports
-        ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
-        ways.sort(key=lambda address: not address.startswith("unix:"))
-        usable = [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
+        usable = usable_ways(member.addresses, member.host_token, allowed)
         if not usable:
             raise InitError(
                 f"{self._name} may use {' and '.join(allowed)} only, and {member.name} (rank {member.rank}) cannot be "

@@ -51,11 +51,13 @@ from farcall.runtime import shield
 from farcall.runtime.executor import Task
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
+from farcall.runtime.members import life_of
 from farcall.runtime.role import role
 from farcall.runtime.unkept import LostOffer, unkept_for
 
 logger = logging.getLogger("farcall")
 
+ORIGIN_BITS = 16
 SHARED_BYTES = 16 * 1024
 """Buffers of at least this size are worth a place in a shared segment."""
 
@@ -63,9 +65,23 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "info")
+    __slots__ = ("__weakref__", "incarnation", "info", "member", "origin")
 
     info: WorkerInfo
+    incarnation: str
+    """Which start of that worker: another process may have its name and rank some day."""
+    member: int
+    """Its number in references and gradients: the rank in a group of fixed size, else the incarnation."""
+    origin: int
+    """What the ids of its autograd contexts begin with: the rank, then 16 bits that tell incarnations apart."""
+
+    def identify(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
+        """Say who this is; ``is_static``: in a group of fixed size, where a rank is never given again."""
+        life = life_of(incarnation)
+        self.info = info
+        self.incarnation = incarnation
+        self.member = info.id if is_static else life
+        self.origin = info.id << ORIGIN_BITS | (0 if is_static else life & ((1 << ORIGIN_BITS) - 1))
 
     def send(
         self,
@@ -120,8 +136,15 @@ class SelfPeer(Peer):
 
     __slots__ = ("_memory", "_on_message", "ended")
 
-    def __init__(self, info: WorkerInfo, on_message: Callable[[Peer, Arrived], None], memory: ReceivePool) -> None:
-        self.info = info
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: str,
+        is_static: bool,
+        on_message: Callable[[Peer, Arrived], None],
+        memory: ReceivePool,
+    ) -> None:
+        self.identify(info, incarnation, is_static)
         self._on_message = on_message
         self._memory = memory
         self.ended: RpcError | None = None
@@ -178,7 +201,8 @@ class RemotePeer(Peer):
         "_pool",
         "_takes_segments",
         "_write_later",
-        "incarnation",
+        "held",
+        "known",
         "leaving",
         "link",
         "segments",
@@ -188,6 +212,7 @@ class RemotePeer(Peer):
         self,
         info: WorkerInfo,
         incarnation: str,
+        is_static: bool,
         pool: SegmentPool | None,
         segments: SegmentMap | None,
         write_later: Callable[[Callable[[], None]], None],
@@ -198,9 +223,12 @@ class RemotePeer(Peer):
 
         ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
         """
-        self.info = info
+        self.identify(info, incarnation, is_static)
         self._write_later = write_later
-        self.incarnation = incarnation
+        self.known = True
+        """Is it a member? Others are heard about membership only."""
+        self.held: list[Frame] = []
+        """What a stranger has sent that may only be read once it is a member."""
         self.leaving = False
         self.segments = segments
         self.link: Link
@@ -301,6 +329,11 @@ class RemotePeer(Peer):
                 pass  # it broke this moment, and whoever must know is told by the link
 
     # ------------------------------------------------------------------ shared memory
+
+    def share(self, pool: SegmentPool, segments: SegmentMap) -> None:
+        """Its first connection can carry descriptors: use shared memory from now on."""
+        self.segments = segments
+        self._pool = pool
 
     def _place(
         self, buffers: Sequence[memoryview], index: int, deadline: float, may_give_back: bool

@@ -12,9 +12,9 @@ comes back to its session is refused, and so learns it.
 
 A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
 
-For who watches over members: `interrupt` gives up a silent connection and not the member; `condemn` gives up the
-member; ``on_lost`` and ``on_back`` hooks tell what goes on. Everything here runs on the I/O thread, but for `begin`
-(while the node starts), `interrupt`, `condemn` and `stop`.
+For who watches over members (`watch.py`): `interrupt` gives up a silent connection and not the member; `condemn` and
+`give_up` give up the member; ``on_lost`` and ``on_vanished`` tell what goes on. Everything here runs on the I/O thread,
+but for `begin` (while the node starts), `interrupt`, `condemn` and `stop`.
 """
 
 from __future__ import annotations
@@ -65,38 +65,58 @@ class Reconnecting:
         me: Identity,
         secret: bytes,
         reconnect_s: float,
-        ways_to: Callable[[int], Sequence[str]],
+        ways_to: Callable[[RemotePeer], Sequence[str]],
         loop: Loop,
         wrap: Callable[[Transport, WorkerInfo], Transport],
     ) -> None:
-        """``ways_to(rank)`` gives a member's addresses; ``wrap`` what a link uses instead of a transport."""
+        """``ways_to(peer)`` gives a member's addresses; ``wrap`` what a link uses instead of a transport."""
         self._me = me
         self._secret = secret
         self._reconnect_s = reconnect_s
         self._ways_to = ways_to
         self._loop = loop
         self._wrap = wrap
-        self._bonds: dict[int, Bond] = {}  # by rank
+        self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
         self._lock = threading.Lock()  # between attaching and stopping
         self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
         self.back_hooks: list[Callable[[WorkerInfo], None]] = []
+        self.on_lost: Callable[[RemotePeer], None] = lambda peer: None
+        """Told, on the I/O thread, that a connection broke without a Goodbye."""
+        self.on_vanished: Callable[[RemotePeer], None] = lambda peer: None
+        """Told, on the I/O thread, that a member's process is not there any more."""
+        self.is_trusted: Callable[[RemotePeer], bool] = lambda peer: False
+        """Is a member heard by others, although not by us? From any thread."""
 
     def begin(self, peer: RemotePeer, established: Established, dialled: bool) -> None:
         """A member is connected for the first time."""
-        before = self._bonds.get(peer.info.id)
+        before = self._bonds.get(peer.incarnation)
         if before is not None:
             self._end_redial(before)
-        self._bonds[peer.info.id] = Bond(peer, session_id_of(established), dialled)
+        self._bonds[peer.incarnation] = Bond(peer, session_id_of(established), dialled)
+
+    def dialled(self, peer: RemotePeer) -> bool:
+        """Did we dial this member?"""
+        bond = self._bonds.get(peer.incarnation)
+        return bond is not None and bond.peer is peer and bond.dialled
+
+    def forget(self, peer: RemotePeer) -> None:
+        """The link to ``peer`` is dead."""
+        bond = self._bonds.get(peer.incarnation)
+        if bond is not None and bond.peer is peer:
+            self._end_redial(bond)
+            del self._bonds[peer.incarnation]
 
     # ------------------------------------------------------------------ a connection broke
 
     def on_interrupted(self, peer: RemotePeer, reason: str) -> bool:
         """The connection to ``peer`` broke: may there be another one? Then it is being brought about."""
-        bond = self._bonds.get(peer.info.id)
+        bond = self._bonds.get(peer.incarnation)
         link = peer.link
         if bond is None or bond.peer is not peer or self._stopped:
             return False
+        if not peer.leaving:
+            self.on_lost(peer)
         if peer.leaving or not self._reconnect_s or not link.transport.resumable:
             return False
         now = monotonic()
@@ -111,7 +131,7 @@ class Reconnecting:
         bond.redial = Redial(
             peer.info.name,
             peer.incarnation,
-            self._ways_to(peer.info.id),
+            self._ways_to(peer),
             link.transport.kind,
             me,
             self._secret,
@@ -119,7 +139,10 @@ class Reconnecting:
             bond.lost_at + self._reconnect_s,
             bond.pause_s,
             lambda redial, transport, established: self._on_dialled(bond, redial, transport, established),
-            lambda redial, why: self._loop.call_soon(lambda: self._on_gone(bond, redial, f"{reason}; {why}")),
+            lambda redial, why, vanished: self._loop.call_soon(
+                lambda: self._on_gone(bond, redial, f"{reason}; {why}", vanished)
+            ),
+            lambda: self.is_trusted(peer),
         )
         bond.redial.start()
         for hook in self.lost_hooks:
@@ -145,10 +168,12 @@ class Reconnecting:
             return
         self._attach(bond, transport, established, established.peer_received)
 
-    def _on_gone(self, bond: Bond, redial: Redial, why: str) -> None:
+    def _on_gone(self, bond: Bond, redial: Redial, why: str, vanished: bool) -> None:
         if bond.redial is redial:
             self._end_redial(bond)
             bond.peer.link.die(why)
+            if vanished:
+                self.on_vanished(bond.peer)
 
     # ------------------------------------------------------------------ the member comes back by itself
 
@@ -159,11 +184,10 @@ class Reconnecting:
         """
         resumption = resumption_of(identity)
         assert resumption is not None
-        bond = self._bonds.get(identity.rank)
+        bond = self._bonds.get(identity.process_token)
         if (
             bond is None
             or bond.session_id != resumption.session_id
-            or bond.peer.incarnation != identity.process_token
             or bond.peer.link.broken is not None
             or self._stopped
         ):
@@ -187,7 +211,7 @@ class Reconnecting:
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """What `admit` answered is on its way."""
         resumption = resumption_of(established.peer)
-        bond = self._bonds[established.peer.rank]
+        bond = self._bonds[established.peer.process_token]
         if resumption is None or resumption.received is None:
             transport.close()  # it only asked
             return
@@ -222,20 +246,20 @@ class Reconnecting:
 
     def interrupt(self, rank: int, reason: str) -> None:
         """Give up a member's connection, and make another one. From any thread."""
-        bond = self._bonds.get(rank)
-        if bond is not None:
-            bond.peer.link.interrupt(reason)
+        for bond in list(self._bonds.values()):
+            if bond.peer.info.id == rank:
+                bond.peer.link.interrupt(reason)
 
     def condemn(self, rank: int, reason: str) -> None:
         """Give up a member. From any thread; if it lives, it is refused when it comes back."""
-        bond = self._bonds.get(rank)
-        if bond is not None:
+        for bond in list(self._bonds.values()):
+            if bond.peer.info.id == rank:
+                self._loop.call_soon(lambda peer=bond.peer: self.give_up(peer, reason))  # type: ignore[misc]
 
-            def end() -> None:
-                self._end_redial(bond)
-                bond.peer.link.die(reason)
-
-            self._loop.call_soon(end)
+    def give_up(self, peer: RemotePeer, reason: str) -> None:
+        """The same, on the I/O thread."""
+        self.forget(peer)
+        peer.link.die(reason)
 
     def stop(self) -> None:
         """The node ends: let nobody in, stop dialling. From any thread but the I/O thread."""

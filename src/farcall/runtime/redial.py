@@ -8,7 +8,10 @@ nobody listens, same host   the process is gone: at once. Only where the broken 
                             unix name may be of another network namespace
 nobody listens, TCP         gone if it is so again REFUSED_PAUSE_S later: its host answers, and says so
 refused, another process    gone, or it has given us up: at once
-no answer, unreachable      nothing: tried again, with growing, jittered pauses, until ``until``
+no answer, unreachable      nothing: tried again, with growing, jittered pauses, until ``until`` (and longer, as long as
+                            ``is_trusted``: others hear from it)
+
+Of these, the first two and another process at its address mean that the process has *vanished*.
 
 Knows the handshake and addresses; what becomes of a connection, or of a verdict, is its caller's.
 """
@@ -22,7 +25,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import Established, Identity
+from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
 from farcall.runtime.doors import prove
 from farcall.runtime.shield import Gate
 from farcall.transport.address import dial
@@ -42,6 +45,10 @@ class _Gone(Exception):
     """The member does not live any more, or not for us."""
 
 
+class _Vanished(_Gone):
+    """Its process is not there any more."""
+
+
 class Redial:
     """The attempts to get through to one member."""
 
@@ -57,11 +64,13 @@ class Redial:
         until: float,
         pause_s: float,
         on_back: Callable[[Redial, Transport, Established], None],
-        on_gone: Callable[[Redial, str], None],
+        on_gone: Callable[[Redial, str, bool], None],
+        is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
         """``me`` says what is wanted (protocol/resumption.py). ``on_back`` gets the connection, if it ``resumes``.
 
-        The hooks are called on this object's thread, and at most one of them.
+        The hooks are called on this object's thread, and at most one of them. ``on_gone`` is told whether the process
+        has vanished.
         """
         self._name = name
         self._incarnation = incarnation
@@ -74,6 +83,7 @@ class Redial:
         self.pause_s = pause_s
         self._on_back = on_back
         self._on_gone = on_gone
+        self._is_trusted = is_trusted
         self._ended = False
         self._gate = Gate()
         self._transport: Transport | None = None
@@ -109,14 +119,14 @@ class Redial:
         refusals = 0
         why = "it breaks again and again"
         while not self._ended:
-            remaining_s = self._until - monotonic()
+            remaining_s = self._remaining_s()
             if self.pause_s:
                 self._gate.wait(max(0.0, min(self.pause_s * random.uniform(0.5, 1.0), remaining_s)))
             self.pause_s = min(LONGEST_PAUSE_S, 2 * self.pause_s or FIRST_PAUSE_S)
             if self._was_ended():
                 return
             try:
-                if monotonic() >= self._until:
+                if monotonic() >= self._until and not self._is_trusted():
                     raise _Gone(f"it could not be reached again in time: {why}")
                 found = self._attempt()
                 if found is not None:
@@ -127,11 +137,11 @@ class Redial:
                 refusals += 1
                 why = str(error)
                 if refusals > 1:
-                    self._gone(why)
+                    self._gone(why, True)
                     return
                 self.pause_s = REFUSED_PAUSE_S
             except (_Gone, HandshakeRefused) as error:
-                self._gone(str(error))
+                self._gone(str(error), isinstance(error, _Vanished) or _is_another(error))
                 return
             except TransportError as error:
                 refusals, why = 0, str(error)
@@ -139,12 +149,17 @@ class Redial:
                 logger.exception("dialling %s again failed; please report this", self._name)
                 refusals, why = 0, "an error of farcall's"
 
+    def _remaining_s(self) -> float:
+        """Until the end; past it, as long as it is trusted, one attempt's time."""
+        remaining_s = self._until - monotonic()
+        return remaining_s if remaining_s > 0 else CONNECT_S
+
     def _was_ended(self) -> bool:
         return self._ended
 
-    def _gone(self, why: str) -> None:
+    def _gone(self, why: str, vanished: bool) -> None:
         if not self._ended:
-            self._on_gone(self, why)
+            self._on_gone(self, why, vanished)
 
     def _attempt(self) -> tuple[Transport, Established] | None:
         """Try every way once. None: the member lives, and that was the question."""
@@ -153,11 +168,11 @@ class Redial:
         for way in self._ways:
             kind = way.partition(":")[0]
             try:
-                transport = dial(way, max(0.01, min(CONNECT_S, self._until - monotonic())))
+                transport = dial(way, max(0.01, min(CONNECT_S, self._remaining_s())))
             except DialRefused as error:
                 if kind in WITHIN_THE_HOST:
                     if kind == self._lost_kind:
-                        raise _Gone(f"nobody listens there any more: {error}") from error
+                        raise _Vanished(f"nobody listens there any more: {error}") from error
                 else:
                     refused = error
                 continue
@@ -178,10 +193,10 @@ class Redial:
         try:
             if self._ended:
                 return None
-            until = min(self._until, monotonic() + PROVE_S)
+            until = monotonic() + min(PROVE_S, self._remaining_s())
             established = prove(transport, self._name, self._me, self._secret, until)
             if established.peer.process_token != self._incarnation:
-                raise _Gone("another process has its address and name")
+                raise _Vanished("another process has its address and name")
             if not self._resumes:
                 return None
             kept = True
@@ -190,3 +205,8 @@ class Redial:
             self._transport = None
             if not kept:
                 transport.close()
+
+
+def _is_another(error: Exception) -> bool:
+    """Did another process than the one we look for answer?"""
+    return isinstance(error, Refused) and error.reason in (RefusalReason.WRONG_PEER, RefusalReason.OTHER_CLUSTER)

@@ -9,7 +9,6 @@ Invariant: a ``join`` that raises leaves nothing behind, here or in the store, t
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from farcall.errors import InitError
 from farcall.ids import check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.runtime.meeting import Agreement, Meeting
-from farcall.runtime.members import MemberRecord
+from farcall.runtime.members import MemberRecord, new_incarnation
 from farcall.runtime.shield import Gate
 from farcall.runtime.stores import KeyStore, MeetingPlace, find_meeting_place
 
@@ -60,6 +59,7 @@ def join(
     options: RpcBackendOptions,
     my_addresses: Sequence[str],
     host_token: str = "",
+    incarnation: str = "",
 ) -> Membership:
     """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
 
@@ -68,7 +68,7 @@ def join(
     """
     check_worker_name(name)
     place = find_meeting_place(rank, world_size, options.init_method)
-    me = MemberRecord(name, place.rank, tuple(my_addresses), host_token, secrets.token_hex(16))
+    me = MemberRecord(name, place.rank, tuple(my_addresses), host_token, incarnation or new_incarnation())
     agreement = _run_interruptibly(Meeting(place, me, options), options.start_deadline_s)
     return Membership(
         me=me,

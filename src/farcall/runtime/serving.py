@@ -128,7 +128,7 @@ class Server:
     def accept(self, peer: Peer, frame: Arrived) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
         request = self.kept_request(self, peer, frame) if frame[1] else Request(self, peer, frame)
-        self._active[peer.info.id, frame[2]] = request
+        self._active[peer.member, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
         if self._quick.get(function) == 2 and function not in self._banned:
@@ -155,7 +155,7 @@ class Server:
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
-        request = self._active.get((peer.info.id, call_id))
+        request = self._active.get((peer.member, call_id))
         if request is not None:
             request.cancelled = True
             if self.on_answered is not None:
@@ -173,7 +173,7 @@ class Server:
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
-        self._active.pop((request.peer.info.id, request.frame[2]), None)
+        self._active.pop((request.peer.member, request.frame[2]), None)
         if self.on_answered is not None:
             self.on_answered()
 
