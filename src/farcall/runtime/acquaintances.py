@@ -181,6 +181,7 @@ class Acquaintances:
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
                 self._reconnecting.give_up(other, "another process has its name or rank")
         peer.known = True
+        self._introductions.pop(life_of(peer.incarnation), None)
         self._strangers.pop(life_of(peer.incarnation), None)
         self._ends.pop(peer, None)
         self.numbered[peer.member] = peer
@@ -246,6 +247,7 @@ class Acquaintances:
             peer.close()
             if self._strangers.get(life) is peer:
                 del self._strangers[life]
+                self._introductions.pop(life, None)
             return
         self._stop_dial(life)
         if not self._is_static:

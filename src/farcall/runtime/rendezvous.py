@@ -13,17 +13,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from farcall.errors import InitError
 from farcall.ids import check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.runtime.meeting import Agreement, Meeting
 from farcall.runtime.members import MemberRecord, new_incarnation
-from farcall.runtime.shield import Gate
+from farcall.runtime.patience import in_bounded_time
 from farcall.runtime.stores import KeyStore, MeetingPlace, find_meeting_place
 
 __all__ = ["MeetingPlace", "MemberRecord", "Membership", "find_meeting_place", "join"]
-
-_GRACE_S = 2.0  # what a store that has stopped answering may take beyond the deadline
 
 
 @dataclass
@@ -69,7 +66,13 @@ def join(
     check_worker_name(name)
     place = find_meeting_place(rank, world_size, options.init_method)
     me = MemberRecord(name, place.rank, tuple(my_addresses), host_token, incarnation or new_incarnation())
-    agreement = _run_interruptibly(Meeting(place, me, options), options.start_deadline_s)
+    meeting = Meeting(place, me, options)
+
+    def meet(cancelled: threading.Event) -> Agreement:
+        meeting.cancelled = cancelled
+        return meeting.run()
+
+    agreement = in_bounded_time(meet, options.start_deadline_s, place.name)
     return Membership(
         me=me,
         members=agreement.members,
@@ -78,40 +81,3 @@ def join(
         generation=agreement.generation,
         store=agreement.store,
     )
-
-
-def _run_interruptibly(meeting: Meeting, timeout_s: float) -> Agreement:
-    """Run the meeting on a thread of its own: calls into a store may block for good, deaf to Ctrl-C.
-
-    Seen with torch 2.13: connecting to a port where something other than a store listens.
-    """
-    done = Gate()
-    result: list[Agreement] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(meeting.run())
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            done.open()
-
-    thread = threading.Thread(target=run, name="farcall-rendezvous", daemon=True)
-    try:
-        thread.start()
-        answered = done.wait(timeout_s + _GRACE_S)
-    except BaseException:
-        # Ctrl-C: the others should learn it from us, if that takes no time.
-        meeting.cancelled.set()
-        done.wait(_GRACE_S)
-        raise
-    if not answered:
-        meeting.cancelled.set()
-        raise InitError(
-            f"the store at {meeting.place.name} does not answer: is it a torch store, is its process alive?"
-        )
-    thread.join()
-    if failure:
-        raise failure.pop()
-    return result.pop()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.runtime.addresses import is_local
+from farcall.transport.tcp import parse_tcp
 
 __all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "open_store"]
 
@@ -33,6 +34,8 @@ _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
 _CONNECT_S = 5.0
 STORE_ANSWER_S = 5.0
+MEMBERS_SCHEME = "farcall"
+"""``farcall://host:port``: no store, but the address of a member."""
 
 
 class KeyStore(Protocol):
@@ -61,6 +64,7 @@ class MeetingPlace:
     scheme: str
     rank: int
     world_size: int
+    """-1 where the group has no fixed size: members come and go."""
     host: str | None = None
     port: int = 0
     path: str = ""
@@ -69,6 +73,14 @@ class MeetingPlace:
     attempt: str = "0"
     """Which restart of the job this is: torchrun's store outlives the workers."""
     use_libuv: bool = True
+
+    contacts: tuple[str, ...] = ()
+    """Addresses of members, where there is no store: ``farcall://host:port``."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Do members come and go?"""
+        return self.world_size < 0
 
     @property
     def name(self) -> str:
@@ -86,12 +98,14 @@ def find_meeting_place(
     query = dict(parse_qsl(parts.query))
     uses_environment = parts.scheme == "env"
     found_rank = _choose("rank", rank, query, environ if uses_environment else None)
-    found_size = _choose(
-        "world_size", -1 if world_size is None else world_size, query, environ if uses_environment else None
-    )
-    if found_size < 1:
-        raise BadRank(f"world_size must be at least 1, not {found_size}")
-    if not 0 <= found_rank < found_size:
+    found_size = _choose_size(world_size, query, environ if uses_environment else None)
+    if parts.scheme == MEMBERS_SCHEME:
+        if found_size != -1:
+            raise BadRank("who joins through a member joins a group without a fixed size: leave world_size out")
+        contacts = _find_contacts(init_method)
+        host, port = parse_tcp(contacts[0])
+        return MeetingPlace(init_method, parts.scheme, found_rank, -1, host, port, contacts=contacts)
+    if found_size != -1 and not 0 <= found_rank < found_size:
         raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
     common: dict[str, Any] = {
         "url": init_method,
@@ -104,6 +118,30 @@ def find_meeting_place(
     }
     host, port = _find_endpoint(init_method, environ)
     return MeetingPlace(host=host, port=port, path=parts.path if parts.scheme == "file" else "", **common)
+
+
+def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
+    """The size of the group; -1 where nobody says one: then it has none."""
+    if world_size is None and "world_size" not in query and not (environ or {}).get("WORLD_SIZE"):
+        return -1
+    found = _choose("world_size", -1 if world_size is None else world_size, query, environ)
+    if found < 1:
+        raise BadRank(f"world_size must be at least 1, not {found}")
+    return found
+
+
+def _find_contacts(init_method: str) -> tuple[str, ...]:
+    """``farcall://host:port,host:port`` as addresses to dial."""
+    places = [place for place in urlsplit(init_method).netloc.split(",") if place]
+    contacts = []
+    for place in places:
+        host, _, port = place.rpartition(":")
+        if not host:
+            raise ValueError(f"init_method {init_method!r} lacks a host or a port: use 'farcall://host:port'")
+        contacts.append(f"tcp://{host}:{_check_port(port, init_method)}")
+    if not contacts:
+        raise ValueError(f"init_method {init_method!r} names no member: use 'farcall://host:port'")
+    return tuple(contacts)
 
 
 def _find_endpoint(init_method: str, environ: Mapping[str, str]) -> tuple[str | None, int]:

@@ -57,6 +57,8 @@ class Reach(Protocol):
 
     def on_joined(self, record: Record) -> None: ...
 
+    def on_admitted(self) -> None: ...
+
     def on_suspected(self, record: Record, suspected: bool) -> None: ...
 
     def on_left(self, record: Record) -> None: ...
@@ -208,6 +210,7 @@ class Watch:
                 case membership.Admitted(members):
                     for record in members:
                         reach.on_joined(record)
+                    reach.on_admitted()
                     self._settled.open()
                 case membership.Refused(why):
                     self.why_refused = why
