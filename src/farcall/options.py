@@ -42,6 +42,10 @@ DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
 DEFAULT_RECONNECT_S: Final = 10.0
+DEFAULT_PROBE_INTERVAL_S: Final = 1.0
+DEFAULT_PROBE_TIMEOUT_S: Final = 0.5
+DEFAULT_SUSPICION_S: Final = 10.0
+DEFAULT_INDIRECT_PROBES: Final = 3
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
@@ -86,7 +90,8 @@ class RpcBackendOptions:
 
     Args:
         rpc_timeout: seconds a call may take unless it says otherwise; 0 means without limit.
-        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``. For a group without
+            a fixed size also ``farcall://host:port``, the address of any member: that needs no store, but ``secret``.
         num_worker_threads: threads kept ready for user functions; more are started when all of them
             wait for nested calls.
         advertise: host name or IP address, without a port, that this node tells the others.
@@ -103,9 +108,15 @@ class RpcBackendOptions:
         busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
             sleeps; it stops by itself where that does not pay. 0 means never.
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
-        reconnect_s: how long a member whose connection broke is tried to be reached again; meanwhile calls to it
-            wait, within their timeouts, and nothing is lost or done twice. After that, or as soon as it is certain
-            that its process is gone, it is dead. 0: a broken connection is a death.
+        reconnect_s: how long a member whose connection broke is tried to be reached again, and longer as long as
+            others hear from it; meanwhile calls to it wait, within their timeouts, and nothing is lost or done
+            twice. After that, or as soon as it is certain that its process is gone, it is dead. 0: a broken connection
+            is a death.
+        probe_interval_s: every so often a member probes one other that has been quiet.
+        probe_timeout_s: how long a probe waits for an answer, before others are asked to try.
+        suspicion_s: how long a member that does not answer may go on not answering, to anybody, before it is declared
+            dead. Nobody who answers within this time is.
+        indirect_probes: how many others are asked whether they can reach one that does not answer.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -123,6 +134,10 @@ class RpcBackendOptions:
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
     send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
     reconnect_s: float = field(default=DEFAULT_RECONNECT_S, kw_only=True)
+    probe_interval_s: float = field(default=DEFAULT_PROBE_INTERVAL_S, kw_only=True)
+    probe_timeout_s: float = field(default=DEFAULT_PROBE_TIMEOUT_S, kw_only=True)
+    suspicion_s: float = field(default=DEFAULT_SUSPICION_S, kw_only=True)
+    indirect_probes: int = field(default=DEFAULT_INDIRECT_PROBES, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +150,12 @@ class RpcBackendOptions:
                 raise ValueError("start_timeout_s must be more than 0: init_rpc never waits without a bound")
             self._set("start_timeout_s", seconds)
         self._set("init_method", _check_init_method(self.init_method))
-        for name in ("num_worker_threads", "shared_memory_limit_bytes", "send_backlog_limit_bytes"):
+        for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s"):
+            seconds = _check_seconds(name, getattr(self, name), "a short one is allowed")
+            if seconds == 0:
+                raise ValueError(f"{name} must be more than 0")
+            self._set(name, seconds)
+        for name in ("num_worker_threads", "shared_memory_limit_bytes", "send_backlog_limit_bytes", "indirect_probes"):
             self._set(name, _check_positive(name, getattr(self, name)))
         if not isinstance(self.shared_memory, bool):
             raise TypeError(f"shared_memory must be True or False, not {self.shared_memory!r}")

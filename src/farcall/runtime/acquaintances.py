@@ -104,6 +104,8 @@ class Acquaintances:
         self._arriving: dict[Redial, Transport] = {}  # dialled, and not taken yet
         self._stopped = False
         self._lock = threading.Lock()  # between arriving and stopping
+        self.on_expelled: Callable[[str], None] = lambda why: None
+        """Told that the others hold this node for dead."""
         self.on_change: Callable[[str, RemotePeer, str], None] = lambda kind, peer, why: None
         """Told of members that joined, left, died, are suspected or recovered."""
         self._me = myself
@@ -181,11 +183,11 @@ class Acquaintances:
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
                 self._reconnecting.give_up(other, "another process has its name or rank")
         peer.known = True
-        self._introductions.pop(life_of(peer.incarnation), None)
-        self._strangers.pop(life_of(peer.incarnation), None)
+        self._introductions.pop(peer.life, None)
+        self._strangers.pop(peer.life, None)
         self._ends.pop(peer, None)
         self.numbered[peer.member] = peer
-        self._by_life[life_of(peer.incarnation)] = peer
+        self._by_life[peer.life] = peer
         self.remotes[peer.info.id] = peer
         self.named[peer.info.name] = self.named[peer.info.id] = peer
 
@@ -206,6 +208,8 @@ class Acquaintances:
             peer.link.connect(transport, established.leftover)
             return peer
         new = self._make(info, identity.process_token, transport)
+        if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
+            peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
             self._reconnecting.begin(new, established, dialled)
         if peer is None and self._is_static:
@@ -242,7 +246,7 @@ class Acquaintances:
         self._reconnecting.forget(peer)
         self._ends.pop(peer, None)
         peer.held.clear()
-        life = life_of(peer.incarnation)
+        life = peer.life
         if not peer.known:
             peer.close()
             if self._strangers.get(life) is peer:
@@ -281,7 +285,7 @@ class Acquaintances:
         """There is a new member."""
         life = record.life
         peer = self._by_life.get(life)
-        if peer is not None or life == life_of(self._me.incarnation):
+        if peer is not None or life == self._me.life:
             return
         peer = self._strangers.get(life)
         if peer is None or peer.link.broken is not None:

@@ -112,6 +112,10 @@ class Door:
             else:
                 self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
 
+    def become(self, me: Identity) -> None:
+        """Say to those who come from now on that this is who we are."""
+        self._me = me
+
     def _accept(self, listener: Listener) -> None:
         while True:
             try:
@@ -267,9 +271,10 @@ def dial_member(
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
-def prove(transport: Transport, name: str, me: Identity, secret: bytes, deadline: float) -> Established:
-    """Run the dialler's side of the handshake."""
+def prove(transport: Transport, name: str | None, me: Identity, secret: bytes, deadline: float) -> Established:
+    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
     handshake = Handshake(Role.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    name = name or "the peer"
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)
     while True:

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from farcall.errors import BadRank, DuplicateName, HandshakeRefused, InitError, MissingPeers
+from farcall.errors import BadRank, DuplicateName, HandshakeRefused, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
 from farcall.runtime.contacts import Contacts, Group, cluster_of
 from farcall.runtime.doors import prove
-from farcall.runtime.members import MemberRecord, life_of
+from farcall.runtime.members import MemberRecord
 from farcall.runtime.mesh import usable_ways
 from farcall.runtime.patience import in_bounded_time
 from farcall.runtime.shield import Gate
-from farcall.runtime.stores import MeetingPlace, open_store
+from farcall.runtime.stores import KeyStore, MeetingPlace, StoreLost, open_store
 from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
 
@@ -42,7 +43,6 @@ PROVE_S = 3.0
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 _GONE = (RefusalReason.WRONG_PEER, RefusalReason.OTHER_CLUSTER, RefusalReason.NOT_FARCALL)
-T = TypeVar("T")
 
 
 class Found(NamedTuple):
@@ -50,6 +50,7 @@ class Found(NamedTuple):
 
     contacts: Contacts | None
     """The list in the store; None where there is no store."""
+    store: KeyStore | None
     cluster_id: str
     secret: bytes
 
@@ -73,14 +74,21 @@ def found_group(place: MeetingPlace, me: MemberRecord, options: RpcBackendOption
                 f"who joins through {place.url} needs the group's secret: give every process the same one "
                 "(option `secret` or FARCALL_SECRET)"
             )
-        return Found(None, cluster_of(given), given)
+        return Found(None, None, cluster_of(given), given)
 
-    def enter(cancelled: object) -> tuple[Contacts, Group]:
-        contacts = Contacts(open_store(place, deadline, cancelled), place.attempt, given)  # type: ignore[arg-type]
-        return contacts, contacts.enter(me)
+    def enter(cancelled: threading.Event) -> tuple[KeyStore, Contacts, Group]:
+        while True:
+            try:
+                store = open_store(place, deadline, cancelled)
+                contacts = Contacts(store, place.attempt, given)
+                return store, contacts, contacts.enter(me)
+            except (StoreLost, RuntimeError) as error:
+                if isinstance(error, RpcError) or monotonic() + _LONGEST_PAUSE_S >= deadline:
+                    raise
+                cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
 
-    contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
-    return Found(contacts, group.cluster_id, given if given is not None else bytes.fromhex(group.secret))
+    store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
+    return Found(contacts, store, group.cluster_id, given if given is not None else bytes.fromhex(group.secret))
 
 
 class Joining:
@@ -91,14 +99,16 @@ class Joining:
         place: MeetingPlace,
         me: MemberRecord,
         options: RpcBackendOptions,
-        found: Found,
+        contacts: Contacts | None,
+        secret: bytes,
         identity: Identity,
         candidate: Candidate,
     ) -> None:
         self._place = place
         self._me = me
         self._options = options
-        self._found = found
+        self._contacts = contacts
+        self._secret = secret
         self._identity = identity
         self._candidate = candidate
         self._why: dict[str, str] = {}
@@ -112,17 +122,14 @@ class Joining:
                 raise self._missing()
             Gate().wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
-        if self._found.contacts is not None and self._gone:
-            contacts = self._found.contacts
-            in_bounded_time(
-                lambda _: contacts.replace(self._me, self._gone), deadline - monotonic(), self._place.name
-            )
+        if self._contacts is not None and self._gone:
+            self._strike_off(self._contacts, deadline)
 
     def _try(self, deadline: float) -> bool:
         """Look at everybody once."""
-        if self._found.contacts is None:
+        contacts = self._contacts
+        if contacts is None:
             return any(self._look("", [way], deadline) is True for way in self._place.contacts)
-        contacts = self._found.contacts
         group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), self._place.name)
         before_me = True
         may_found = False
@@ -146,13 +153,15 @@ class Joining:
                 may_found = False
         if not may_found and len(self._gone.intersection(c.incarnation for _, c in others)) == len(others):
             # The list was full of the dead.
-            in_bounded_time(
-                lambda _: contacts.replace(self._me, self._gone), deadline - monotonic(), self._place.name
-            )
+            self._strike_off(contacts, deadline)
             return False
         if may_found:
             self._candidate.found()
         return may_found
+
+    def _strike_off(self, contacts: Contacts, deadline: float) -> None:
+        """Take those who are gone off the list."""
+        in_bounded_time(lambda _: contacts.replace(self._me, self._gone), deadline - monotonic(), self._place.name)
 
     def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: str = "") -> bool | None:
         """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
@@ -170,7 +179,7 @@ class Joining:
             handed_over = False
             try:
                 until = min(deadline, monotonic() + PROVE_S)
-                established = prove(transport, name or None, self._identity, self._found.secret, until)
+                established = prove(transport, name or None, self._identity, self._secret, until)
                 if incarnation and established.peer.process_token != incarnation:
                     return None
                 if IS_MEMBER not in established.peer.capabilities:

@@ -1,5 +1,8 @@
 """Graceful shutdown: drives the departure machine with what really happens on this node.
 
+`Leaving` is for groups of fixed size, whose members leave together; `Withdrawing` for those whose members come and
+go: one that leaves waits for its own work only.
+
 Everything here runs on the I/O thread, except ``enter``, which the thread that shuts down calls and waits in. The
 machine decides; this file only tells it whether the node is idle, and carries its effects out.
 """
@@ -57,6 +60,10 @@ class Leaving:
         while not self._done.wait(1.0):
             pass  # in slices: Ctrl-C ends this wait on every platform
         return self.late
+
+    def abort(self) -> None:
+        """This node has been expelled: nobody agrees with it on anything."""
+        self._done.open()
 
     def poke(self) -> None:
         """Something ended here: if this node is leaving, look again soon. From any thread.
@@ -118,6 +125,55 @@ class Leaving:
                     self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())
                     self.late = self.late or ("the last acknowledgements",)
                     self._done.open()
+
+
+class Withdrawing:
+    """The way out of a group whose other members stay. A ticker of the loop, like `Leaving`."""
+
+    def __init__(self, name: str, loop: Loop, local_state: LocalState) -> None:
+        self._name = name
+        self._loop = loop
+        self._local_state = local_state
+        self._done = Gate()
+        self._aborted = False
+        self.entered = False
+        self.late_names: tuple[str, ...] = ()
+
+    def enter(self, timeout_s: float) -> tuple[str, ...]:
+        """Wait until nothing of this node is under way; if ``timeout_s`` (0: no bound) passes first, say what is."""
+        deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.entered = True
+        self._loop.attend_by(0.0)
+        while not self._done.wait(min(1.0, max(0.0, deadline - monotonic()))):
+            in_flight = self._local_state()[0]
+            if monotonic() >= deadline and in_flight and not self._aborted:
+                self.late_names = (self._name,)
+                return (f"{self._name} still has {in_flight} call{'s' * (in_flight > 1)} in flight",)
+            if not in_flight or self._aborted:
+                break
+        return ()
+
+    def poke(self) -> None:
+        """Something ended here. From any thread."""
+        if self.entered:
+            self._loop.attend_by(monotonic() + POKE_DELAY_S)
+
+    def abort(self) -> None:
+        """This node has been expelled: there is nothing to wait for."""
+        self._aborted = True
+        self._done.open()
+
+    def on_message(self, rank: int, message: DepartureMessage) -> None:
+        """Nobody asks for agreement in such a group."""
+
+    def on_peer_gone(self, rank: int) -> None:
+        """Its calls have failed: look again."""
+        self.poke()
+
+    def tick(self, now: float) -> float:
+        if self.entered and not self._local_state()[0]:
+            self._done.open()
+        return NEVER
 
 
 def _named(late: tuple[departure.Late, ...], more: int) -> str:

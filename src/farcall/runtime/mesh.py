@@ -13,6 +13,7 @@ from farcall.channel.shared_memory import host_token
 from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity
+from farcall.protocol.introduction import HOST
 from farcall.runtime.doors import Door, Returning, dial_member
 from farcall.runtime.peers import RemotePeer
 from farcall.runtime.rendezvous import MemberRecord, Membership
@@ -28,6 +29,12 @@ def usable_ways(addresses: Sequence[str], their_host_token: str, allowed: Sequen
     return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
 
 
+def identity_of(membership: Membership) -> Identity:
+    """Who a node says it is."""
+    me = membership.me
+    return Identity(me.name, me.rank, membership.cluster_id, me.incarnation, {HOST: me.host_token})
+
+
 class Mesh:
     """The connections of one starting member to all others."""
 
@@ -37,27 +44,20 @@ class Mesh:
         options: RpcBackendOptions,
         connected: Mapping[int, RemotePeer],
         changed: Gate,
+        is_over: Callable[[str], bool] = lambda incarnation: False,
     ) -> None:
-        """``connected`` grows, and ``changed`` opens, whenever a member was connected, on whatever thread."""
+        """``connected`` grows, and ``changed`` opens, whenever a member was connected, on whatever thread.
+
+        ``is_over``: has that incarnation been declared dead?
+        """
         self._membership = membership
         self._options = options
         self._connected = connected
         self._changed = changed
         self._complete = False
-        me = membership.me
-        self._name = me.name
-        self._identity = Identity(
-            name=me.name,
-            rank=me.rank,
-            cluster_id=membership.cluster_id,
-            process_token=me.incarnation,
-            capabilities={"host": me.host_token},
-        )
-
-    @property
-    def identity(self) -> Identity:
-        """Who this node says it is."""
-        return self._identity
+        self._name = membership.me.name
+        self._identity = identity_of(membership)
+        self._is_over = is_over
 
     def connect(
         self,
@@ -129,6 +129,8 @@ class Mesh:
                 if member.incarnation != peer.process_token:
                     return f"{peer.name} is another process than the one that joined"
                 before = self._connected.get(peer.rank)
+                if before is not None and (before.broken or self._is_over(peer.process_token)):
+                    return None  # it may come in, to be told so
                 # One whose connection broke before it had our proof knows of no session, and comes as a stranger.
                 if before is not None and (self._complete or before.link.up):
                     return f"{peer.name} is connected already"

@@ -5,10 +5,12 @@ nodes may live in one process.
 
     state      by                             to
     new        start()                        starting: meets the others, dials the earlier ones, awaits the later ones
-    starting   all linked                     running: serves calls (those that came before have waited)
+    starting   all linked; or let in          running: serves calls (those that came before have waited)
     starting   an error                       ended
-    running    shutdown(graceful)             leaving: agrees with all members, then ends
+    running    shutdown(graceful)             leaving: agrees with all members, then ends; in a group without a fixed
+                                              size: ends its own work, tells the others, then ends
     running    shutdown(graceful=False)       ended
+    running    the others declare it dead     expelled, then ended: every call fails and says so
 """
 
 from __future__ import annotations
@@ -16,19 +18,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from time import monotonic
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
+
+import msgspec
 
 from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused, host_token
+from farcall.channel.shared_memory import SegmentPool, SegmentRefused, host_token
 from farcall.errors import (
     Cancelled,
     Delivery,
+    Expelled,
+    InitError,
     NetworkError,
     NotInitialized,
     PeerDead,
@@ -42,21 +47,31 @@ from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.introduction import introduced
+from farcall.protocol.membership import LinkLost, LinkRefused, Status
+from farcall.protocol.membership.messages import Message
 from farcall.protocol.notes import Notes, decode_notes
 from farcall.runtime import shield
+from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
+from farcall.runtime.changes import Changes, MemberEvent
+from farcall.runtime.contacts import Contacts
 from farcall.runtime.doors import Door
 from farcall.runtime.executor import Executor
-from farcall.runtime.leaving import Leaving
-from farcall.runtime.link import Link
+from farcall.runtime.joining import IS_MEMBER, Joining, found_group, refusal, wait_until
+from farcall.runtime.leaving import Leaving, Withdrawing
 from farcall.runtime.loop import Loop, Ticker
-from farcall.runtime.mesh import Mesh
+from farcall.runtime.members import MemberRecord, life_of, new_incarnation
+from farcall.runtime.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.patience import in_bounded_time
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
+from farcall.runtime.stores import MeetingPlace
+from farcall.runtime.watch import Watch, as_record, chosen
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
 
@@ -74,6 +89,15 @@ HANDLED_ANYWHERE = (
 )
 """Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
 
+
+NEWS = get_args(Message)
+"""Control messages about who is a member."""
+FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
+"""Control messages that are also taken from who is no member here, or not yet."""
+FIRST_CONNECTIONS_S = 5.0
+"""How long a newcomer waits for its connections to all others: calls wait for them in any case."""
+LEAVE_S = 10.0
+STORE_S = 2.0
 
 P = TypeVar("P")
 
@@ -141,13 +165,15 @@ class Node:
         self._world_size = world_size
         self._state = "new"
         self._exiting = False
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = new_incarnation()
+        self._why_ended: RpcError | None = None
+        self._contacts: Contacts | None = None
+        self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
-        self._peers: dict[str | int, Peer] = {}
-        self._remotes: dict[int, RemotePeer] = {}
         self._parts: dict[Any, Any] = {}
         self._parts_lock = threading.RLock()
-        self._gone_hooks: list[Callable[[WorkerInfo], None]] = []
+        self._joined_hooks: list[Callable[[Peer], None]] = []
+        self._gone_hooks: list[Callable[[Peer], None]] = []
         self._agreed_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
         self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
@@ -175,6 +201,8 @@ class Node:
             messages.DepartureReleased: self._on_departure,
             messages.DepartureAcknowledged: self._on_departure,
         }
+        for kind in NEWS:
+            self._controls[kind] = lambda peer, message: self.watch.on_message(peer.life, message)
 
     # ------------------------------------------------------------------ life
 
@@ -212,52 +240,156 @@ class Node:
         try:
             shield.unseal()
             place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
+            self.is_static = not place.is_dynamic
             host = choose_host(self.options.advertise, place.host).host
             self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
             addresses = [advertised_address(address, host) for address in self._door.addresses]
-            membership = join(self._name, self._rank, self._world_size, self.options, addresses, host_token())
-            self._become_member(membership)
-            mesh = Mesh(membership, self.options, self._remotes, self._linked)
-            ways = {member.rank: member for member in membership.members}
-            self.reconnecting = Reconnecting(
-                mesh.identity,
-                membership.secret,
-                self.options.reconnect_s,
-                lambda rank: mesh.ways_to(ways[rank]),
-                self._loop,
-                self._wrapped,
-            )
+            self._become_member(self._meet(place, addresses, deadline))
             self._loop.start()
-            mesh.connect(self._door, self._on_member, self.reconnecting, deadline)
+            if self.is_static:
+                self._connect_all(deadline)
+            else:
+                self._join(place, deadline)
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
         self._state = "running"
         self.executor.start()
-        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(membership.members))
+        self.watch.begin()
+        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
+
+    def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:
+        """Who the members are, as far as that is known before there is any connection."""
+        if self.is_static:
+            return join(
+                self._name, self._rank, self._world_size, self.options, addresses, host_token(), self._incarnation
+            )
+        me = MemberRecord(self._name, place.rank, tuple(addresses), host_token(), self._incarnation)
+        found = found_group(place, me, self.options, deadline)
+        self._contacts = found.contacts
+        return Membership(me, [me], found.cluster_id, found.secret, 0, found.store)
 
     def _become_member(self, membership: Membership) -> None:
         self.membership = membership
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
+        self._changes = Changes(self.executor)
         faults = self.options.faults
         deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
-        self._myself = SelfPeer(self.info, deliver, self._memory)
-        self._peers[self._name] = self._peers[self.info.id] = self._myself
-        self._leaving = Leaving(
-            self.info.id,
-            {member.rank: member.name for member in membership.members},
-            self._loop,
-            self._local_state,
-            lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
+        self._myself = SelfPeer(self.info, self._incarnation, self.is_static, deliver, self._memory)
+        identity = identity_of(membership)
+        self.reconnecting = Reconnecting(
+            identity, membership.secret, self.options.reconnect_s, self._ways_to, self._loop, self._wrapped
         )
+        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
+        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
+        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
+        self._acquaintances = Acquaintances(
+            self._myself,
+            self.is_static,
+            self.options,
+            self._loop,
+            self.pool,
+            self._memory,
+            self.reconnecting,
+            identity,
+            membership.secret,
+            lambda: self.watch,
+            self._write_later,
+            self._fail_unsent,
+            self._on_frame,
+            self._on_gone,
+            self._on_release,
+            self._wrapped,
+        )
+        self._peers = self._acquaintances.named
+        self._remotes = self._acquaintances.remotes
+        self._acquaintances.on_change = self._on_change
+        self._acquaintances.on_expelled = self._on_expelled
+        records = [as_record(member) for member in membership.members]
+        self.watch = Watch(
+            as_record(membership.me),
+            records if self.is_static else None,
+            chosen(self.options),
+            self._loop,
+            self._acquaintances,
+        )
+        self._leaving: Leaving | Withdrawing
+        if self.is_static:
+            self._leaving = Leaving(
+                self.info.id,
+                {member.rank: member.name for member in membership.members},
+                self._loop,
+                self._local_state,
+                lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
+            )
+        else:
+            self._leaving = Withdrawing(self._name, self._loop, self._local_state)
         assert self._door is not None
-        for ticker in (self.calls, self.executor, self._leaving, self._door, self):
+        for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
         self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
+
+    def _connect_all(self, deadline: float) -> None:
+        """In a group of fixed size: be connected to everybody."""
+        assert self._door is not None
+
+        def is_over(incarnation: str) -> bool:
+            status = self.watch.status_of(life_of(incarnation))
+            return status is not None and status >= Status.DEAD
+
+        mesh = Mesh(self.membership, self.options, self._remotes, self._linked, is_over)
+        mesh.connect(self._door, self._on_connected, self.reconnecting, deadline)
+
+    def _join(self, place: MeetingPlace, deadline: float) -> None:
+        """In a group whose members come and go: be let in, or found it."""
+        assert self._door is not None
+        identity = identity_of(self.membership)
+        self._door.open(
+            identity,
+            self.membership.secret,
+            lambda peer: None,  # to be heard about membership; all else the watch decides
+            lambda transport, established: self._on_connected(transport, established, False),
+            self.reconnecting,
+        )
+        Joining(
+            place, self.membership.me, self.options, self._contacts, self.membership.secret, identity, self
+        ).run(deadline)
+        me = self.watch.me
+        identity = introduced(identity, me)
+        self._door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))
+        others = [record.life for record in self.watch.members() if record.life != me.life]
+        # So that all know this node before any of them hears its name from a third one.
+        bound_s = min(FIRST_CONNECTIONS_S, max(0.0, deadline - monotonic()))
+        wait_until(lambda: all(self._acquaintances.connected_to(life) for life in others), bound_s)
+
+    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
+        """See `joining.Candidate`."""
+        stranger: list[RemotePeer] = []
+        self._loop.call_soon(lambda: stranger.append(self._acquaintances.connected(transport, established, True)))
+        if not wait_until(lambda: bool(stranger), deadline - monotonic()):
+            raise InitError(f"{self._name}: the I/O thread does not answer")
+        life = stranger[0].life
+        if self.watch.join_through(life, deadline - monotonic(), lambda: not stranger[0].link.up):
+            return True
+        if self.watch.why_refused is not None:
+            raise refusal(f"{self._name} was not let in: {self.watch.why_refused}")
+        return False
+
+    def found(self) -> None:
+        """See `joining.Candidate`."""
+        me = as_record(self.membership.me)
+        self.watch.stop()
+        self.watch = Watch(me, [me], chosen(self.options), self._loop, self._acquaintances)
+
+    def _ways_to(self, peer: RemotePeer) -> list[str]:
+        record = self.watch.record_of(peer.life)
+        if record is None:
+            return []
+        return usable_ways(record.addresses, record.host_token, self.options.allowed_transports)
 
     def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
         """The transport for a link to ``info``: with the faults of the options, if any."""
@@ -266,42 +398,9 @@ class Node:
         wrapped: Transport = self.options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
         return wrapped
 
-    def _on_member(self, transport: Transport, established: Established, dialled: bool) -> None:
-        """A proven peer is connected for the first time: make it reachable."""
-        identity = established.peer
-        info = WorkerInfo(identity.name, identity.rank)
-        transport = self._wrapped(transport, info)
-        shared = transport.carries_descriptors and self.pool is not None
-        peer = RemotePeer(
-            info,
-            identity.process_token,
-            self.pool if shared else None,
-            SegmentMap(self._on_release) if shared else None,
-            self._write_later,
-            self.info,
-            self._fail_unsent,
-        )
-        peer.link = Link(
-            info,
-            transport,
-            self._loop,
-            partial(self._on_frame, peer),
-            partial(self._on_broken, peer),
-            self.options.send_backlog_limit_bytes,
-            self._memory.take,
-            self.options.busy_wait_s,
-            lambda count, more: peer.control(messages.FramesReceived(count), more),
-            lambda reason: self.reconnecting.on_interrupted(peer, reason),
-        )
-        before = self._remotes.get(info.id)
-        if before is not None:  # its connection broke while it was being made, and nothing had come over it
-            before.link.close("the other end has made a new one")
-            before.close()
-        logger.info("%s is connected to %s over %s", self._name, info.name, transport.describe())
-        self._peers[info.name] = self._peers[info.id] = peer
-        self._remotes[info.id] = peer
-        self.reconnecting.begin(peer, established, dialled)
-        peer.link.start(established.leftover)
+    def _on_connected(self, transport: Transport, established: Established, dialled: bool) -> None:
+        """A proven peer is connected anew."""
+        self._acquaintances.connected(transport, established, dialled)
         self._linked.open()
 
     def _fail_unsent(self, call_id: int, why: str) -> None:
@@ -316,6 +415,9 @@ class Node:
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
+        ending = self._ending
+        if ending is not None:  # it was expelled
+            ending.join(2 * STOP_S)
         if self._state != "running":
             return
         self._state = "leaving"
@@ -325,14 +427,20 @@ class Node:
         try:
             if graceful:
                 self.server.on_answered = self._leaving.poke
+                self._leave_contacts()
                 self.membership.close()  # before all agree: afterwards a new store may be opened at its port
                 late = self._leaving.enter(timeout_s)
-                agreed = not late
+                agreed = not late and self._why_ended is None
                 if agreed:
                     for hook in self._agreed_hooks:
                         hook()
+                    if not self.is_static:
+                        self.watch.leave(LEAVE_S)
+                        self._leaving.enter(LEAVE_S)  # those who did not know yet may have asked for something
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
+        if self._why_ended is not None:
+            raise self._why_ended
         if late:
             raise ShutdownTimeout(
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
@@ -361,7 +469,22 @@ class Node:
         """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
         self._leaving.poke()
 
-    def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
+    def on_peer_joined(self, hook: Callable[[Peer], None]) -> None:
+        """Call ``hook`` on the I/O thread for every member that joins a running node, before anything of it is read."""
+        self._joined_hooks.append(hook)
+
+    def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
+        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
+
+        Call what is returned to end that.
+        """
+        return self._changes.subscribe(callback)
+
+    def member_events(self) -> AsyncIterator[MemberEvent]:
+        """The same as an async iterator, from now on until the node ends."""
+        return self._changes.iterate()
+
+    def on_peer_gone(self, hook: Callable[[Peer], None]) -> None:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
         self._gone_hooks.append(hook)
 
@@ -396,7 +519,36 @@ class Node:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
 
-    def _end(self, why: Cancelled, linger: bool = False) -> None:
+    def _leave_contacts(self) -> None:
+        """Take this node off the list in the store, if that still answers."""
+        contacts, self._contacts = self._contacts, None
+        if contacts is not None:
+            try:
+                in_bounded_time(lambda _: contacts.leave(self.membership.me), STORE_S, "the start")
+            except Exception as error:
+                logger.info("%s: the store does not answer any more: %s", self._name, error)
+
+    def _on_expelled(self, why: str) -> None:
+        """On the I/O thread: the others hold this node for dead, and that is final."""
+        if self._state not in ("running", "leaving", "starting"):
+            return
+        error = self._why_ended = Expelled(
+            f"{self._name} was declared dead by the other members ({why}): it can do no more here; call shutdown(), "
+            "then init_rpc to join again"
+        )
+        logger.error("%s", error)
+        self._myself.ended = error
+        self.calls.fail_all(lambda call: error)
+        if self._state == "running":
+            self._state = "expelled"
+            self._ending = threading.Thread(
+                target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True
+            )
+            self._ending.start()
+        else:
+            self._leaving.abort()  # whoever starts or leaves ends it
+
+    def _end(self, why: RpcError, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
         shield.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
         try:
@@ -407,13 +559,19 @@ class Node:
                 shield.uninstall()
             shield.unseal()
 
-    def _stop_all(self, why: Cancelled, linger: bool) -> None:
-        self._state = "ended"
-        remotes = list(self._remotes.values())
+    def _stop_all(self, why: RpcError, linger: bool) -> None:
+        why = self._why_ended or why
+        self._state = "expelled" if self._why_ended is not None else "ended"
+        remotes: list[RemotePeer] = []
+        if hasattr(self, "watch"):
+            self.watch.stop()
+            remotes = self._acquaintances.everyone()
+            self._changes.end()
         for peer in remotes:
             peer.leaving = True
         if hasattr(self, "reconnecting"):
             self.reconnecting.stop()
+            self._acquaintances.stop()
         for peer in remotes:
             peer.control(messages.Goodbye("shutdown"))
         if linger:
@@ -456,9 +614,8 @@ class Node:
             # Its threads exist in the parent only, and its destructor would wait for them for good.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))
             self.membership.close()
-        for peer in self._remotes.values():
-            peer.link.close_after_fork()
         if hasattr(self, "reconnecting"):
+            self._acquaintances.close_after_fork()
             self.reconnecting.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
@@ -494,6 +651,8 @@ class Node:
         return peer
 
     def _no_peer(self, to: object) -> Exception:
+        if self._why_ended is not None:
+            return self._why_ended
         if self._state not in ("running", "leaving"):
             return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
         if not isinstance(to, str | int | WorkerInfo):
@@ -505,13 +664,21 @@ class Node:
         """Whether ``peer`` is how this very node sees a member: several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
-    def other(self, rank: int) -> RemotePeer | None:
-        """The other member of this rank, in whatever state the node and the link to it are."""
-        return self._remotes.get(rank)
+    def numbered(self, member: int) -> Peer | None:
+        """The member of this number (``Peer.member``), in whatever state the node and the link to it are.
+
+        None: it is gone; or, while the node starts, not connected yet.
+        """
+        return self._acquaintances.numbered.get(member)
+
+    @property
+    def me(self) -> Peer:
+        """This node, as a peer of itself."""
+        return self._myself
 
     def workers(self) -> list[WorkerInfo]:
-        """All members, by rank."""
-        return sorted({peer.info for peer in self._peers.values()}, key=lambda info: info.id)
+        """All members, by rank; where members come and go, those that are there now."""
+        return self._acquaintances.workers()
 
     # ------------------------------------------------------------------ what arrives
 
@@ -519,6 +686,9 @@ class Node:
         """Route one frame. On the thread that reads the link: it must not block."""
         if frame[0] == CONTROL:
             self._on_control(peer, frame)
+            return
+        if not peer.known:
+            self._acquaintances.hold(peer, frame)
             return
         if frame[6]:
             try:
@@ -566,6 +736,9 @@ class Node:
             peer.link.abort(str(error))
             return
         handle = self._controls[type(message)]
+        if not peer.known and not isinstance(message, FOR_STRANGERS):
+            self._acquaintances.hold(peer, frame)
+            return
         if type(message) in self._in_order or self._loop.on_thread():
             handle(peer, message)
         else:
@@ -573,12 +746,23 @@ class Node:
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         peer.leaving = True
+        if peer.known:
+            self.watch.on_goodbye(peer.life)
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer.info.id, message)
 
-    def _on_broken(self, peer: RemotePeer, reason: str) -> None:
-        """On the I/O thread, once: a link has ended. Whoever waits for the peer learns it now."""
+    def _on_change(self, kind: str, peer: RemotePeer, why: str) -> None:
+        """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
+        level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
+        logger.log(level, "%s: %s (rank %d) %s%s", self._name, *peer.info, kind, f": {why}" if why else "")
+        if kind == "joined":
+            for hook in self._joined_hooks:
+                hook(peer)
+        self._changes.tell(MemberEvent(kind, peer.info, peer.incarnation, why))
+
+    def _on_gone(self, peer: RemotePeer, reason: str) -> None:
+        """On the I/O thread, once: a member's link is dead. Whoever waits for it learns it now."""
         peer.close()
         if peer.leaving:
             logger.info("%s: %s has left", self._name, peer.info.name)
@@ -587,20 +771,21 @@ class Node:
         how = "has left" if peer.leaving else f"is gone: {reason}"
 
         def lost(call: PendingCall) -> PeerDead:
-            if call.call_id in peer.link.never_sent:
-                return PeerDead(f"{peer.info.name} {how}; the call was not sent", Delivery.NOT_SENT)
-            return PeerDead(f"{peer.info.name} {how}; whether the call ran there is unknown", Delivery.UNKNOWN)
+            sent = call.call_id not in peer.link.never_sent
+            what = "whether the call ran there is unknown" if sent else "the call was not sent"
+            delivery = Delivery.UNKNOWN if sent else Delivery.NOT_SENT
+            return PeerDead(f"{peer.info.name} {how}; {what}", delivery, peer.info, peer.incarnation)
 
         self.calls.fail_all(lost, peer)
         for hook in self._gone_hooks:
-            hook(peer.info)
+            hook(peer)
         self._leaving.on_peer_gone(peer.info.id)
 
     # ------------------------------------------------------------------ what the loop asks
 
     def tick(self, now: float) -> float:
         """On the I/O thread: send releases that nobody took along, and give back memory unused for long."""
-        for peer in list(self._remotes.values()):  # a copy: members may still be connecting
+        for peer in self._acquaintances.everyone():  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
         if now >= self._next_trim:

@@ -65,11 +65,13 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "incarnation", "info", "member", "origin")
+    __slots__ = ("__weakref__", "incarnation", "info", "life", "member", "origin")
 
     info: WorkerInfo
     incarnation: str
     """Which start of that worker: another process may have its name and rank some day."""
+    life: int
+    """The same as a number."""
     member: int
     """Its number in references and gradients: the rank in a group of fixed size, else the incarnation."""
     origin: int
@@ -77,7 +79,7 @@ class Peer:
 
     def identify(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
         """Say who this is; ``is_static``: in a group of fixed size, where a rank is never given again."""
-        life = life_of(incarnation)
+        self.life = life = life_of(incarnation)
         self.info = info
         self.incarnation = incarnation
         self.member = info.id if is_static else life
