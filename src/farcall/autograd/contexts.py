@@ -31,7 +31,8 @@ from farcall.serialize.recording import RECORDING, Recording
 __all__ = ["Contexts"]
 
 _RELEASED_KEPT = 4096
-_ID_BITS = 48  # below the worker's id, in ids of contexts and of messages
+_ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
+_RANK_SHIFT = 48
 
 
 class Contexts:
@@ -43,10 +44,11 @@ class Contexts:
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: letters may still be on their way
-        self._first_id = port.worker_id << _ID_BITS
+        self._first_id = port.origin << _ID_BITS
         self._next_context_id = self._first_id + 1  # 0 is no context,
         self._next_message_id = self._first_id + 1  # and no message
         self._gone: set[int] = set()
+        self._gone_origins: set[int] = set()
         self._backward_lock = threading.Lock()
         self.backward_calls = 0
         """How many threads of this worker are inside `backward`."""
@@ -96,7 +98,7 @@ class Contexts:
         context = self._contexts.get(context_id)
         if context is None:
             with self._lock:
-                if context_id in self._released or context_id >> _ID_BITS in self._gone:
+                if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None
                 context = self._contexts.setdefault(context_id, Context(context_id, self))
         return context
@@ -112,7 +114,7 @@ class Contexts:
 
     def max_id(self) -> int:
         """The largest id that a context or message of this worker may have."""
-        return self._first_id | ((1 << _ID_BITS) - 1)
+        return self._first_id | ((1 << _RANK_SHIFT) - 1)
 
     def release(self, context_id: int) -> frozenset[int]:
         """Forget a context here, ending its passes; return the workers to be told to do the same."""
@@ -263,12 +265,16 @@ class Contexts:
         for local in heard:
             local.wake()
 
-    def worker_lost(self, worker_id: int, reason: str) -> None:
-        """Fail the passes that cannot end without that worker, and release the contexts that it opened."""
+    def worker_lost(self, worker_id: int, reason: str, origin: int) -> None:
+        """Fail the passes that cannot end without that worker, and release the contexts that it opened.
+
+        ``origin`` is what the ids of its contexts begin with.
+        """
         with self._lock:
             self._gone.add(worker_id)
+            self._gone_origins.add(origin)
         for context in list(self._contexts.values()):
-            if context.id >> _ID_BITS == worker_id:
+            if context.id >> _ID_BITS == origin:
                 self.release(context.id)
                 continue
             for local in list(context.passes.values()):

@@ -57,6 +57,10 @@ class Port(Protocol):
     """What a context needs from the runtime."""
 
     @property
+    def origin(self) -> int:
+        """What the ids of this worker's contexts begin with."""
+
+    @property
     def worker_id(self) -> int:
         """This worker."""
 

@@ -17,6 +17,7 @@ from time import monotonic, perf_counter
 
 from farcall.autograd.letters import GRADIENTS, encode_letters
 from farcall.autograd.passes import Letter, Task
+from farcall.errors import Delivery, PeerDead
 from farcall.protocol.frames import LETTER
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
@@ -40,17 +41,23 @@ class NodePort:
 
     @property
     def worker_id(self) -> int:
-        return self._node.info.id
+        return self._node.me.member
+
+    @property
+    def origin(self) -> int:
+        return self._node.me.origin
 
     def knows(self, peer: Peer) -> bool:
         return self._node.is_peer(peer)
 
     def workers(self) -> frozenset[int]:
-        return frozenset(info.id for info in self._node.workers())
+        return frozenset(self._node.members())
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         node = self._node
-        peer = node.peer(worker_id)
+        peer = node.numbered(worker_id)
+        if peer is None:
+            raise PeerDead("that worker is gone", Delivery.NOT_SENT)
         flags, payload, buffers = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
@@ -71,7 +78,7 @@ class NodePort:
             deliver()
         finally:
             self._reading.tasks = None
-            sender = peer.info.id
+            sender = peer.member
             for task in tasks:
                 work = _Work(self, sender, task)
                 kept = peer.run_inline(work) if self._quick.get(sender) and task is tasks[-1] else None
@@ -96,7 +103,9 @@ class NodePort:
                 # All that is to come comes over one link: reading it here saves a hop between threads.
                 deadline = NEVER if timeout_s is None else monotonic() + timeout_s
                 (worker_id,) = others
-                node.peer(worker_id).help_until(_Filled(tasks), deadline)
+                peer = node.numbered(worker_id)
+                if peer is not None:
+                    peer.help_until(_Filled(tasks), deadline)
                 if timeout_s is not None:
                     timeout_s = max(0.0, deadline - monotonic())
             return tasks.get(timeout=timeout_s)

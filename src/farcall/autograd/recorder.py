@@ -12,7 +12,6 @@ from farcall.autograd.contexts import Contexts
 from farcall.autograd.letters import GRADIENTS, decode_letters
 from farcall.autograd.port import NodePort
 from farcall.errors import RpcError
-from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import Notes
 from farcall.runtime.node import Node
@@ -40,7 +39,7 @@ class Recorder:
 
         def deliver() -> None:
             try:
-                self.contexts.deliver(peer.info.id, decode_letters(frame, peer))
+                self.contexts.deliver(peer.member, decode_letters(frame, peer))
             except RpcError as error:
                 logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
 
@@ -65,9 +64,9 @@ class Recorder:
         for context_id in self.contexts.ids():
             self.contexts.release(context_id)
 
-    def _on_peer_gone(self, worker: WorkerInfo) -> None:
+    def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send letters, and waits for nobody.
-        self.contexts.worker_lost(worker.id, f"{worker.name} is gone")
+        self.contexts.worker_lost(peer.member, f"{peer.info.name} is gone", peer.origin)
 
 
 def attach_to(node: Node) -> None:

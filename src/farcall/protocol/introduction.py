@@ -37,7 +37,7 @@ def introduction_of(peer: Identity, life: int) -> Record | None:
         return None
     if not admission.isdecimal() or len(admission) > 15:
         raise malformed("an admission number that is none")
-    addresses = []
+    addresses: list[str] = []
     while len(addresses) < MAX_ADDRESSES and (address := capabilities.get(f"address{len(addresses)}")) is not None:
         addresses.append(address)
     return Record(life, peer.name, peer.rank, tuple(addresses), capabilities.get(HOST, ""), int(admission))

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 import torch
 
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
-from farcall.ids import WorkerInfo
 from farcall.remote.call import UNSET_TIMEOUT, call_sync
 from farcall.remote.functions import async_execution
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node, node_of_thread
+from farcall.runtime.peers import Peer
 
 T = TypeVar("T")
 Group = tuple[str, ...]
@@ -106,9 +106,9 @@ class _Gathers:
                     nearest = min(nearest, gather.deadline)
         return nearest
 
-    def on_peer_gone(self, worker: WorkerInfo) -> None:
+    def on_peer_gone(self, peer: Peer) -> None:
         """Who is gone does not contribute any more: do not let the others wait for it."""
-        self._on_member_lost(worker.name)
+        self._on_member_lost(peer.info.name)
 
     def _on_member_lost(self, name: str) -> None:
         with self._lock:

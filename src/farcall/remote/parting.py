@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from farcall.errors import ReferenceLeak
-from farcall.ids import RefId, WorkerInfo
+from farcall.ids import RefId
 from farcall.protocol.references import Farewell
 from farcall.remote.owned import NOT_MADE
 from farcall.runtime.peers import RemotePeer
@@ -88,8 +88,8 @@ class Parting:
         """All work everywhere is done: nobody needs references any more."""
         self.agreed = True
         self.give_up()
-        for worker in self._references.others():
-            peer = self._references.node.other(worker.id)
+        for member in self._references.others():
+            peer = self._references.node.other(member)
             if peer is not None:
                 peer.control(Farewell())
         if self.checks_leaks:
@@ -97,14 +97,14 @@ class Parting:
             self._find_leaks()
 
     def _on_farewell(self, peer: RemotePeer, message: Farewell) -> None:
-        self._parted.add(peer.info.id)
+        self._parted.add(peer.member)
         self._news.set()
 
     def _wait_for_farewells(self) -> None:
         deadline = monotonic() + SETTLING_S
         while True:
             self._news.clear()
-            if all(worker.id in self._parted for worker in self._references.others()):
+            if self._parted.issuperset(self._references.others()):
                 return
             if not self._news.wait(max(0.0, deadline - monotonic())):
                 return
@@ -115,8 +115,8 @@ class Parting:
         for owned in snapshot.owned:
             what, origin = values.get(owned.ref, (NOT_MADE, ""))
             for member, forks in owned.forks_by_holder.items():
-                holder: WorkerInfo = self._references.worker(member)
-                if holder.id in self._parted:
+                if member in self._parted:
+                    holder = self._references.worker(member)
                     self._leaks.append(Held(holder.name, forks, owned.ref, what, origin))
 
     def raise_leaks(self) -> None:

@@ -58,11 +58,6 @@ _MESSAGES = (
 )
 
 
-def member_of(worker: WorkerInfo) -> int:
-    """The number by which the machine knows a member: one per process start. In a static group the rank is that."""
-    return worker.id
-
-
 class NodeReferences:
     """A part of a node: ``node.part(NodeReferences)``. Also a ticker of its loop."""
 
@@ -70,11 +65,13 @@ class NodeReferences:
         self.node = node
         self.traced = False
         """Record where in the program each reference is created?"""
-        workers = [WorkerInfo(member.name, member.rank) for member in node.membership.members]
-        self._workers = {member_of(worker): worker for worker in workers}
+        # By the number that the machine knows a member by: see Peer.member.
+        self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
+        if not node.is_static:
+            self._workers = {node.me.member: node.info}
         self._lock = threading.RLock()
         self._machine = References(
-            member_of(node.info),
+            node.me.member,
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: node.attend_by(monotonic() + LINGER_S),
@@ -91,6 +88,7 @@ class NodeReferences:
         for kind in _MESSAGES:
             # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
             node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
+        node.on_peer_joined(self._on_peer_joined)
         node.on_peer_gone(self._on_peer_gone)
         self.parting = Parting(self)
         node.add_ticker(self)
@@ -120,7 +118,7 @@ class NodeReferences:
         timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         origin = _origin() if self.traced else ""
         with self._lock:
-            fork = self._machine.create(member_of(peer.info))
+            fork = self._machine.create(peer.member)
             owned: Owned | None = None
             if fork.owner == self._machine.me:
                 owned = self._values[fork.ref] = Owned(origin)
@@ -165,12 +163,11 @@ class NodeReferences:
         creation = rref._creation
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error)
-        info = peer.info
-        if self.node.peer(info.id) is not peer:
+        if not self.node.is_peer(peer):
             raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
         with self._lock:
             try:
-                return self._machine.fork(rref._fork, member_of(info))
+                return self._machine.fork(rref._fork, peer.member)
             except LookupError as error:
                 raise ReferenceLost(f"{rref!r} cannot be sent: {error}") from None
 
@@ -186,7 +183,7 @@ class NodeReferences:
 
         They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
         """
-        sender = member_of(peer.info)
+        sender = peer.member
         machine = self._machine
         arrived: list[Any] = []
         with self._lock:
@@ -260,15 +257,17 @@ class NodeReferences:
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""
         member = fork.owner
-        peer = self.node.peer(self._workers[member].id)
-        if member in self._lost:
+        peer = self.node.numbered(member)
+        if peer is None or member in self._lost:
+            if not self.node.running:
+                self.node.peer(self.node.info)  # raises
             ref = fork.ref
             raise ReferenceLost(f"the owner of {ref.created_on}:{ref.local_id}, {self.worker(member)}, is gone")
         return peer
 
     def worker(self, member: int) -> WorkerInfo:
-        """Who a member is."""
-        return self._workers[member]
+        """Who a member is or was."""
+        return self._workers.get(member) or WorkerInfo(f"member-{member}", -1)
 
     def confirmed(self, fork: Fork) -> bool:
         """Does the owner know of ``fork``?"""
@@ -318,13 +317,18 @@ class NodeReferences:
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
         now = monotonic()
         with self._lock:
-            freed = self._carry_out(now, self._machine.handle(member_of(peer.info), message, now))
+            freed = self._carry_out(now, self._machine.handle(peer.member, message, now))
         dispose(self.node, freed)
         if self.parting.checks_leaks:
             self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
 
-    def _on_peer_gone(self, worker: WorkerInfo) -> None:
-        member = member_of(worker)
+    def _on_peer_joined(self, peer: Peer) -> None:
+        with self._lock:
+            self._workers[peer.member] = peer.info
+            self._machine.member_joined(peer.member)
+
+    def _on_peer_gone(self, peer: Peer) -> None:
+        member = peer.member
         now = monotonic()
         with self._lock:
             self._lost.add(member)
@@ -364,7 +368,7 @@ class NodeReferences:
         return freed
 
     def _send(self, effect: Send) -> None:
-        peer = self.node.other(self._workers[effect.member].id)
+        peer = self.node.other(effect.member)
         if peer is not None:
             peer.control(effect.message)
         elif effect.member not in self._lost:
@@ -405,10 +409,10 @@ class NodeReferences:
         """How many forks wait for a message of another member before they can be released."""
         return self._machine.unsettled
 
-    def others(self) -> list[WorkerInfo]:
-        """The other members that are still there."""
+    def others(self) -> list[int]:
+        """The numbers of the other members that are still there."""
         me = self._machine.me
-        return [worker for member, worker in self._workers.items() if member != me and member not in self._lost]
+        return [member for member in list(self._workers) if member != me and member not in self._lost]
 
     # ------------------------------------------------------------------ a look inside
 

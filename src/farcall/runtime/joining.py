@@ -208,9 +208,10 @@ class Joining:
         )
 
 
-def refusal(why: str) -> InitError:
+def refusal(name: str, why: str) -> InitError:
     """The error for one that was not let in."""
-    return DuplicateName(why) if why.startswith("the name") else BadRank(why)
+    kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
+    return kind(f"{name} was not let in: {why}")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

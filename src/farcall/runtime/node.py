@@ -376,7 +376,7 @@ class Node:
         if self.watch.join_through(life, deadline - monotonic(), lambda: not stranger[0].link.up):
             return True
         if self.watch.why_refused is not None:
-            raise refusal(f"{self._name} was not let in: {self.watch.why_refused}")
+            raise refusal(self._name, self.watch.why_refused)
         return False
 
     def found(self) -> None:
@@ -563,6 +563,7 @@ class Node:
         why = self._why_ended or why
         self._state = "expelled" if self._why_ended is not None else "ended"
         remotes: list[RemotePeer] = []
+        self._contacts = None
         if hasattr(self, "watch"):
             self.watch.stop()
             remotes = self._acquaintances.everyone()
@@ -670,6 +671,15 @@ class Node:
         None: it is gone; or, while the node starts, not connected yet.
         """
         return self._acquaintances.numbered.get(member)
+
+    def other(self, member: int) -> RemotePeer | None:
+        """The same, where it is another member than this one."""
+        peer = self._acquaintances.numbered.get(member)
+        return peer if isinstance(peer, RemotePeer) else None
+
+    def members(self) -> list[int]:
+        """The numbers of all members, one's own too."""
+        return list(self._acquaintances.numbered)
 
     @property
     def me(self) -> Peer:
@@ -784,7 +794,7 @@ class Node:
     # ------------------------------------------------------------------ what the loop asks
 
     def tick(self, now: float) -> float:
-        """On the I/O thread: send releases that nobody took along, and give back memory unused for long."""
+        """On the I/O thread: send releases that nobody took along, give back memory unused for long, and watch."""
         for peer in self._acquaintances.everyone():  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
@@ -796,7 +806,7 @@ class Node:
                     for holder in holders:
                         if isinstance(holder, RemotePeer):
                             holder.retire(segment_id)
-        return self._next_trim
+        return min(self._next_trim, self.watch.tick(now))
 
     def _on_release(self, urgent: bool) -> None:
         """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: only wake."""

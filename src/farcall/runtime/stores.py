@@ -103,8 +103,8 @@ def find_meeting_place(
         if found_size != -1:
             raise BadRank("who joins through a member joins a group without a fixed size: leave world_size out")
         contacts = _find_contacts(init_method)
-        host, port = parse_tcp(contacts[0])
-        return MeetingPlace(init_method, parts.scheme, found_rank, -1, host, port, contacts=contacts)
+        first_host, first_port = parse_tcp(contacts[0])
+        return MeetingPlace(init_method, parts.scheme, found_rank, -1, first_host, first_port, contacts=contacts)
     if found_size != -1 and not 0 <= found_rank < found_size:
         raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
     common: dict[str, Any] = {

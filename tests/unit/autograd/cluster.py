@@ -44,7 +44,7 @@ class Network:
         self.dead.add(worker_id)
         for other in self.workers:
             if other.port.worker_id not in self.dead:
-                other.worker_lost(worker_id, f"worker{worker_id} died")
+                other.worker_lost(worker_id, f"worker{worker_id} died", worker_id << 16)
 
     def move(self, context_id: int, source: int, target: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a call does with the tensors of a message: record, copy, record."""
@@ -65,6 +65,10 @@ class Port:
     @property
     def worker_id(self) -> int:
         return self._worker_id
+
+    @property
+    def origin(self) -> int:
+        return self._worker_id << 16
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         network = self._network

@@ -30,6 +30,7 @@ ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "o
 class FakePeer:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
+        self.member = info.id
         self.sent: list[Any] = []
         self.refuses: Exception | None = None
 
@@ -61,9 +62,11 @@ class FakeNode:
     """What the references of a node ask of it, in one thread and without time."""
 
     running = True
+    is_static = True
 
     def __init__(self) -> None:
         self.info = ME
+        self.me = SimpleNamespace(member=ME.id)
         self.timeout_s = 60.0
         self.membership = SimpleNamespace(
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
@@ -79,8 +82,13 @@ class FakeNode:
     def peer(self, rank: int) -> FakePeer:
         return self.peers[rank]
 
-    def other(self, rank: int) -> FakePeer | None:
-        return self.peers.get(rank)
+    def numbered(self, member: int) -> FakePeer | None:
+        return self.peers.get(member)
+
+    other = numbered
+
+    def is_peer(self, peer: FakePeer) -> bool:
+        return self.peers.get(peer.info.id) is peer
 
     def attend_by(self, when: float) -> None:
         self.attended.append(when)
@@ -89,6 +97,9 @@ class FakeNode:
         self.hooks[kind.__name__] = handle
 
     def wait_for(self, count: Callable[[], int]) -> None: ...
+
+    def on_peer_joined(self, hook: Callable[..., Any]) -> None:
+        self.hooks["joined"] = hook
 
     def on_peer_gone(self, hook: Callable[..., Any]) -> None:
         self.hooks["gone"] = hook
@@ -299,7 +310,7 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
     # One that is older than what came is gone, and a dead member creates nothing more.
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 0))
-    node.hooks["gone"](OTHER)
+    node.hooks["gone"](node.peer(OTHER.id))
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 9))
 
@@ -313,7 +324,7 @@ def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
 def test_a_use_of_a_dead_owners_reference_says_so(references: NodeReferences, node: FakeNode) -> None:
     rref = create(references, node)
     answer(node)
-    node.hooks["gone"](OWNER)
+    node.hooks["gone"](node.peer(OWNER.id))
     for use in (rref.to_here, rref.rpc_sync().anything, rref.remote().anything):
         with pytest.raises(ReferenceLost, match="owner"):
             use()
