@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import farcall
+from farcall import api
 from farcall.errors import BadRank, DuplicateName
-from farcall.testing.cluster import free_port, temporary_file_url
+from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
 
@@ -81,6 +82,19 @@ def test_a_taken_name_and_a_taken_rank_are_refused(url: str) -> None:
         assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
 
 
-def test_the_store_of_rank_0_serves_a_group(url: str) -> None:
-    with team(3, f"tcp://127.0.0.1:{free_port()}") as nodes:
-        assert nodes[2].rpc_sync("w1", int, ("7",)) == 7
+def _all_meet(rank: int, url: str, size: int) -> list[str]:
+    farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
+    node = api.current_node()
+    wait_until(lambda: len(node.workers()) == size)
+    farcall.rpc_sync(f"w{(rank + 1) % size}", int, ("7",))
+    api._barrier([f"w{other}" for other in range(size)])
+    farcall.shutdown()
+    return [info.name for info in node.workers()]
+
+
+def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() -> None:
+    finish(start_processes(4, _all_meet, f"tcp://127.0.0.1:{free_port()}", 4), BOUND_S)
+
+
+def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
+    finish(start_processes(4, _all_meet, url, 4), BOUND_S)

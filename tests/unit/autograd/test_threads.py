@@ -20,6 +20,7 @@ GIVE_UP_S = 30.0
 class ThreadPort:
     def __init__(self, workers: list[Contexts], worker_id: int, pool: ThreadPoolExecutor) -> None:
         self._workers, self.worker_id, self._pool = workers, worker_id, pool
+        self.origin = worker_id << 16
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         self._pool.submit(self._workers[worker_id].deliver, self.worker_id, list(letters))
