@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
     from farcall.api import init_rpc as init_rpc
+    from farcall.api import member_events as member_events
+    from farcall.api import members as members
+    from farcall.api import on_member as on_member
     from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
     from farcall.api import rpc_sync as rpc_sync
@@ -34,9 +37,11 @@ if TYPE_CHECKING:
     from farcall.remote.future import Future as Future
     from farcall.remote.node import Node as Node
     from farcall.remote.reference import RRef as RRef
+    from farcall.runtime.changes import MemberEvent as MemberEvent
 
 _HOMES = {
     "Future": "farcall.remote.future",
+    "MemberEvent": "farcall.runtime.changes",
     "Node": "farcall.remote.node",
     "RRef": "farcall.remote.reference",
     "RpcBackendOptions": "farcall.options",
@@ -55,7 +60,10 @@ _HOMES = {
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
+    "member_events": "farcall.api",
+    "members": "farcall.api",
     "nn": "farcall",
+    "on_member": "farcall.api",
     "optim": "farcall",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
@@ -67,6 +75,7 @@ _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
     "Future",
+    "MemberEvent",
     "Node",
     "RRef",
     "RpcBackendOptions",
@@ -78,7 +87,10 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "member_events",
+    "members",
     "nn",
+    "on_member",
     "optim",
     "remote",
     "rpc_async",

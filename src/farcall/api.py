@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from farcall.remote.node import Node
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences, call_remote
 from farcall.runtime import node as runtime_node
+from farcall.runtime.changes import MemberEvent
 from farcall.runtime.node import node_of_thread
 from farcall.serialize import use_rpc_pickler
 
@@ -71,11 +72,15 @@ def init_rpc(
 ) -> None:
     """Make this process a member of a cluster, called ``name``; returns when all members are connected.
 
+    With a ``world_size``, from the argument, the url or the environment, the group has that many members from the
+    first to the last moment. Without one, this process joins those that are there, at any time and with any rank that
+    is free, or is the first; and `shutdown` leaves while the others go on.
+
     Args:
         name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
         backend: accepted for the sake of programs written for ``torch.distributed.rpc``; farcall has one backend.
         rank: unique number from 0 to ``world_size - 1``; may come from ``init_method`` or the environment instead.
-        world_size: number of members.
+        world_size: number of members; may come from ``init_method`` or the environment. None: there is no such number.
         rpc_backend_options: see `RpcBackendOptions`.
     """
     if isinstance(backend, int) and not isinstance(backend, Enum):
@@ -95,9 +100,10 @@ def init_rpc(
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the cluster.
 
-    Graceful: wait until all members have called this and all work everywhere is done; with a ``timeout``, at most
-    that many seconds, after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this
-    process can call `init_rpc` again afterwards.
+    Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
+    until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
+    after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
+    `init_rpc` again afterwards.
     """
     node = current_node()
     try:
@@ -115,6 +121,25 @@ def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
     """The `WorkerInfo` of a name or rank; without one, of this process itself."""
     node = current_node()
     return node.info if worker is None else node.peer(worker).info
+
+
+def members() -> list[WorkerInfo]:
+    """All workers of the cluster, by rank; in a group without a fixed size those that are there now."""
+    return current_node().workers()
+
+
+def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
+    """Have ``callback`` told of workers that join, leave, are suspected, recover from that, or die.
+
+    It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
+    calls. Call what is returned to end that.
+    """
+    return current_node().on_member(callback)
+
+
+def member_events() -> AsyncIterator[MemberEvent]:
+    """The same as an async iterator: ``async for event in farcall.member_events()``; it ends with the node."""
+    return current_node().member_events()
 
 
 def rpc_sync(

@@ -106,7 +106,9 @@ class Acquaintances:
         self._lock = threading.Lock()  # between arriving and stopping
         self.on_expelled: Callable[[str], None] = lambda why: None
         """Told that the others hold this node for dead."""
-        self.on_change: Callable[[str, RemotePeer, str], None] = lambda kind, peer, why: None
+        self.on_entered: Callable[[RemotePeer], None] = lambda peer: None
+        """Told of each member that joined, before anything of it is read."""
+        self.on_change: Callable[[str, Record, str], None] = lambda kind, record, why: None
         """Told of members that joined, left, died, are suspected or recovered."""
         self._me = myself
         self._is_static = is_static
@@ -144,10 +146,10 @@ class Acquaintances:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted((peer.info for peer in peers), key=lambda info: info.id)
 
-    def connected_to(self, life: int) -> bool:
-        """Is there a connection to that member, or is it gone? From any thread."""
+    def knows_us(self, life: int) -> bool:
+        """Has that member answered over its link, or is it gone? From any thread."""
         peer = self._by_life.get(life)
-        return peer is None or peer.link.up or peer.broken
+        return peer is None or peer.link.session.received > 0 or peer.broken
 
     # ------------------------------------------------------------------ peers and their links
 
@@ -291,7 +293,8 @@ class Acquaintances:
         if peer is None or peer.link.broken is not None:
             peer = self._make(WorkerInfo(record.name, record.rank), incarnation_of(life), Absent())
         self._enter(peer)
-        self.on_change("joined", peer, "")
+        self.on_entered(peer)
+        self.on_change("joined", record, "")
         if not peer.link.up and self._dials_it(record):
             self._dial(as_member(record))
         held, peer.held = peer.held, []
@@ -311,17 +314,15 @@ class Acquaintances:
 
     def on_suspected(self, record: Record, suspected: bool) -> None:
         """A member does not answer, or answers again."""
-        peer = self._by_life.get(record.life)
-        if peer is not None:
-            self.on_change("suspected" if suspected else "recovered", peer, "")
+        self.on_change("suspected" if suspected else "recovered", record, "")
 
     def on_left(self, record: Record) -> None:
         """A member has left; it may still have answers to send."""
+        self.on_change("left", record, "")
         peer = self._by_life.get(record.life)
         if peer is None or peer.broken:
             return
         peer.leaving = True
-        self.on_change("left", peer, "")
         if not peer.link.up:
             self._reconnecting.give_up(peer, "it has left")
             return
@@ -330,12 +331,11 @@ class Acquaintances:
 
     def on_died(self, record: Record, why: str) -> None:
         """A member is dead, by the verdict of those who looked for it."""
+        self.on_change("dead", record, why)
+        self._stop_dial(record.life)
         peer = self._by_life.get(record.life)
-        if peer is None:
-            self._stop_dial(record.life)
-            return
-        self.on_change("dead", peer, why)
-        self._reconnecting.give_up(peer, why)
+        if peer is not None:
+            self._reconnecting.give_up(peer, why)
 
     # ------------------------------------------------------------------ dialling
 
@@ -393,6 +393,7 @@ class Acquaintances:
             transport.close()  # it was faster
         else:
             peer = self.connected(transport, established, True)
+            peer.control(messages.Ping(0))  # it is answered by those who know us
         for message in dial.news:
             peer.control(message)
 

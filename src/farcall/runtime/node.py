@@ -48,7 +48,7 @@ from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.introduction import introduced
-from farcall.protocol.membership import LinkLost, LinkRefused, Status
+from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.notes import Notes, decode_notes
 from farcall.runtime import shield
@@ -62,7 +62,7 @@ from farcall.runtime.executor import Executor
 from farcall.runtime.joining import IS_MEMBER, Joining, found_group, refusal, wait_until
 from farcall.runtime.leaving import Leaving, Withdrawing
 from farcall.runtime.loop import Loop, Ticker
-from farcall.runtime.members import MemberRecord, life_of, new_incarnation
+from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.patience import in_bounded_time
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
@@ -304,6 +304,7 @@ class Node:
         )
         self._peers = self._acquaintances.named
         self._remotes = self._acquaintances.remotes
+        self._acquaintances.on_entered = self._on_entered
         self._acquaintances.on_change = self._on_change
         self._acquaintances.on_expelled = self._on_expelled
         records = [as_record(member) for member in membership.members]
@@ -364,7 +365,7 @@ class Node:
         others = [record.life for record in self.watch.members() if record.life != me.life]
         # So that all know this node before any of them hears its name from a third one.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, deadline - monotonic()))
-        wait_until(lambda: all(self._acquaintances.connected_to(life) for life in others), bound_s)
+        wait_until(lambda: all(self._acquaintances.knows_us(life) for life in others), bound_s)
 
     def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
         """See `joining.Candidate`."""
@@ -762,14 +763,15 @@ class Node:
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer.info.id, message)
 
-    def _on_change(self, kind: str, peer: RemotePeer, why: str) -> None:
+    def _on_entered(self, peer: RemotePeer) -> None:
+        for hook in self._joined_hooks:
+            hook(peer)
+
+    def _on_change(self, kind: str, record: Record, why: str) -> None:
         """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
-        logger.log(level, "%s: %s (rank %d) %s%s", self._name, *peer.info, kind, f": {why}" if why else "")
-        if kind == "joined":
-            for hook in self._joined_hooks:
-                hook(peer)
-        self._changes.tell(MemberEvent(kind, peer.info, peer.incarnation, why))
+        logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
+        self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
 
     def _on_gone(self, peer: RemotePeer, reason: str) -> None:
         """On the I/O thread, once: a member's link is dead. Whoever waits for it learns it now."""

@@ -1,0 +1,190 @@
+"""Who is dead, and how soon everybody knows: killed and stopped processes in groups of either kind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+
+import farcall
+from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
+from farcall.testing.cluster import Member, free_port, start_processes, temporary_file_url
+
+BOUND_S = 40.0
+QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
+
+
+def wait_until(condition: Callable[[], Any], bound_s: float = BOUND_S) -> None:
+    deadline = monotonic() + bound_s
+    while not condition():
+        assert monotonic() < deadline, "it did not come true in time"
+        sleep(0.005)
+
+
+def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], report: str) -> None:
+    """A worker that serves until its file is gone, or until it is expelled; what became of it is written there."""
+    node = farcall.Node(f"w{rank + 1}", rank + 1, size, farcall.RpcBackendOptions(init_method=url, **options))
+    node.start()
+    with open(f"{report}/{rank + 1}", "w") as file:
+        file.write("up")
+    while os.path.exists(f"{report}/{rank + 1}"):
+        sleep(0.01)
+        if not node.running:
+            try:
+                node.rpc_sync("w0", int, ("1",))
+            except Expelled as error:
+                with open(f"{report}/expelled-{rank + 1}.part", "w") as file:
+                    file.write(str(error))
+                os.rename(f"{report}/expelled-{rank + 1}.part", f"{report}/expelled-{rank + 1}")
+            return
+    node.shutdown(graceful=False)
+
+
+class Cluster:
+    def __init__(self, node: farcall.Node, others: list[Member], report: str) -> None:
+        self.node = node
+        self.others = others
+        self.report = report
+        self.events: list[tuple[str, str]] = []
+        self.node.on_member(lambda event: self.events.append((event.kind, event.worker.name)))
+
+    def signal(self, name: str, number: int) -> None:
+        self.others[int(name[1:]) - 1].kill(number)
+
+
+@contextmanager
+def cluster(size: int, is_static: bool, report: str, **options: Any) -> Iterator[Cluster]:
+    """This process is w0; the others serve."""
+    url = temporary_file_url()
+    fixed = size if is_static else None
+    others = start_processes(size - 1, _serve, url, fixed, options, report)
+    node = farcall.Node("w0", 0, fixed, farcall.RpcBackendOptions(init_method=url, **options))
+    try:
+        node.start()
+        wait_until(lambda: len(node.workers()) == size)
+        wait_until(lambda: all(os.path.exists(f"{report}/{rank}") for rank in range(1, size)))
+        yield Cluster(node, others, report)
+    finally:
+        node.shutdown(graceful=False)
+        for member in others:
+            if member.process.is_alive():
+                member.kill(signal.SIGCONT)
+            member.end()
+
+
+both = pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynamic"])
+
+
+@both
+def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) -> None:
+    """With the default options: that it was killed shows, and no time has to pass."""
+    with cluster(4, is_static, str(tmp_path)) as found:
+        pending = found.node.rpc_async("w3", sleep, (60,))
+        seen = found.node.rpc_async("w1", _wait_for_death, ("w3",))
+        sleep_started = monotonic()
+        found.signal("w3", signal.SIGKILL)
+        with pytest.raises(PeerDead) as caught:
+            pending.wait()
+        assert caught.value.worker == farcall.WorkerInfo("w3", 3)
+        assert caught.value.incarnation and caught.value.delivery is Delivery.UNKNOWN
+        assert seen.wait() == "dead"
+        wait_until(lambda: ("dead", "w3") in found.events)
+        assert monotonic() - sleep_started < 8.0  # suspicion alone would take 10
+        if not is_static:
+            assert [info.name for info in found.node.workers()] == ["w0", "w1", "w2"]
+        with pytest.raises(PeerDead):
+            found.node.rpc_sync("w3", int, ("1",))
+        assert found.node.rpc_sync("w2", int, ("7",)) == 7
+
+
+def _wait_for_death(name: str) -> str:
+    """On a worker: how ``name`` ends, as it learns it."""
+    from farcall.runtime.node import current_node
+
+    node = current_node()
+    heard: list[str] = []
+    done = threading.Event()
+
+    def hear(event: farcall.MemberEvent) -> None:
+        if event.worker.name == name and event.kind in ("dead", "left"):
+            heard.append(event.kind)
+            done.set()
+
+    unsubscribe = node.on_member(hear)
+    assert done.wait(BOUND_S)
+    unsubscribe()
+    return heard[0]
+
+
+@both
+def test_a_stopped_member_that_comes_back_in_time_was_never_dead(is_static: bool, tmp_path: Any) -> None:
+    with cluster(3, is_static, str(tmp_path), **{**QUICK, "suspicion_s": 20.0}) as found:
+        found.signal("w2", signal.SIGSTOP)
+        call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
+        wait_until(lambda: ("suspected", "w2") in found.events)
+        found.signal("w2", signal.SIGCONT)
+        assert call.wait() == 7
+        wait_until(lambda: ("recovered", "w2") in found.events)
+        assert ("dead", "w2") not in found.events
+
+
+@both
+def test_a_stopped_member_is_declared_dead_and_learns_it(is_static: bool, tmp_path: Any) -> None:
+    with cluster(3, is_static, str(tmp_path), **QUICK) as found:
+        found.signal("w2", signal.SIGSTOP)
+        call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
+        with pytest.raises(PeerDead):
+            call.wait()
+        wait_until(lambda: ("dead", "w2") in found.events)
+        assert found.events.index(("suspected", "w2")) < found.events.index(("dead", "w2"))
+        assert found.node.rpc_sync("w1", int, ("7",)) == 7
+        found.signal("w2", signal.SIGCONT)
+        wait_until(lambda: os.path.exists(f"{found.report}/expelled-2"))
+        assert found.node.rpc_sync("w1", int, ("7",)) == 7
+        assert found.node.running
+
+
+def test_events_can_be_iterated_over(tmp_path: Any) -> None:
+    with cluster(3, False, str(tmp_path)) as found:
+
+        async def first_death() -> str:
+            async for event in found.node.member_events():
+                if event.kind == "dead":
+                    return event.worker.name
+            raise AssertionError("the node ended first")
+
+        async def kill_and_hear() -> str:
+            task = asyncio.ensure_future(first_death())
+            await asyncio.sleep(0)  # it listens from here on
+            found.signal("w1", signal.SIGKILL)
+            return await asyncio.wait_for(task, BOUND_S)
+
+        assert asyncio.run(kill_and_hear()) == "w1"
+
+
+def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
+    """And what belonged to the dead one never reaches the new one."""
+    with cluster(3, False, str(tmp_path)) as found:
+        old = found.node.remote("w2", torch.ones, (2,))
+        old.to_here()
+        found.signal("w2", signal.SIGKILL)
+        found.others[1].process.join()
+        options = farcall.RpcBackendOptions(init_method=found.node.options.init_method)
+        with farcall.Node("w2", 2, options=options) as new:
+            wait_until(lambda: found.events.count(("joined", "w2")) == 1)
+            assert ("dead", "w2") in found.events
+            assert found.node.rpc_sync("w2", int, ("7",)) == 7
+            assert found.node.remote("w2", torch.zeros, (2,)).to_here().tolist() == [0.0, 0.0]
+            with pytest.raises(farcall.errors.ReferenceLost):
+                old.to_here()
+            assert new.rpc_sync("w1", int, ("8",)) == 8
+        with pytest.raises(NotInitialized):
+            new.rpc_sync("w1", int, ("8",))
