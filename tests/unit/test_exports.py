@@ -12,6 +12,7 @@ import farcall
 
 PUBLIC = [
     "Future",
+    "MemberEvent",
     "Node",
     "RRef",
     "RpcBackendOptions",
@@ -23,7 +24,10 @@ PUBLIC = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "member_events",
+    "members",
     "nn",
+    "on_member",
     "optim",
     "remote",
     "rpc_async",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.runtime import addresses, meeting, rendezvous, stores
+from farcall.runtime import addresses, meeting, patience, rendezvous, stores
 from farcall.runtime.members import MemberRecord, Slot, as_text
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 
@@ -256,7 +256,7 @@ def test_a_store_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyPatch, sta
         raise stores.StoreLost("too late")
 
     monkeypatch.setattr(meeting, "open_store", open_store)
-    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.2)
+    monkeypatch.setattr(patience, "GRACE_S", 0.2)
     try:
         with pytest.raises(InitError, match="does not answer"):
             start("b", 1, 2, 0.3).result(30)
@@ -313,14 +313,16 @@ def test_the_url_gives_all() -> None:
     ("rank", "size", "url", "environ", "error", "text"),
     [
         (-1, None, "env://", {}, BadRank, "environment variable RANK expected"),
-        (0, None, "env://", {}, BadRank, "set WORLD_SIZE"),
+        (0, None, "env://", {}, ValueError, "MASTER_ADDR"),
         (0, 1, "env://", {}, ValueError, "MASTER_ADDR"),
         (0, 1, "env://", {"MASTER_ADDR": "h"}, ValueError, "MASTER_PORT"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "x"}, ValueError, "from 1 to 65535"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),
         (-1, 1, "env://", {**ENV, "RANK": "one"}, BadRank, "whole number"),
         (-1, 2, "tcp://h:1", ENV, BadRank, "rank parameter missing"),
-        (0, None, "tcp://h:1", ENV, BadRank, "world_size parameter missing"),
+        (0, 2, "farcall://h:1", {}, BadRank, "leave world_size out"),
+        (0, None, "farcall://h", {}, ValueError, "lacks a host or a port"),
+        (0, None, "farcall://", {}, ValueError, "names no member"),
         (0, 2, "tcp://h:1?rank=1", {}, BadRank, "give it once"),
         (0, 3, "tcp://h:1?world_size=2", {}, BadRank, "give it once"),
         (2, 2, "tcp://h:1", {}, BadRank, "from 0 to 1"),
