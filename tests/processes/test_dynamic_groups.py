@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
@@ -12,7 +13,7 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import BadRank, DuplicateName
+from farcall.errors import BadRank, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -98,3 +99,138 @@ def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
     finish(start_processes(4, _all_meet, url, 4), BOUND_S)
+
+
+# --- the store dies ----------------------------------------------------------------------------------------
+
+SECRET = "a secret of this test"
+
+
+def tcp_address(node: farcall.Node) -> str:
+    """The url by which others can join through ``node``."""
+    (address,) = [way for way in node.membership.me.addresses if way.startswith("tcp://")]
+    return address.replace("tcp://", "farcall://")
+
+
+def test_a_member_whose_address_is_known_lets_others_in_without_a_store(url: str) -> None:
+    with team(2, url, secret=SECRET) as nodes:
+        os.unlink(url.removeprefix("file://"))
+        with member("late", 2, tcp_address(nodes[1]), secret=SECRET) as late:
+            assert late.rpc_sync("w0", int, ("7",)) == 7
+            assert nodes[0].rpc_sync("late", int, ("8",)) == 8
+        with pytest.raises(InitError, match="secret"):
+            member("other", 3, tcp_address(nodes[1])).start()
+
+
+def _serve_the_store(rank: int, url: str, gone: str) -> None:
+    """Rank 0, which has the store, is the first to go."""
+    options = farcall.RpcBackendOptions(init_method=url, secret=SECRET)
+    node = farcall.Node(f"w{rank}", rank, options=options)
+    node.start()
+    wait_until(lambda: len(node.workers()) == 3)
+    node.barrier(["w0", "w1", "w2"])
+    if rank == 0:
+        node.shutdown()
+        open(gone, "w").close()
+        return
+    wait_until(lambda: os.path.exists(gone) and len(node.workers()) == 2)
+    assert node.rpc_sync(f"w{3 - rank}", int, ("7",)) == 7
+    if rank == 1:
+        with member("late", 9, tcp_address(node), secret=SECRET) as late:
+            assert late.rpc_sync("w2", int, ("8",)) == 8
+    node.barrier(["w1", "w2"])
+    node.shutdown()
+
+
+def test_the_members_outlive_the_store(tmp_path: Any) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")), BOUND_S)
+
+
+# --- everything else works in such groups --------------------------------------------------------------------
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.factor * value
+
+
+def _train(rank: int, url: str) -> None:
+    farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
+    wait_until(lambda: len(farcall.members()) == 3)
+    api._barrier(["w0", "w1", "w2"])
+    if rank == 0:
+        modules = [farcall.nn.RemoteModule(name, Scale, (2.0,)) for name in ("w1", "w2")]
+        references = [parameter for module in modules for parameter in module.remote_parameters()]
+        optimizer = farcall.optim.DistributedOptimizer(torch.optim.SGD, references, lr=0.5)
+        with farcall.autograd.context() as context_id:
+            loss = sum(module.forward(torch.ones(())) for module in modules)
+            farcall.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        assert [float(reference.to_here()) for reference in references] == [1.5, 1.5]
+        nested = farcall.remote("w1", torch.ones, (2,))
+        assert farcall.rpc_sync("w2", _fetch, (nested,)).tolist() == [1.0, 1.0]
+        del modules, references, optimizer, nested, loss
+    api._barrier(["w0", "w1", "w2"])
+    farcall.shutdown()
+
+
+def _fetch(reference: Any) -> Any:
+    return reference.to_here()
+
+
+def test_autograd_references_optimizer_and_remote_modules(url: str) -> None:
+    finish(start_processes(3, _train, url), 2 * BOUND_S)
+
+
+def test_a_name_is_free_again_after_a_leave(url: str) -> None:
+    """An old reference, an old context and old calls do not reach the new one."""
+    with team(2, url) as nodes:
+        old = member("again", 5, url)
+        old.start()
+        held = nodes[0].remote("again", torch.ones, (2,))
+        held.to_here()
+        mine = old.remote("w0", torch.ones, (3,))
+        mine.to_here()
+        old.shutdown()
+        with member("again", 5, url) as new:
+            assert nodes[0].rpc_sync("again", int, ("7",)) == 7
+            assert nodes[1].rpc_sync(5, int, ("7",)) == 7
+            with pytest.raises(ReferenceLost):
+                held.to_here()
+            with pytest.raises(ReferenceLost):
+                nodes[0].rpc_sync("again", _fetch, (held,))
+            fresh = nodes[0].remote("again", torch.zeros, (2,))
+            assert nodes[0].rpc_sync("w1", _fetch, (fresh,)).tolist() == [0.0, 0.0]
+            assert new.remote("w0", torch.ones, (1,)).to_here().tolist() == [1.0]
+            del fresh
+
+
+# --- many at once --------------------------------------------------------------------------------------------
+
+
+def _come_and_go(rank: int, url: str, rounds: int) -> int:
+    done = 0
+    for _ in range(rounds):
+        options = farcall.RpcBackendOptions(init_method=url, shared_memory=False)
+        with farcall.Node(f"w{rank}", rank, options=options) as node:
+            for info in node.workers():
+                try:
+                    assert node.rpc_sync(info, int, ("7",), timeout=BOUND_S) == 7
+                    done += 1
+                except (PeerDead, UnknownWorker):
+                    pass  # it has left meanwhile
+    return done
+
+
+def test_many_come_and_go_at_once(url: str) -> None:
+    with member("stays", 100, url) as stays:
+        assert all(done >= 5 for done in finish(start_processes(6, _come_and_go, url, 5), 3 * BOUND_S))
+        wait_until(lambda: names(stays) == ["stays"])
+        for rank in range(6):
+            with pytest.raises(PeerDead):
+                stays.rpc_sync(f"w{rank}", int, ("7",))
