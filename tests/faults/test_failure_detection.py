@@ -16,7 +16,7 @@ import torch
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
-from farcall.testing.cluster import Member, free_port, start_processes, temporary_file_url
+from farcall.testing.cluster import Member, start_processes, temporary_file_url
 
 BOUND_S = 40.0
 QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
@@ -94,7 +94,8 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
         with pytest.raises(PeerDead) as caught:
             pending.wait()
         assert caught.value.worker == farcall.WorkerInfo("w3", 3)
-        assert caught.value.incarnation and caught.value.delivery is Delivery.UNKNOWN
+        assert caught.value.incarnation
+        assert caught.value.delivery is Delivery.UNKNOWN
         assert seen.wait() == "dead"
         wait_until(lambda: ("dead", "w3") in found.events)
         assert monotonic() - sleep_started < 8.0  # suspicion alone would take 10

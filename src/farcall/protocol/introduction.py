@@ -30,7 +30,7 @@ def introduced(me: Identity, record: Record) -> Identity:
 
 
 def introduction_of(peer: Identity, life: int) -> Record | None:
-    """Who a proven dialer, whose life is ``life``, says it is in the group; None: it does not say that it is a member."""
+    """The member that a proven dialer, whose life is ``life``, says it is; None: it does not say so."""
     capabilities = peer.capabilities
     admission = capabilities.get(_ADMISSION)
     if admission is None:

@@ -12,7 +12,7 @@ while the node starts) and what says otherwise.
     member                    left                                no calls any more; its link ends with its Goodbye
     member                    died, or its link is dead           gone: whoever waits for it learns it
 
-A name or a rank stands for the last one that had it, so that calls to the dead say so; who comes after it takes it over.
+A name or a rank stands for the last one that had it, so that calls to the dead say so; who comes next takes it over.
 """
 
 from __future__ import annotations
@@ -224,7 +224,9 @@ class Acquaintances:
     def _is_first(self, peer: RemotePeer) -> bool:
         """Would a connection be this member's first, as far as it knows?"""
         link = peer.link
-        return link.broken is None and not link.session.received and (not link.up or not self._reconnecting.dialled(peer))
+        return (
+            link.broken is None and not link.session.received and (not link.up or not self._reconnecting.dialled(peer))
+        )
 
     def _add_stranger(self, life: int, peer: RemotePeer) -> None:
         peer.known = False

@@ -21,7 +21,6 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -356,9 +355,9 @@ class Node:
             lambda transport, established: self._on_connected(transport, established, False),
             self.reconnecting,
         )
-        Joining(
-            place, self.membership.me, self.options, self._contacts, self.membership.secret, identity, self
-        ).run(deadline)
+        Joining(place, self.membership.me, self.options, self._contacts, self.membership.secret, identity, self).run(
+            deadline
+        )
         me = self.watch.me
         identity = introduced(identity, me)
         self._door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))

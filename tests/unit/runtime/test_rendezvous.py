@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.runtime import addresses, meeting, patience, rendezvous, stores
+from farcall.runtime import addresses, meeting, patience, stores
 from farcall.runtime.members import MemberRecord, Slot, as_text
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 
