@@ -27,7 +27,7 @@ from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
-from farcall.protocol.notes import KEEP, Notes
+from farcall.protocol.notes import KEEP, Notes, decode_notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
@@ -47,6 +47,8 @@ LINGER_S = 0.005
 CONFIRM_S = 0.002
 """How long the answer to a creating call may wait for company: nobody waits for it, and a first use is likely."""
 RETRY_S = 0.01
+UNKNOWN_OWNER_S = 5.0
+"""How long a message waits for word of a member that owns a reference in it."""
 _MESSAGES = (
     protocol.Register,
     protocol.Confirm,
@@ -81,6 +83,7 @@ class NodeReferences:
         self._lost: set[int] = set()
         self._last_created: dict[int, int] = {}  # of each creator, the last reference that it made here
         self._failed: list[Creation] = []
+        self._kept_back: list[tuple[float, Peer, Arrived]] = []
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
         node.take_forks = self.take_forks
@@ -185,6 +188,9 @@ class NodeReferences:
         """
         sender = peer.member
         machine = self._machine
+        if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
+            self._keep_back(peer, message)
+            return None
         arrived: list[Any] = []
         with self._lock:
             created = notes.created
@@ -210,6 +216,30 @@ class NodeReferences:
         dispose(self.node, freed)
         kind, flags, call_id, function, noted, payload, buffers = message
         return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
+
+    def _keep_back(self, peer: Peer, message: Arrived) -> None:
+        """It brings a reference to a value of one not heard of yet: word of it is on its way, or it is long gone."""
+        deadline = monotonic() + UNKNOWN_OWNER_S
+        with self._lock:
+            self._kept_back.append((deadline, peer, message))
+        self.node.attend_by(deadline)
+
+    def _deliver_kept_back(self, now: float | None = None) -> None:
+        """On the I/O thread: look at what was kept back again; at ``now``, whoever is unknown still is gone."""
+        with self._lock:
+            kept, self._kept_back = self._kept_back, []
+        for deadline, peer, message in kept:
+            notes = decode_notes(message[4])
+            unknown = [fork.owner for fork in notes.forks if fork.owner not in self._workers]
+            if unknown and (now is None or now < deadline):
+                with self._lock:
+                    self._kept_back.append((deadline, peer, message))
+                continue
+            with self._lock:
+                for member in unknown:
+                    self._workers[member] = WorkerInfo(f"member-{member}", -1)
+                    self._lost.add(member)
+            self.node.redeliver(peer, message)
 
     def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
         """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
@@ -292,6 +322,8 @@ class NodeReferences:
         """On the I/O thread: send what has lingered, look again after those who were about to wait."""
         while self._held_back:
             self._held_back.pop().flush()
+        if self._kept_back:
+            self._deliver_kept_back(now)
         if self._failed:
             failed, self._failed = self._failed, []
             for creation in failed:
@@ -307,7 +339,8 @@ class NodeReferences:
         if self._failed or self._unsent:
             return now + RETRY_S
         deadline = self._machine.next_deadline()
-        return NEVER if deadline is None else deadline
+        first_kept = min((deadline for deadline, _, _ in self._kept_back), default=NEVER)
+        return first_kept if deadline is None else min(deadline, first_kept)
 
     def fail_waiting_soon(self, creation: Creation) -> None:
         """Look again, in a moment, whether calls that were about to be sent wait for a failed creation."""
@@ -326,6 +359,8 @@ class NodeReferences:
         with self._lock:
             self._workers[peer.member] = peer.info
             self._machine.member_joined(peer.member)
+        if self._kept_back:
+            self.node.call_soon(self._deliver_kept_back)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         member = peer.member

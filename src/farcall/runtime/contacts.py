@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -77,6 +77,18 @@ class Contacts:
             return _entered(msgspec.structs.replace(group, contacts=kept), me)
 
         return self._change(change)
+
+    def refresh(self, members: Sequence[MemberRecord], is_over: Callable[[str], bool]) -> None:
+        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``."""
+
+        def change(group: Group) -> Group:
+            kept = tuple(contact for contact in group.contacts if not is_over(contact.incarnation))
+            group = msgspec.structs.replace(group, contacts=kept)
+            for member in members:
+                group = _entered(group, member)
+            return group
+
+        self._change(change)
 
     def leave(self, me: MemberRecord) -> None:
         """Take ``me`` off the list."""

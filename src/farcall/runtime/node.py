@@ -70,7 +70,8 @@ from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
-from farcall.runtime.watch import Watch, as_record, chosen
+from farcall.runtime.upkeep import Upkeep
+from farcall.runtime.watch import Watch, as_member, as_record, chosen
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
 
@@ -167,6 +168,7 @@ class Node:
         self._incarnation = new_incarnation()
         self._why_ended: RpcError | None = None
         self._contacts: Contacts | None = None
+        self._upkeep: Upkeep | None = None
         self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
         self._parts: dict[Any, Any] = {}
@@ -336,13 +338,13 @@ class Node:
     def _connect_all(self, deadline: float) -> None:
         """In a group of fixed size: be connected to everybody."""
         assert self._door is not None
-
-        def is_over(incarnation: str) -> bool:
-            status = self.watch.status_of(life_of(incarnation))
-            return status is not None and status >= Status.DEAD
-
-        mesh = Mesh(self.membership, self.options, self._remotes, self._linked, is_over)
+        mesh = Mesh(self.membership, self.options, self._remotes, self._linked, self._is_over)
         mesh.connect(self._door, self._on_connected, self.reconnecting, deadline)
+
+    def _is_over(self, incarnation: str) -> bool:
+        """Has that member left or died?"""
+        status = self.watch.status_of(life_of(incarnation))
+        return status is not None and status >= Status.DEAD
 
     def _join(self, place: MeetingPlace, deadline: float) -> None:
         """In a group whose members come and go: be let in, or found it."""
@@ -358,6 +360,10 @@ class Node:
         Joining(place, self.membership.me, self.options, self._contacts, self.membership.secret, identity, self).run(
             deadline
         )
+        if self._contacts is not None:
+            self._upkeep = Upkeep(
+                self._contacts, lambda: [as_member(record) for record in self.watch.members()], self._is_over
+            )
         me = self.watch.me
         identity = introduced(identity, me)
         self._door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))
@@ -506,6 +512,10 @@ class Node:
         if in_order:
             self._in_order.add(kind)
 
+    def redeliver(self, peer: Peer, message: Arrived) -> None:
+        """On the I/O thread: take a message that ``take_forks`` has kept back."""
+        self._on_message(peer, message)
+
     def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
         """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
         self._letters[subject] = handle
@@ -515,6 +525,10 @@ class Node:
         self._loop.add_ticker(ticker)
         self._loop.wake()
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the I/O thread as soon as possible."""
+        self._loop.call_soon(function)
+
     def attend_by(self, when: float) -> None:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
@@ -522,6 +536,8 @@ class Node:
     def _leave_contacts(self) -> None:
         """Take this node off the list in the store, if that still answers."""
         contacts, self._contacts = self._contacts, None
+        if self._upkeep is not None:
+            self._upkeep.stop(STORE_S)
         if contacts is not None:
             try:
                 in_bounded_time(lambda _: contacts.leave(self.membership.me), STORE_S, "the start")
@@ -564,6 +580,9 @@ class Node:
         self._state = "expelled" if self._why_ended is not None else "ended"
         remotes: list[RemotePeer] = []
         self._contacts = None
+        if self._upkeep is not None:
+            self._upkeep.stop(STORE_S)
+            self._upkeep = None
         if hasattr(self, "watch"):
             self.watch.stop()
             remotes = self._acquaintances.everyone()
@@ -770,6 +789,8 @@ class Node:
         """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
         logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
+        if self._upkeep is not None and kind in ("joined", "left", "dead") and self.watch.is_lowest:
+            self._upkeep.poke()
         self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
 
     def _on_gone(self, peer: RemotePeer, reason: str) -> None:

@@ -135,6 +135,11 @@ class Watch:
         """This node; with its admission number, once it has one."""
         return self._machine.table.my_record
 
+    @property
+    def is_lowest(self) -> bool:
+        """Has this node the lowest rank of all members?"""
+        return self._machine.table.lowest_rank().life == self._machine.me
+
     def status_of(self, life: int) -> Status | None:
         """What is known of a life; None: nothing."""
         entry = self._machine.table.entries.get(life)

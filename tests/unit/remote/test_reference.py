@@ -347,3 +347,51 @@ def test_the_origin_is_recorded_only_when_asked(references: NodeReferences, node
     references.traced = True
     assert __file__ in create(references, node).origin
     assert __file__ in local(references, 1).origin
+
+
+# ---------------------------------------------------------------------- where members come and go
+
+
+class GrowingNode(FakeNode):
+    is_static = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redelivered: list[Any] = []
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        function()
+
+    def redeliver(self, peer: Any, message: Any) -> None:
+        self.redelivered.append(message)
+
+
+def _message_with(fork: Fork) -> tuple[Any, Notes]:
+    notes = Notes([fork])
+    return (RESPONSE, 0, 1, b"", encode_notes(notes), b"", ()), notes
+
+
+def test_a_message_waits_for_word_of_the_owner_of_what_it_brings() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    node.hooks["joined"](node.peer(OTHER.id))
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
+    message, notes = _message_with(fork)
+    assert references.take_forks(node.peer(OTHER.id), message, notes) is None  # type: ignore[arg-type]
+    assert node.redelivered == []
+    node.hooks["joined"](node.peer(OWNER.id))
+    assert node.redelivered == [message]
+
+
+def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
+    message, notes = _message_with(fork)
+    assert references.take_forks(node.peer(OTHER.id), message, notes) is None  # type: ignore[arg-type]
+    due = max(node.attended)
+    references.tick(due - 0.1)
+    assert node.redelivered == []
+    references.tick(due)
+    assert node.redelivered == [message]
+    assert references.is_lost(fork)
