@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import farcall
 from farcall import api
 from farcall.errors import BadRank, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.remote.gather import _contribute
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -243,3 +245,13 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
         nodes[0].shutdown(graceful=False)  # without taking itself off the list
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])
         del contacts
+
+
+def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:
+    with team(1, url) as nodes, ThreadPoolExecutor() as pool:
+        future = nodes[0].rpc_async("w0", _contribute, (("w0", "w1"), 0, "w0", 1, BOUND_S))
+        assert not future.done()
+        with member("w1", 1, url) as late:
+            given = pool.submit(late.rpc_sync, "w0", _contribute, (("w0", "w1"), 0, "w1", 2, BOUND_S))
+            assert given.result(BOUND_S) == {"w0": 1, "w1": 2}
+            assert future.wait() == {"w0": 1, "w1": 2}

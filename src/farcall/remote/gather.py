@@ -91,7 +91,7 @@ class _Gathers:
                 self._node.attend_by(deadline)
             # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
             for member in group:
-                if member not in gather.contributions and self._node.peer(member).broken:
+                if member not in gather.contributions and self._node.is_gone(member):
                     self._on_member_lost(member)
         return gather.future
 

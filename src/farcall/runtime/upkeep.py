@@ -46,8 +46,9 @@ class Upkeep:
 
     def stop(self, timeout_s: float) -> None:
         """Begin nothing any more, and wait for what is under way, if that takes no time."""
-        self._stopped.set()
-        thread = self._thread
+        with self._lock:  # so that it is not about to be started
+            self._stopped.set()
+            thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
