@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from farcall.remote.future import Future as Future
     from farcall.remote.node import Node as Node
     from farcall.remote.reference import RRef as RRef
+    from farcall.remote.retry import Retry as Retry
 
 _HOMES = {
     "Future": "farcall.remote.future",
     "Node": "farcall.remote.node",
     "RRef": "farcall.remote.reference",
+    "Retry": "farcall.remote.retry",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
     "_all_gather": "farcall.api",
@@ -69,6 +71,7 @@ __all__ = [
     "Future",
     "Node",
     "RRef",
+    "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
     "autograd",

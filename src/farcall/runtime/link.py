@@ -510,4 +510,5 @@ class Link:
         """In a forked child: let go of the descriptor without telling the peer."""
         self._broken = "this process was forked"
         self._up = False
-        self.transport.close_after_fork()
+        if not self._detached:
+            self.transport.close_after_fork()
