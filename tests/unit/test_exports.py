@@ -14,6 +14,7 @@ PUBLIC = [
     "Future",
     "Node",
     "RRef",
+    "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
     "autograd",

@@ -26,12 +26,14 @@ from typing import Any
 
 from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import KEEP
 from farcall.remote.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request
 from farcall.remote.creation import Creation
 from farcall.remote.future import Future
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences
+from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
@@ -177,7 +179,7 @@ def async_with(
 class RetryingCreation(Creation):
     """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
 
-    __slots__ = ("_attempt", "_origin", "_recording", "_request", "_retry")
+    __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry")
 
     def __init__(self, retry: Retry, request: tuple[Function, Arguments, Keywords], *creation: Any) -> None:
         super().__init__(*creation)
@@ -185,15 +187,38 @@ class RetryingCreation(Creation):
         self._request = request
         self._attempt = 1
         self._origin = ""
+        self._gates: list[Gate] = []
         self._recording = RECORDING.get()
+
+    def attach(self, call: PendingCall) -> None:
+        """Wait until the owner has answered: a use that is sent before a second attempt would find no value."""
+        if not self.arrived:
+            done = Gate()
+            self._gates.append(done)
+            if not self.arrived:
+                with self._references.node.calls.waiting():
+                    done.wait()
+        super().attach(call)
+
+    def on_answer(self, frame: Arrived) -> None:
+        super().on_answer(frame)
+        self._open_gates()
+
+    def _open_gates(self) -> None:
+        for gate in self._gates:
+            gate.open()
+
+    def _give_up(self, error: RpcError) -> None:
+        super().on_failure(error)
+        self._open_gates()
 
     def on_failure(self, error: RpcError) -> None:
         pause_s = self._retry.pause_s(self._attempt, error, self.deadline)
         node = self._references.node
         if pause_s is None or self.peer.broken or not node.running:
-            super().on_failure(error)
+            self._give_up(error)
         else:
-            node.part(Pauses).after(pause_s, self._again, lambda why: super(RetryingCreation, self).on_failure(why))
+            node.part(Pauses).after(pause_s, self._again, self._give_up)
 
     def _again(self) -> None:
         self._attempt += 1
@@ -216,7 +241,7 @@ class RetryingCreation(Creation):
 def remote_with(
     retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
 ) -> RRef[Any]:
-    """`call_remote`, tried again. A use of the reference that overtakes the second attempt finds no value."""
+    """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
     peer = node.peer(to)
     request = (func, args, kwargs)

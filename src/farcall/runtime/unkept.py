@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from farcall.errors import Delivery, NetworkError
+from farcall.errors import AnswerLost
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Piece, Ticket, encode_small
 from farcall.protocol.session import Kept, Unkept, remains_of
@@ -49,10 +49,9 @@ class _LargeAnswer:
         self._here = here
 
     def lost(self) -> Sequence[Kept]:
-        error = NetworkError(
+        error = AnswerLost(
             f"{self._here.name} executed the function, but the connection broke before all of its answer, "
-            f"{self._size_bytes} bytes, had arrived, and it is not kept",
-            Delivery.EXECUTED,
+            f"{self._size_bytes} bytes, had arrived, and it is not kept"
         )
         payload, _ = encode_failure(error, self._here)
         # First what came with the answer, then its caller learns that nothing else comes.

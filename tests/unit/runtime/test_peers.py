@@ -56,7 +56,9 @@ def memory_file() -> int:
 
 
 def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
-    peer = RemotePeer(WorkerInfo("other", 1), "token", None, segments, lambda write: write(), WorkerInfo("me", 0), lambda *_: None)
+    peer = RemotePeer(
+        WorkerInfo("other", 1), "token", None, segments, lambda write: write(), WorkerInfo("me", 0), lambda *_: None
+    )
     link = Link(descriptors)
     peer.link = link  # type: ignore[assignment]
     return peer, link
