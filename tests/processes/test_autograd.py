@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import farcall
 import farcall.autograd as autograd
 from farcall.errors import RpcError
-from farcall.testing.cluster import run_cluster
+from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
 # ---------------------------------------------------------------------- what the callees run
 
@@ -24,6 +24,7 @@ class Held:
 
     weight = torch.full((3, 3), 0.5, requires_grad=True)
     kept: ClassVar[dict[str, torch.Tensor]] = {}
+    in_backward = threading.Event()
 
 
 def through_weight(x: torch.Tensor) -> torch.Tensor:
@@ -399,3 +400,46 @@ def left_open(rank: int) -> None:
 
 def test_a_context_left_open_does_not_keep_a_node_from_leaving() -> None:
     run_cluster(2, left_open)
+
+
+class HeldUp(torch.autograd.Function):
+    """Its backward takes until this worker is shutting down."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Held.in_backward.set()
+        node = farcall.api.current_node()
+        wait_until(lambda: node._leaving.entered, "shutdown to begin")
+        return gradient
+
+
+def shut_down_during_backward(rank: int, url: str) -> list[Exception]:
+    options = farcall.RpcBackendOptions(init_method=url)
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    failures: list[Exception] = []
+
+    def train() -> None:
+        try:
+            with autograd.context() as context_id:
+                y = farcall.rpc_sync("w1", through_weight, (torch.ones(3, 3),))
+                autograd.backward(context_id, [HeldUp.apply(y).sum()])  # type: ignore[no-untyped-call]
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train)
+    if not rank:
+        thread.start()
+        assert Held.in_backward.wait(30)
+    farcall.shutdown()
+    if not rank:
+        thread.join(30)
+        assert not thread.is_alive()
+    return failures
+
+
+def test_shutdown_waits_for_a_backward_pass() -> None:
+    assert finish(start_processes(2, shut_down_during_backward, temporary_file_url())) == [[], []]

@@ -90,6 +90,43 @@ def test_children_started_in_each_way_have_farcall(tmp_path: Path, method: str) 
     assert run(tmp_path, program, method) == ["[2.0, 2.0] True"]
 
 
+def test_a_program_is_compiled_for_itself(tmp_path: Path) -> None:
+    # Not with the __future__ of whoever runs it: then annotations would be text.
+    program = """
+        def typed(x: int):
+            pass
+
+        say(typed.__annotations__)
+    """
+    assert run(tmp_path, program) == ["{'x': <class 'int'>}"]
+
+
+def test_a_peer_that_is_quicker_may_gather_at_once(tmp_path: Path) -> None:
+    program = """
+        def work(rank):
+            if rank == 0:  # the leader of gathers: not done with init_rpc when the other is
+                go_on = rpc.api._init_rpc_states
+
+                def wait(agent):
+                    rpc.api._init_rpc_states = go_on
+                    while not rpc.api._all_gather_sequence_id_to_states:
+                        os.sched_yield()
+                    go_on(agent)
+
+                rpc.api._init_rpc_states = wait
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            rpc.shutdown(timeout=20)
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    assert run(tmp_path, program) == []
+
+
 def test_torch_multiprocessing_spawn(tmp_path: Path) -> None:
     program = """
         import torch.multiprocessing as mp
@@ -192,9 +229,9 @@ def test_gloo_beside_rpc_at_the_same_port(tmp_path: Path, first: str) -> None:
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program, first) == ["[0, 0]"]
+    assert run(tmp_path, program, first) == []
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -209,8 +246,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert run(tmp_path, program, "--own", by=by) == ["0 ['--own']", "2 ['--own']"]
 
 
-@pytest.mark.parametrize("rank_that_leaves", [0, 1])
-def test_exit_without_shutdown(tmp_path: Path, rank_that_leaves: int) -> None:
+def test_exit_without_shutdown(tmp_path: Path) -> None:
     program = """
         def work(rank):
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
@@ -225,9 +261,9 @@ def test_exit_without_shutdown(tmp_path: Path, rank_that_leaves: int) -> None:
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program, str(rank_that_leaves)) == ["[0, 0]"]
+    assert run(tmp_path, program) == []
 
 
 def test_a_module_with_tensors_that_are_no_leaves(tmp_path: Path) -> None:
@@ -285,6 +321,7 @@ def test_sharded_tensors_of_torch_refer_to_remote_shards(tmp_path: Path) -> None
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
             placement = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
             tensor = sharded_tensor.ones(placement, 4, 2, init_rrefs=True)
+            dist.barrier()  # torch fills the shards after it has made the references
             ((other, (rref,)),) = tensor.remote_shards().items()
             assert type(rref) is RRef and rref.owner().id == other == 1 - rank
             assert rref.to_here().tensor.tolist() == [[1.0, 1.0], [1.0, 1.0]]
@@ -298,9 +335,9 @@ def test_sharded_tensors_of_torch_refer_to_remote_shards(tmp_path: Path) -> None
                 child.start()
             for child in children:
                 child.join()
-            say([child.exitcode for child in children])
+            sys.exit(any(child.exitcode for child in children))
     """
-    assert run(tmp_path, program) == ["[0, 0]"]
+    assert run(tmp_path, program) == []
 
 
 def test_data_parallel_beside_rpc(tmp_path: Path) -> None:
@@ -355,12 +392,13 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
     program = f"""
         import site
         site.addsitedir({str(SOURCES)!r})
+        assert importlib.util.find_spec("torch") is not None  # as programs ask that can do without
         assert "torch" not in sys.modules, "nobody has asked for torch yet"
         from torch.distributed.rpc import rpc_sync
         print(rpc_sync.__module__)
     """
     path = tmp_path / "program.py"
-    path.write_text("import sys\n" + textwrap.dedent(program))
+    path.write_text("import importlib.util, sys\n" + textwrap.dedent(program))
     for value, expected in (("1", "farcall.compat.rpc.api"), ("0", "torch.distributed.rpc.api")):
         done = subprocess.run(
             [sys.executable, str(path)],

@@ -291,7 +291,7 @@ def use_values(rank: int) -> None:
     assert theirs._get_type(blocking=False) is theirs._get_type(blocking=False)
     asked = farcall.remote("w1", add, (1,))
     asked._get_type(blocking=False).wait()
-    wait_until(lambda: asked._type is not None, "the answer, kept although its future is gone,")
+    wait_until(lambda asked=asked: asked._type is not None, "the answer, kept although its future is gone,")
     del asked
     assert mine._get_type() is list
     assert mine._get_type(blocking=False).wait() is list

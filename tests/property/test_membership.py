@@ -249,5 +249,5 @@ class MembershipMachines(RuleBasedStateMachine):
             assert len(set(holders)) == len(holders), "two members share a name or a rank"
 
 
-MembershipMachines.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+MembershipMachines.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestMachines = MembershipMachines.TestCase

@@ -47,6 +47,9 @@ class Contexts:
         self._next_context_id = self._first_id + 1  # 0 is no context,
         self._next_message_id = self._first_id + 1  # and no message
         self._gone: set[int] = set()
+        self._backward_lock = threading.Lock()
+        self.backward_calls = 0
+        """How many threads of this worker are inside `backward`."""
 
     # --- which context ------------------------------------------------------------------------------------
 
@@ -289,12 +292,19 @@ class Contexts:
         edges = _checked_roots(context_id, roots)
         context = self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s
-        local = context.originate(edges, retain_graph, deadline)
-        if is_profiled():
-            with record_function(BACKWARD_NAME):
+        with self._backward_lock:
+            self.backward_calls += 1
+        try:
+            local = context.originate(edges, retain_graph, deadline)
+            if is_profiled():
+                with record_function(BACKWARD_NAME):
+                    local.run_here()
+            else:
                 local.run_here()
-        else:
-            local.run_here()
+        finally:
+            with self._backward_lock:
+                self.backward_calls -= 1
+            self.port.pass_ended()
         if local.failure is not None:
             raise local.failure
 

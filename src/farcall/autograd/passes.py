@@ -81,6 +81,9 @@ class Port(Protocol):
     def now(self) -> float:
         """Seconds, of any monotonic clock."""
 
+    def pass_ended(self) -> None:
+        """A call of `backward` is over: somebody may have waited for that in order to leave."""
+
 
 class LocalPass:
     """A pass, at one worker. ``roots`` only at the origin."""

@@ -104,6 +104,9 @@ class NodePort:
     def now(self) -> float:
         return monotonic()
 
+    def pass_ended(self) -> None:
+        self._node.something_ended()
+
 
 class _Filled:
     """What the waiting thread waits for."""

@@ -33,6 +33,7 @@ class Recorder:
         self.contexts = Contexts(self._port)
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
+        node.wait_for(lambda: self.contexts.backward_calls)
 
     def take_letter(self, peer: Peer, frame: Arrived) -> None:
         """On the thread that reads."""

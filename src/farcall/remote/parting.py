@@ -60,7 +60,7 @@ class Parting:
         self._parted: set[int] = set()
         self._news = threading.Event()
         self._leaks: list[Held] = []
-        references.node.unsettled = self._unsettled
+        references.node.wait_for(self._unsettled)
         references.node.on_control(Farewell, self._on_farewell)
         references.node.on_agreed(self._on_agreed)
 

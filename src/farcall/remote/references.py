@@ -82,6 +82,7 @@ class NodeReferences:
         self.released = self._machine.released
         self._values: dict[RefId, Owned] = {}
         self._lost: set[int] = set()
+        self._last_created: dict[int, int] = {}  # of each creator, the last reference that it made here
         self._failed: list[Creation] = []
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
@@ -194,9 +195,12 @@ class NodeReferences:
             if created is not None:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
-                owned = self._values.get(created.ref)
+                ref = created.ref
+                if ref.local_id > self._last_created.get(ref.created_on, -1):
+                    self._last_created[ref.created_on] = ref.local_id
+                owned = self._values.get(ref)
                 if owned is None:
-                    owned = self._values[created.ref] = Owned()
+                    owned = self._values[ref] = Owned()
                 if notes.origin:
                     owned.origin = f"{notes.origin} on {peer.info.name}"
                 arrived.append(owned)
@@ -239,13 +243,20 @@ class NodeReferences:
             with self._lock:
                 owned = self._values.get(ref)
                 if owned is None:
-                    if not self._machine.lists(ref):
+                    if not self._machine.lists(ref) and not self._may_come(ref):
                         raise ReferenceLost(
                             f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to "
                             "it any more, or references were given up at a shutdown"
                         )
                     owned = self._values[ref] = Owned()
         return owned
+
+    def _may_come(self, ref: RefId) -> bool:
+        """Under the lock: was the call that creates ``ref`` overtaken by a question? No link does it, but faults do."""
+        creator = ref.created_on
+        if creator == self._machine.me or creator in self._lost:
+            return False
+        return ref.local_id > self._last_created.get(creator, -1)
 
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""

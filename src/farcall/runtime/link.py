@@ -336,6 +336,10 @@ class Link:
         """Give up the role of the reader, if the calling thread has it."""
         if role.link is self:
             role.link = None
+            ticket, role.ticket = role.ticket, None
+            if ticket is not None and not self._loop.standby.end(ticket):
+                self._retire()  # an error of ours has brought us here, and another thread reads on by now
+                return
             if self._silenced:
                 self._silenced = False
                 if self._descriptor is not None and self._up:

@@ -154,8 +154,7 @@ class Node:
         """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
-        self.unsettled: Callable[[], int] = lambda: 0
-        """How much is under way that is no call, and that a graceful shutdown waits for. Set by the layer above."""
+        self._unsettled: list[Callable[[], int]] = []
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
@@ -353,6 +352,14 @@ class Node:
                 if part is None:
                     part = self._parts[kind] = kind(self)
         return part
+
+    def wait_for(self, count: Callable[[], int]) -> None:
+        """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
+        self._unsettled.append(count)
+
+    def something_ended(self) -> None:
+        """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
+        self._leaving.poke()
 
     def on_peer_gone(self, hook: Callable[[WorkerInfo], None]) -> None:
         """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
@@ -616,7 +623,7 @@ class Node:
             activity = self.calls.last_id + self.server.last_accepted
             # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
             served = max(self.server.awaited, self.executor.waiting + self.executor.busy)
-            in_flight = len(self.calls) + served + self.unsettled()
+            in_flight = len(self.calls) + served + sum(count() for count in self._unsettled)
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity
 

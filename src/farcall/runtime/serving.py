@@ -98,8 +98,6 @@ class Server:
         self._active: dict[tuple[int, int], Request] = {}
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
-        self.on_failure: Callable[[BaseException], None] | None = None
-        """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
         self._banned: dict[bytes, int] = {}
         self._bans: dict[bytes, int] = {}
@@ -325,8 +323,6 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
-            if self.server.on_failure is not None:
-                self.server.on_failure(error)
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)

@@ -107,6 +107,9 @@ class Port:
     def now(self) -> float:
         return self._network.clock_s
 
+    def pass_ended(self) -> None:
+        pass
+
 
 def _copied(letter: Letter) -> Letter:
     if isinstance(letter, Gradient) and letter.gradients is not None:

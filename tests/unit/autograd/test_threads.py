@@ -39,6 +39,9 @@ class ThreadPort:
     def now(self) -> float:
         return time.monotonic()
 
+    def pass_ended(self) -> None:
+        pass
+
 
 @pytest.fixture
 def network() -> Iterator[Network]:

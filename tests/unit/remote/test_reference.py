@@ -14,7 +14,7 @@ import pytest
 from farcall.errors import ReferenceLost, RpcError, RpcTimeout, SerializationError
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
-from farcall.protocol.notes import Notes, encode_notes
+from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
@@ -87,6 +87,8 @@ class FakeNode:
 
     def on_control(self, kind: type[Any], handle: Callable[..., Any], *, in_order: bool = False) -> None:
         self.hooks[kind.__name__] = handle
+
+    def wait_for(self, count: Callable[[], int]) -> None: ...
 
     def on_peer_gone(self, hook: Callable[..., Any]) -> None:
         self.hooks["gone"] = hook
@@ -281,6 +283,25 @@ def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: Nod
     assert noted is not None
     assert isinstance(noted[6], Annotated)
     assert noted[6].notes[0].confirmed_by_owner()
+
+
+def creation_came(references: NodeReferences, sender: Any, number: int) -> Any:
+    fork = Fork(RefId(OTHER.id, number), ForkId(OTHER.id, number + 1), owner=ME.id, holder=OTHER.id, number=number)
+    notes = Notes([], created=fork)
+    return references.take_forks(sender, (REQUEST, KEEP, 1, b"f", encode_notes(notes), b"", ()), notes)
+
+
+def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeReferences, node: FakeNode) -> None:
+    early = references.find(RefId(OTHER.id, 1))
+    assert not early.ready
+    noted = creation_came(references, node.peer(OTHER.id), 1)
+    assert noted[6].notes[0] is early
+    # One that is older than what came is gone, and a dead member creates nothing more.
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(RefId(OTHER.id, 0))
+    node.hooks["gone"](OTHER)
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(RefId(OTHER.id, 9))
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:

@@ -134,6 +134,43 @@ def test_many_threads_tear_no_frame(ends: tuple[End, End]) -> None:
         thread.join(PATIENCE_S)
 
 
+def test_a_handler_that_fails_after_its_role_was_taken_away_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The reader is slow, another thread reads on, and only then the reader's handler raises: a bug of ours."""
+    left, right = memory_pair(CAPACITY_BYTES)
+    sender, receiver = End("left", left), End("right", right, start=False)
+    read_on = threading.Event()
+    readers: set[int] = set()
+
+    def on_frame(frame: Frame) -> None:
+        readers.add(threading.get_ident())
+        if frame[2] == 0:
+            receiver.link.watch()
+            assert read_on.wait(PATIENCE_S)
+            raise RuntimeError("a bug")
+        receiver.frames.put(frame)
+        read_on.set()
+
+    receiver.link._on_frame = on_frame
+    receiver.link.start()
+    try:
+        for number in range(20):
+            sender.link.outgoing.send(small(number))
+        assert [receiver.next()[2] for _ in range(19)] == list(range(1, 20))
+        while "a bug" not in caplog.text:
+            read_on.wait(0.01)
+        for number in range(20, 40):
+            sender.link.outgoing.send(small(number))
+        assert [receiver.next()[2] for _ in range(20)] == list(range(20, 40))
+        assert len(readers) == 2
+        assert len([line for line in caplog.records if line.levelname == "ERROR"]) == 1
+        assert "unlocked" not in caplog.text
+        while [thread.name for thread in threading.enumerate()].count("farcall-io-right") > 1:
+            threading.Event().wait(0.01)  # the old reader ends; if not, the test's time does
+    finally:
+        sender.close()
+        receiver.close()
+
+
 def test_a_peer_that_does_not_read_costs_a_timeout() -> None:
     near, far = memory_pair(1024)
     end = End("stuck", near)

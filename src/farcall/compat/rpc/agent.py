@@ -52,8 +52,12 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: Any = None,
         devices: Any = None,
     ) -> None:
+        from farcall.compat.rpc import api
+
         self._options = rpc_backend_options
         self.store = store
+        if not is_agent_set():
+            api._forget_gathers()
         with _meeting_at(store, rpc_backend_options.init_method) as init_method:
             options = to_farcall(rpc_backend_options, init_method)
             # 0 was "not given" in programs written before there were groups without a size.

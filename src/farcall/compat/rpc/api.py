@@ -214,13 +214,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _init_rpc_states(agent: Any) -> None:
-    """A new agent: its workers, and no gather yet."""
-    global _ALL_WORKER_NAMES
-    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+def _forget_gathers() -> None:
+    """Those of the agent before. Before there is a new one: a quick peer may take part in a gather at once."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
+
+
+def _init_rpc_states(agent: Any) -> None:
+    """A new agent, and its workers."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 

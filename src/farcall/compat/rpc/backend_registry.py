@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from farcall.compat.rpc import constants
+from farcall.compat.rpc.unserved import find_unserved
 
 __all__ = [
     "BackendType",
@@ -119,3 +120,7 @@ def _tensorpipe_init_backend_handler(
 BackendType = _make_type(
     {"TENSORPIPE": BackendValue(_tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)}
 )
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

@@ -22,19 +22,22 @@ What a member holds of another life:
     dead        Update left                                             left        spread
     dead        any message from it but an Obituary                     -           Obituary to it
     dead        Obituary from it                                        -           the larger side stays, see below
+    dead        any message from it, and declared so while alone        -           this member is expelled
     dead, left  anything else                                           -
 
 And of itself:
 
     new         LocalJoin                                    joining     Join, again every probe_timeout_s
-    joining     JoinAnswer                                   member      Admitted; or refused: Refused
+    joining     Decision: an offer                           -           Join again, which confirms it
+    joining     Decision: why not; or an Obituary            refused     Refused
+    joining     JoinAnswer                                   member      Admitted
     member      Update suspected about itself                -           version + 1; spread
     member      Update dead about itself, or an Obituary     expelled    Expelled
     member      LocalLeave                                   leaving     Ping with Update left to three
     leaving     two acknowledged, or five rounds are over    departed    Departed
 
-Who speaks: a member's messages count. A stranger's do not, but for Join; it is acknowledged, because it may be a
-newcomer not heard of yet. The dead get an Obituary, and who gets one from a member is expelled.
+Who speaks: a member's messages count. A stranger's do not, but for Join; it may be a newcomer not heard of yet, so
+it is acknowledged, and asked who it is. The dead get an Obituary, and who gets one from a member is expelled.
 
 **Partitions.** While a network is split, either side may come to hold the other for dead. Each member goes on to
 try one of its dead every ten probe intervals. When two meet that are dead to each other, they compare what they
@@ -53,10 +56,13 @@ up to 15 a second more (3 each fifth of an interval), with 32 updates at most. E
     all know of a death by silence   suspicion_s + 4 * probe_timeout_s + (log2(n) + 8) * probe_interval_s + news
     nobody is declared dead who answers within suspicion_s of when it fell silent
 
-With the defaults and 1,000 members: 7 s and 37 s (typically 2 s and 15 s). A process that was killed on a host that
+With the defaults and 1,000 members: 7 s and 37 s (typically 1 s and 14 s). A process that was killed on a host that
 lives is refused, not silent: that takes two round trips and the news. A part of the bound is luck: nobody
 happens to probe the dead one for log2(n) + 8 intervals with probability e^-18 at 1,000 members. Where the
 survivors are so few that one hears nobody, it doubts itself first, and takes up to five times as long.
+
+A verdict spoken while nobody at all was heard counts for the one who spoke it, and is not told to others: it may be
+deaf, and they would believe it. Should it hear from one of its dead, it was wrong, and has to go.
 
 A member doubts itself, too, when its own timers come late: then it probes again instead of accusing, is more
 patient for a while, and no verdict is ever spoken without a probe begun after the suspicion's time was over.

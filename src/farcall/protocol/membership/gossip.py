@@ -5,10 +5,10 @@ grows with the logarithm of the cluster, and at most ``MAX_UPDATES`` travel at o
 is bounded, whatever happens. What has not been told at all goes first; the rest takes turns. A later update
 about a life replaces an earlier one. Knows nothing of what an update means.
 
-Each holder of an update passes it on R times to members drawn at random; one in e^R is missed by all of
+Each holder of an update passes it on R times, to members in an order of chance; one in e^R is missed by all of
 them. R = 1.5 * bits(n) + 2 makes that less than one member in a cluster of a thousand for 20,000 updates;
-comparing whole tables finds what is missed. Only messages to members drawn at random count: those
-that are sent for another reason carry updates, too, but in a storm of probes they all go to the same few.
+comparing whole tables finds what is missed. Only those messages count: what is sent for another reason carries
+updates, too, but in a storm of probes it all goes to the same few.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class GossipQueue:
         self._fresh[update.life] = _Item(update, sends)
 
     def peek(self) -> tuple[Update, ...]:
-        """What rides along with a message that is sent anyway. It does not count: it does not go to just anybody."""
+        """What rides along with a message that is sent anyway. It does not count."""
         if not self._fresh and not self._told:
             return ()
         return tuple(item.update for item in islice(chain(self._fresh.values(), self._told.values()), MAX_UPDATES))
 
     def take(self) -> tuple[Update, ...]:
-        """What goes into a message to somebody drawn at random."""
+        """What goes into a message that is sent for its sake."""
         taken = [self._fresh.pop(life) for life in list(islice(self._fresh, MAX_UPDATES))]
         taken += [self._told.pop(life) for life in list(islice(self._told, MAX_UPDATES - len(taken)))]
         for item in taken:

@@ -29,25 +29,39 @@ one also is the right one where word of that end has not come yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import msgspec
 
 from farcall.protocol.membership.events import MembershipOptions
 from farcall.protocol.membership.members import Table
-from farcall.protocol.membership.messages import Decision, Forward, Record
+from farcall.protocol.membership.messages import Decision, Forward, Introduction, Join, JoinAnswer, Record
 from farcall.protocol.membership.outbox import Outbox
 from farcall.protocol.membership.probing import Prober
 
-__all__ = ["Admissions", "loser_of"]
+__all__ = ["Admissions", "NewcomerMessage", "loser_of"]
 
 MAX_CONTESTS = 256
 RESERVED_ROUNDS = 6  # probe timeouts: so long an offer holds, counted from when it was last asked for
 
 
+NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
+
+
 class Admissions:
     """What one member does for newcomers, as arbiter and as sponsor."""
 
-    def __init__(self, options: MembershipOptions, table: Table, outbox: Outbox, prober: Prober) -> None:
+    def __init__(
+        self,
+        options: MembershipOptions,
+        table: Table,
+        outbox: Outbox,
+        prober: Prober,
+        take_in: Callable[[Record, float], None],
+    ) -> None:
         self._reserved_s = RESERVED_ROUNDS * options.probe_timeout_s
+        self._take_in = take_in
         self._table = table
         self._outbox = outbox
         self._prober = prober
@@ -55,13 +69,41 @@ class Admissions:
         self._last_offer = 0
         self._contests: dict[int, float] = {}  # newcomer -> since when it is found out whether the holder lives
 
-    def request(self, record: Record, now: float) -> Decision | None:
-        """As sponsor: a newcomer asks us. The decision, if we are the arbiter and have one."""
-        arbiter = self._table.lowest_rank(trusted_only=True)
-        if arbiter.life == self._table.me:
-            return self.decide(record, now)
-        self._outbox.send(arbiter.life, Forward(record))
-        return None
+    def handle(self, sender: int, message: NewcomerMessage, now: float) -> None:
+        """A message from or about a newcomer."""
+        match message:
+            case Join(record) if record.life == sender:
+                self._on_join(record, now)
+            case Introduction(record) if record.life == sender:
+                self._take_in(record, now)
+            case Forward(record):
+                decision = self.decide(record, now)
+                if decision is not None:
+                    self._outbox.send(sender, decision)
+            case Decision(record) if record.life != self._table.me:  # the newcomer does not talk to the arbiter
+                self._outbox.send(record.life, message)
+
+    def _on_join(self, record: Record, now: float) -> None:
+        """As sponsor: pass a request on; take one in who was offered a place."""
+        if not record.admission and self._table.member(record.life) is None:
+            arbiter = self._table.lowest_rank(trusted_only=True).life
+            if arbiter != self._table.me:
+                self._outbox.send(arbiter, Forward(record))
+            elif (decision := self.decide(record, now)) is not None:
+                self._outbox.send(record.life, decision)
+        elif self._confirm(record, now):
+            updates = tuple(entry.as_update() for entry in self._table.entries.values())
+            self._outbox.send(record.life, JoinAnswer(updates))
+
+    def _confirm(self, record: Record, now: float) -> bool:
+        """Take in one who was offered a place, unless that has been given to another since."""
+        if self._table.member(record.life) is None:
+            for rival in self._table.rivals(record):
+                if rival.admission >= record.admission:
+                    self._outbox.send(record.life, Decision(record, _why_not(record, rival)))
+                    return False
+            self._take_in(record, now)
+        return True
 
     def decide(self, record: Record, now: float) -> Decision | None:
         """As arbiter: yes, no, or nothing yet."""
@@ -102,13 +144,6 @@ class Admissions:
             for rival in rivals:
                 self._prober.start(rival.life, now, urgent=True)
         return None
-
-    def why_not_confirmed(self, record: Record) -> str:
-        """As sponsor: why a newcomer that was offered a place cannot have it after all; empty if it can."""
-        for rival in self._table.rivals(record):
-            if rival.admission >= record.admission:
-                return _why_not(record, rival)
-        return ""
 
     def _heard_since(self, rival: Record, since: float) -> bool:
         return self._table.entries[rival.life].heard_at > since

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
+from farcall.protocol.membership.farewell import Farewell, end_of
 from farcall.protocol.membership.gossip import GossipQueue
-from farcall.protocol.membership.joining import Admissions, loser_of
+from farcall.protocol.membership.joining import Admissions, NewcomerMessage, loser_of
 from farcall.protocol.membership.members import Change, Table
 from farcall.protocol.membership.messages import (
     Ack,
@@ -28,6 +29,7 @@ from farcall.protocol.membership.messages import (
     Entries,
     Forward,
     Gossip,
+    Introduction,
     Join,
     JoinAnswer,
     Message,
@@ -38,6 +40,7 @@ from farcall.protocol.membership.messages import (
     Status,
     Update,
     Vouch,
+    WhoAreYou,
     precedence,
 )
 from farcall.protocol.membership.obituaries import Obituaries
@@ -48,9 +51,6 @@ from farcall.protocol.membership.suspicion import Suspicions
 from farcall.protocol.membership.timers import Timers
 
 __all__ = ["MembershipMachine", "State"]
-
-LEAVE_ACKS: Final = 2  # so many must know of our leave: one of them may die before it tells anybody
-LEAVE_ROUNDS: Final = 5
 
 
 class State(Enum):
@@ -95,11 +95,10 @@ class MembershipMachine:
         self._suspicions = Suspicions(options, randomness, self.table, self._timers, self._prober)
         self._spreading = Spreading(options, randomness, self.table, self._timers, self._gossip, self._outbox)
         self._obituaries = Obituaries(options, randomness, self.table, self._timers, self._outbox, self._expel)
-        self._admissions = Admissions(options, self.table, self._outbox, self._prober)
+        self._admissions = Admissions(options, self.table, self._outbox, self._prober, self._take_in)
+        self._farewell = Farewell(options, randomness, self.table, self._timers, self._outbox, self._depart)
         self._via = 0
         self._join_due = 0.0
-        self._leave_acks: set[int] = set()
-        self._leave_rounds = 0
         self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
             Ping: self._on_ping,
             Ack: self._on_news,
@@ -111,10 +110,12 @@ class MembershipMachine:
             Entries: self._on_entries,
             Obituary: self._on_obituary,
             Resurfaced: self._on_resurfaced,
-            Join: self._on_join,
-            Forward: self._on_forward,
-            Decision: self._on_decision,
+            Join: self._on_newcomer,
+            Forward: self._on_newcomer,
+            Decision: self._on_newcomer,
             JoinAnswer: lambda sender, message, now: None,
+            WhoAreYou: self._on_who_are_you,
+            Introduction: self._on_newcomer,
         }
         if members is not None:
             for record in members:
@@ -172,6 +173,8 @@ class MembershipMachine:
         elif entry.status < Status.DEAD:
             self._prober.on_heard(sender, now)
             self._handlers[type(message)](sender, message, now)
+        elif entry.status is Status.DEAD and entry.alone:
+            self._expel("it was cut off from the other members, and gave them up")
         elif entry.status is Status.DEAD:
             self._obituaries.on_dead(sender, message, entry.why)
         elif isinstance(message, Ping):
@@ -191,15 +194,17 @@ class MembershipMachine:
         """A newcomer not heard of yet; or one that the other side of a partition let in; or one long dead."""
         if sender in self.table.buried:
             self._obituaries.tell(sender, "it was declared dead long ago")
-        elif isinstance(message, Join) and message.record.life == sender:
-            self._on_join(sender, message, now)
-        elif isinstance(message, Ping):
-            # Its news are none for us, but for its own end.
-            ends = [update for update in message.updates if _is_end_of(sender, update)]
-            self._learn(ends, now)
-            self._outbox.send(sender, Ack(tuple(ends)))
+        elif isinstance(message, Join | Introduction):
+            self._on_newcomer(sender, message, now)
         elif isinstance(message, Obituary):
             self._obituaries.on_stranger(sender, message)
+        else:
+            if isinstance(message, Ping):
+                ends = end_of(sender, message.updates)
+                self._learn(ends, now)
+                self._outbox.send(sender, Ack(ends))
+            if self.table.entries.get(sender) is None:
+                self._outbox.send(sender, WhoAreYou())
 
     def _on_ping(self, sender: int, message: Ping, now: float) -> None:
         about = 0
@@ -216,10 +221,8 @@ class MembershipMachine:
     def _on_news(self, sender: int, message: Ack | Gossip, now: float) -> None:
         if message.updates:
             self._learn(message.updates, now)
-            if self.state is State.LEAVING and any(_is_end_of(self.me, update) for update in message.updates):
-                self._leave_acks.add(sender)
-                if len(self._leave_acks) >= min(LEAVE_ACKS, len(self.table.others)):
-                    self._depart()
+            if self.state is State.LEAVING:
+                self._farewell.on_answer(sender, message.updates)
 
     def _on_inquiry(self, sender: int, message: Ask | Vouch | Deny, now: float) -> None:
         self._learn(message.updates, now)
@@ -257,7 +260,7 @@ class MembershipMachine:
         self.table.apply(refutation, now)
         self._spreading.spread(refutation, now)
 
-    def _apply(self, update: Update, now: float, own: bool = False) -> None:
+    def _apply(self, update: Update, now: float, own: bool = False, alone: bool = False) -> None:
         """Take a claim about another life into the table, tell the user what it changed, and pass it on."""
         if update.status < Status.DEAD and update.record is not None and update.life not in self.table.entries:
             update = self._settle_claims(update, update.record, now)
@@ -270,13 +273,15 @@ class MembershipMachine:
         record = entry.record
         if record is not None:
             self._report(change, record, update, own, now)
-        self._spreading.spread(entry.as_update(), now)
+        if not alone:
+            self._spreading.spread(entry.as_update(), now)
 
     def _report(self, change: Change, record: Record, update: Update, own: bool, now: float) -> None:
         tell, life = self._outbox.tell, record.life
         if change is Change.JOINED:
             tell(events.MemberJoined(record))
             self._prober.include(life)
+            self._spreading.include(life)
         if change is Change.SUSPECTED or (change is Change.JOINED and update.status is Status.SUSPECTED):
             tell(events.MemberSuspected(record))
             self._suspicions.begin(life, update.version, own, now)
@@ -304,29 +309,33 @@ class MembershipMachine:
             self._apply(Update(loser.life, Status.DEAD, 0, None, why), now)
         return update
 
-    def _suspect(self, life: int, now: float) -> None:
+    def _suspect(self, life: int, now: float, alone: bool = False) -> None:
         """``life`` did not answer us."""
         entry = self.table.entries[life]
         if entry.status is Status.ALIVE:
-            self._apply(Update(life, Status.SUSPECTED, entry.version, entry.record), now, own=True)
+            self._apply(Update(life, Status.SUSPECTED, entry.version, entry.record), now, own=True, alone=alone)
         else:
             self._suspicions.begin(life, entry.version, True, now)
 
     def _conclude(self, probe: Probe, outcome: Outcome, now: float) -> None:
         life = probe.target
         if outcome is Outcome.DENIED:
-            self._declare_dead(life, "nobody listens at its addresses any more", now)
+            self._declare_dead(probe, "nobody listens at its addresses any more", now)
         elif outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(life):
-                self._declare_dead(life, "it did not answer, to several members and for long", now)
+                self._declare_dead(probe, "it did not answer, to several members and for long", now)
             else:
-                self._suspect(life, now)
+                self._suspect(life, now, probe.alone)
         elif probe.last:
             self._suspicions.renew(life, now)
 
-    def _declare_dead(self, life: int, why: str, now: float) -> None:
-        self._apply(Update(life, Status.DEAD, self.table.entries[life].version, None, why), now)
-        self._obituaries.tell(life, why)  # if it only slept, it finds this when it wakes
+    def _declare_dead(self, probe: Probe, why: str, now: float) -> None:
+        """If we heard nobody, it may be we who are cut off, or deaf: then the verdict counts here only."""
+        entry = self.table.entries[probe.target]
+        self._apply(Update(entry.life, Status.DEAD, entry.version, None, why), now, alone=probe.alone)
+        entry.alone = probe.alone
+        if not probe.alone:
+            self._obituaries.tell(entry.life, why)  # if it only slept, it finds this when it wakes
 
     def _on_digest(self, sender: int, message: Digest, now: float) -> None:
         self._spreading.on_digest(sender, message)
@@ -400,59 +409,29 @@ class MembershipMachine:
         self._stop()
         self._outbox.tell(events.Refused(why))
 
-    def _on_join(self, sender: int, message: Join, now: float) -> None:
-        """As sponsor: pass a request on; take one in who was offered a place."""
-        record = message.record
-        if record.life != sender or self.state is not State.MEMBER:
-            return
-        if self.table.member(sender) is None:
-            if not record.admission:
-                decision = self._admissions.request(record, now)
-                if decision is not None:
-                    self._outbox.send(sender, decision)
-                return
-            why_not = self._admissions.why_not_confirmed(record)
-            if why_not:
-                self._outbox.send(sender, Decision(record, why_not))
-                return
-            self._learn([Update(sender, Status.ALIVE, 0, record)], now)
-        self._outbox.send(sender, JoinAnswer(tuple(entry.as_update() for entry in self.table.entries.values())))
+    def _on_newcomer(self, sender: int, message: NewcomerMessage, now: float) -> None:
+        """Only who stays can answer for anybody."""
+        if self.state is State.MEMBER:
+            self._admissions.handle(sender, message, now)
 
-    def _on_forward(self, sender: int, message: Forward, now: float) -> None:
-        """As arbiter; or as one that somebody takes for it, which comes to the same."""
-        decision = self._admissions.decide(message.record, now) if self.state is State.MEMBER else None
-        if decision is not None:
-            self._outbox.send(sender, decision)
+    def _take_in(self, record: Record, now: float) -> None:
+        self._learn([Update(record.life, Status.ALIVE, 0, record)], now)
 
-    def _on_decision(self, sender: int, message: Decision, now: float) -> None:
-        """As sponsor: the newcomer talks to us and not to the arbiter."""
-        self._outbox.send(message.record.life, message)
+    def _on_who_are_you(self, sender: int, message: WhoAreYou, now: float) -> None:
+        """Our sponsor may have gone before it told anybody of us."""
+        if self.table.my_record.admission:
+            self._outbox.send(sender, Introduction(self.table.my_record))
 
     # --- going -----------------------------------------------------------------------------------------------
 
     def _leave(self, now: float) -> None:
         self.state = State.LEAVING
-        self.table.apply(Update(self.me, Status.LEFT, 0), now)
-        self._spreading.spread(Update(self.me, Status.LEFT, 0), now)
-        self._tell_of_leave(now, now)
-
-    def _tell_of_leave(self, due: float, now: float) -> None:
-        if self.state is not State.LEAVING:
-            return
-        others = self.table.others
-        if not others or self._leave_rounds == LEAVE_ROUNDS:
-            self._depart()
-            return
-        self._leave_rounds += 1
-        for to in self._random.sample(others, min(LEAVE_ACKS + 1, len(others))):
-            self._outbox.send(to, Ping((*self._outbox.news(to), Update(self.me, Status.LEFT, 0))))
-        self._timers.set(now + self._options.probe_timeout_s, self._tell_of_leave)
+        left = Update(self.me, Status.LEFT, 0)
+        self.table.apply(left, now)
+        self._spreading.spread(left, now)
+        self._farewell.begin(now)
 
     def _depart(self) -> None:
         self.state = State.DEPARTED
         self._stop()
         self._outbox.tell(events.Departed())
-
-
-def _is_end_of(life: int, update: Update) -> bool:
-    return update.life == life and update.status >= Status.DEAD

@@ -36,9 +36,12 @@ class Change(Enum):
 
 
 class Entry:
-    """What is known of one life. ``record`` is None where only its end was heard of."""
+    """What is known of one life. ``record`` is None where only its end was heard of.
 
-    __slots__ = ("heard_at", "life", "place", "precedence", "record", "since", "status", "version", "why")
+    ``alone``: it was declared dead here, while nobody at all was heard.
+    """
+
+    __slots__ = ("alone", "heard_at", "life", "place", "precedence", "record", "since", "status", "version", "why")
 
     def __init__(self, update: Update, now: float) -> None:
         self.life = update.life
@@ -50,6 +53,7 @@ class Entry:
         self.since = now
         self.heard_at = now
         self.place = -1
+        self.alone = False
 
     @property
     def ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""What members tell each other about members: one typed struct per control message, tags 50 to 63.
+"""What members tell each other about members: one typed struct per control message, tags 50 to 65.
 
 Owns shapes and the order of claims about one life, no behaviour. A member is named by its *life*: one integer
 per process start, never used again. Every claim is an ``Update``, and claims about a life are ordered by their
@@ -21,6 +21,8 @@ any order of messages, with any of them twice, comes to the same table.
     Forward    sponsor -> arbiter       "this one wants in"
     Decision   arbiter -> sponsor -> newcomer   an offer, or why not
     JoinAnswer sponsor -> newcomer      "you are in": the table
+    WhoAreYou  anybody -> a stranger    "your news is none for me before I know you"
+    Introduction  newcomer -> back      "I was let in; whoever should have told you cannot, perhaps"
 """
 
 from __future__ import annotations
@@ -172,6 +174,14 @@ class JoinAnswer(_Control, frozen=True, tag=63):
     updates: tuple[Update, ...]
 
 
+class WhoAreYou(_Control, frozen=True, tag=64):
+    pass
+
+
+class Introduction(_Control, frozen=True, tag=65):
+    record: Record
+
+
 Message: TypeAlias = (
     Ping
     | Ack
@@ -187,4 +197,6 @@ Message: TypeAlias = (
     | Forward
     | Decision
     | JoinAnswer
+    | WhoAreYou
+    | Introduction
 )

@@ -64,7 +64,10 @@ class Obituaries:
             place = int(self._random.random() * len(self._fallen))
             entry = self._table.entries.get(self._fallen[place])
             if entry is not None and entry.status is Status.DEAD:
-                self.tell(entry.life, entry.why)
+                if entry.alone:
+                    self._outbox.ping(entry.life)  # whatever it answers shows that we were wrong
+                else:
+                    self.tell(entry.life, entry.why)
                 break
             self._fallen[place] = self._fallen[-1]  # forgotten, or it had left
             self._fallen.pop()
@@ -96,5 +99,5 @@ class Obituaries:
     def on_resurfaced(self, life: int) -> None:
         """Somebody met one that is dead to us: settle it with that one."""
         entry = self._table.entries.get(life)
-        if entry is not None and entry.status is Status.DEAD:
+        if entry is not None and entry.status is Status.DEAD and not entry.alone:
             self.tell(life, entry.why, hinted=True)

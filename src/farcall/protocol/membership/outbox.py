@@ -36,7 +36,7 @@ class Outbox:
         self._effects.append(Send(to, Ping(self.news(to))))
 
     def gossip(self, to: int) -> None:
-        """Pass news on to one drawn at random."""
+        """Pass news on to one whose turn it is."""
         self._effects.append(Send(to, Gossip(self._with_what_concerns(to, 0, self._gossip.take()))))
 
     def news(self, to: int, about: int = 0) -> tuple[Update, ...]:

@@ -34,6 +34,7 @@ from farcall.protocol.membership.members import Table
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.outbox import Outbox
 from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.turns import Turns
 
 __all__ = ["Health", "Outcome", "Probe", "Prober"]
 
@@ -78,7 +79,18 @@ class Health:
 class Probe:
     """One question whether ``target`` lives. ``last``: nobody will ask again."""
 
-    __slots__ = ("deniers", "due", "helpers", "last", "late_rounds", "refused", "round", "started_at", "target")
+    __slots__ = (
+        "alone",
+        "deniers",
+        "due",
+        "helpers",
+        "last",
+        "late_rounds",
+        "refused",
+        "round",
+        "started_at",
+        "target",
+    )
 
     def __init__(self, target: int, now: float, last: bool) -> None:
         self.target = target
@@ -87,6 +99,7 @@ class Probe:
         self.round = 1
         self.due = now
         self.refused = False
+        self.alone = False  # at its end: nobody at all had been heard
         self.late_rounds = 0
         self.helpers: set[int] = set()
         self.deniers: set[int] = set()
@@ -115,22 +128,21 @@ class Prober:
         self._probes: dict[int, Probe] = {}
         self._askers: dict[int, set[int]] = {}  # target -> who wants to know
         self._refused_at: dict[int, float] = {}
-        self._ring: list[int] = []
+        self._turns = Turns(randomness, table)
         self._last_turn_at = 0.0
+        self._others_when_heard = 0
 
     # --- turns -------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
         """Take turns from now on, at a moment of one's own."""
         self.heard_anybody_at = self._last_turn_at = now
+        self._others_when_heard = len(self._table.others)
         self._timers.set(now + self._random.random() * self._options.probe_interval_s, self._take_turn)
 
     def include(self, life: int) -> None:
-        """A newcomer has a place in the round that is under way, too, or it would be probed late."""
-        ring = self._ring
-        place = int(self._random.random() * (len(ring) + 1))
-        ring.append(life)
-        ring[place], ring[-1] = ring[-1], ring[place]
+        """A newcomer."""
+        self._turns.include(life)
 
     def exclude(self, life: int) -> None:
         """``life`` has ended."""
@@ -146,18 +158,11 @@ class Prober:
             self.health.rise()
         self._last_turn_at = now
         interval_s = self._options.probe_interval_s
-        for _ in range(TRIES_PER_TURN):
-            if not self._ring:
-                self._ring = list(self._table.others)
-                self._random.shuffle(self._ring)
-                if not self._ring:
-                    break
-            target = self._ring.pop()
-            entry = self._table.member(target)
-            if entry is None or now - entry.heard_at < interval_s or target in self._probes:
-                continue
-            self.start(target, now)
-            break
+        for _ in range(min(TRIES_PER_TURN, len(self._table.others))):
+            entry = self._turns.next()
+            if entry is not None and now - entry.heard_at >= interval_s and entry.life not in self._probes:
+                self.start(entry.life, now)
+                break
         # Uneven steps, so that members never fall into step with each other.
         self._timers.set(now + interval_s * (0.9 + 0.2 * self._random.random()), self._take_turn)
 
@@ -204,7 +209,7 @@ class Prober:
             return
         if probe.refused and probe.deniers:
             self._end(probe, Outcome.DENIED, now)
-        elif self.heard_anybody_at < probe.started_at and len(self._table.others) > 1 and self.health.sink():
+        elif self._is_alone_since(probe) and self.health.sink():
             self._end(probe, Outcome.UNSURE, now)
         else:
             self._end(probe, Outcome.FAILED, now)
@@ -212,8 +217,13 @@ class Prober:
     def _is_late(self, due: float, now: float) -> bool:
         return now - due > self._options.probe_timeout_s / 2
 
+    def _is_alone_since(self, probe: Probe) -> bool:
+        """Of two, either has only the other to hear; that says nothing."""
+        return self.heard_anybody_at < probe.started_at and self._others_when_heard > 1
+
     def _end(self, probe: Probe, outcome: Outcome, now: float) -> None:
         del self._probes[probe.target]
+        probe.alone = self._is_alone_since(probe)
         self._conclude(probe, outcome, now)
 
     # --- what is heard -----------------------------------------------------------------------------------
@@ -221,6 +231,7 @@ class Prober:
     def on_heard(self, life: int, now: float) -> None:
         """Anything came from ``life``, a member."""
         self.heard_anybody_at = now
+        self._others_when_heard = len(self._table.others)
         self._table.entries[life].heard_at = now
         if life in self._refused_at:
             del self._refused_at[life]
@@ -250,6 +261,11 @@ class Prober:
         probe = self.start(target, now, urgent=True)
         probe.refused = True
         self._check_denied(probe, now)
+        for other in list(self._probes.values()):
+            if target in other.helpers:  # it will not answer our question, either
+                other.helpers.discard(target)
+                other.deniers.discard(target)
+                self._check_denied(other, now)
 
     def on_deny(self, helper: int, target: int, now: float) -> None:
         """Nor as seen from ``helper``."""
@@ -259,7 +275,7 @@ class Prober:
             self._check_denied(probe, now)
 
     def _check_denied(self, probe: Probe, now: float) -> None:
-        """Where there was nobody to ask, our own eyes have to do."""
+        """Where there is nobody to ask (any more), our own eyes have to do."""
         if probe.refused and probe.helpers == probe.deniers:
             self._end(probe, Outcome.DENIED, now)
 

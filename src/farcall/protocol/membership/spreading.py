@@ -1,4 +1,4 @@
-"""How news travels: to a few members drawn at random at a time, and by comparing whole tables now and then.
+"""How news travels: to a few members at a time, in turns, and by comparing whole tables now and then.
 
 Owns when news is passed on, not what it means. Gossip runs only while there is something to tell. The comparison
 (digests first, and of the tables only where they differ) runs for ever: it finds what gossip missed, and what was
@@ -13,6 +13,7 @@ from farcall.protocol.membership.members import Table
 from farcall.protocol.membership.messages import Digest, Entries, Update
 from farcall.protocol.membership.outbox import Outbox
 from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.turns import Turns
 
 __all__ = ["Spreading"]
 
@@ -35,11 +36,16 @@ class Spreading:
         self._timers = timers
         self._gossip = gossip
         self._outbox = outbox
+        self._turns = Turns(randomness, table)
         self._is_due = False
 
     def begin(self, now: float) -> None:
         """Compare tables from now on."""
         self._timers.set(now + self._options.sync_interval_s * self._random.random(), self._compare)
+
+    def include(self, life: int) -> None:
+        """A newcomer."""
+        self._turns.include(life)
 
     def spread(self, update: Update, now: float) -> None:
         """Let everybody know."""
@@ -49,12 +55,11 @@ class Spreading:
             self._timers.set(now + self._random.random() * self._options.gossip_interval_s, self._pass_on)
 
     def _pass_on(self, due: float, now: float) -> None:
-        others = self._table.others
-        for to in self._random.sample(others, min(GOSSIP_FANOUT, len(others))):
-            if not self._gossip:
-                break
-            self._outbox.gossip(to)
-        self._is_due = bool(self._gossip) and bool(others)
+        for _ in range(min(GOSSIP_FANOUT, len(self._table.others))):
+            entry = self._turns.next()
+            if entry is not None and self._gossip:
+                self._outbox.gossip(entry.life)
+        self._is_due = bool(self._gossip) and bool(self._table.others)
         if self._is_due:
             self._timers.set(now + self._options.gossip_interval_s, self._pass_on)
         else:

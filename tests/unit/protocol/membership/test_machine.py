@@ -40,12 +40,14 @@ from farcall.protocol.membership.messages import (
     Deny,
     Forward,
     Gossip,
+    Introduction,
     Join,
     JoinAnswer,
     Obituary,
     Ping,
     Resurfaced,
     Vouch,
+    WhoAreYou,
 )
 
 T = TypeVar("T", bound=Effect)
@@ -218,6 +220,17 @@ def test_who_hears_nobody_doubts_itself_first() -> None:
     assert isolated.take(MemberSuspected)
 
 
+def test_a_verdict_spoken_alone_is_kept_to_oneself() -> None:
+    """Who is deaf hears nobody either, and the others would believe it."""
+    bench = member(size=3)
+    bench.advance(400)
+    died = {effect.record.life for effect in bench.effects if isinstance(effect, MemberDied)}
+    assert died == {2, 3}
+    assert [send for send in bench.take(Send) if isinstance(send.message, Obituary | Gossip)] == []
+    bench.receive(2, Ping(()))
+    assert "cut off" in bench.take(Expelled)[0].why
+
+
 def test_who_slept_accuses_nobody() -> None:
     bench = member()
     while not bench.sent(Ping):
@@ -271,7 +284,9 @@ def test_news_is_told_and_passed_on() -> None:
     bench.receive(2, Gossip((update,)))
     assert bench.take(MemberJoined) == [MemberJoined(RECORDS[5])]
     bench.advance(OPTIONS.gossip_interval_s)
-    assert all(update in send.message.updates for send in bench.sent(Gossip) if isinstance(send.message, Gossip))
+    told = bench.sent(Gossip)
+    assert len(told) == 3
+    assert all(send.message == Gossip((update,)) for send in told)
     bench.receive(2, Gossip((Update(6, Status.LEFT, 0),)))
     assert bench.take(MemberLeft) == [MemberLeft(RECORDS[5])]
 
@@ -292,6 +307,22 @@ def test_strangers_are_answered_and_not_believed() -> None:
     assert bench.sent(Ack, to=99)
     assert status(bench, 4) is Status.ALIVE
     assert bench.machine.table.size == 6
+
+
+def test_a_newcomer_whose_sponsor_is_gone_introduces_itself() -> None:
+    """Found by a property test: the sponsor left before it had told anybody."""
+    record = Record(7, "worker7", 7, admission=3)
+    joiner = newcomer(record)
+    joiner.feed(LocalJoin(2))
+    joiner.receive(2, JoinAnswer(tuple(Update(one.life, Status.ALIVE, 0, one) for one in RECORDS)))
+    bench = member()
+    bench.receive(7, Ping(()))
+    question = [effect.message for effect in bench.effects if isinstance(effect, Send)]
+    assert question == [Ack(()), WhoAreYou()]
+    joiner.receive(1, WhoAreYou())
+    (introduction,) = joiner.sent(Introduction, to=1)
+    bench.receive(7, introduction.message)
+    assert bench.take(MemberJoined) == [MemberJoined(record)]
 
 
 def test_who_is_dead_to_a_member_is_expelled() -> None:
@@ -329,10 +360,10 @@ def test_of_two_equal_sides_the_one_with_the_lowest_rank_stays() -> None:
     lower.receive(5, Obituary(2, "silent", 3, 4))
     assert lower.take(Expelled) == []
     higher.receive(2, Obituary(5, "silent", 3, 1))
-    assert [effect.to for effect in higher.effects if isinstance(effect, Send)], "it names the other to its own side"
-    assert all(
-        effect.message == Resurfaced(2) for effect in higher.effects if isinstance(effect, Send) and effect.to in (4, 6)
-    )
+    assert {effect for effect in higher.effects if isinstance(effect, Send)} == {
+        Send(4, Resurfaced(2)),
+        Send(6, Resurfaced(2)),
+    }, "it names the other to its own side"
     assert higher.take(Expelled)
 
 

@@ -19,12 +19,14 @@ from farcall.protocol.membership.messages import (
     Entries,
     Forward,
     Gossip,
+    Introduction,
     Join,
     JoinAnswer,
     Obituary,
     Ping,
     Resurfaced,
     Vouch,
+    WhoAreYou,
     precedence,
 )
 
@@ -45,6 +47,8 @@ EXAMPLES = [
     Forward(RECORD),
     Decision(RECORD, ""),
     JoinAnswer(UPDATES),
+    WhoAreYou(),
+    Introduction(RECORD),
 ]
 decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
