@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_injection import team
+from tests.faults.test_injection import team, wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost
+from farcall.remote.retry import Pauses
 from farcall.runtime.node import current_node
 from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
@@ -151,6 +152,7 @@ def test_a_pause_does_not_outlive_its_node() -> None:
         future = nodes[0].rpc_async("w1", run, ("a",), retry=slow)
         rref = nodes[0].remote("w1", run, ("b",), retry=slow)
         rule.wait_hits(2)
+        wait_until(lambda: len(nodes[0].part(Pauses)._waiting) == 2)
         for node in nodes:
             node.shutdown(graceful=False)
         with pytest.raises(Cancelled, match="shut down"):

@@ -276,8 +276,7 @@ class Pauses:
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, Callable[[], None], Callable[[RpcError], None]]] = []
         self._lock = threading.Lock()
-        before = node.unsettled
-        node.unsettled = lambda: before() + len(self._waiting)  # a graceful shutdown waits for them
+        node.wait_for(lambda: len(self._waiting))
         node.on_end(self._end)
         node.add_ticker(self)
 
