@@ -109,7 +109,7 @@ class Reconnecting:
             peer.info.name,
             peer.incarnation,
             self._ways_to(peer.info.id),
-            link.transport.kind,
+            link.transport,
             me,
             self._secret,
             bond.dialled,

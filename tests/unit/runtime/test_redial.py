@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from queue import Queue
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,6 +58,13 @@ def host() -> Iterator[Host]:
     found.close()
 
 
+class Lost(NamedTuple):
+    """The connection that broke."""
+
+    kind: str
+    peer_host: str
+
+
 class Attempts:
     """A redial, and what came of it."""
 
@@ -67,6 +74,7 @@ class Attempts:
         resumes: bool = True,
         incarnation: str = "token",
         lost_kind: str = "memory",
+        lost_host: str = "",
         seconds: float = PATIENCE_S,
     ) -> None:
         self.back: Queue[tuple[Transport, Established]] = Queue()
@@ -76,7 +84,7 @@ class Attempts:
             "host",
             incarnation,
             ways,
-            lost_kind,
+            Lost(lost_kind, lost_host),  # type: ignore[arg-type]
             me,
             SECRET,
             resumes,
@@ -157,6 +165,14 @@ def test_a_host_that_refuses_twice_in_a_row_is_believed(
 ) -> None:
     monkeypatch.setattr(redialling, "dial", dial_that(*outcomes))
     assert text in Attempts(["tcp://192.0.2.1:9"]).why_gone()
+
+
+def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redialling, "dial", dial_that(DialRefused("nobody listens")))
+    same = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.1")
+    assert same.why_gone() == "nobody listens"
+    other = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.2", seconds=0.3)
+    assert "in time" in other.why_gone()
 
 
 def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

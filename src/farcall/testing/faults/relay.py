@@ -64,6 +64,7 @@ class FaultyTransport(UnixTransport):
         super().__init__(stream)
         self.kind = far.kind
         self.carries_descriptors = far.carries_descriptors
+        self.peer_host = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
         # A descriptor that came behind the handshake belongs to a frame that the link has already.
