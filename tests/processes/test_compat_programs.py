@@ -392,6 +392,7 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
     program = f"""
         import site
         site.addsitedir({str(SOURCES)!r})
+        site.addsitedir({str(SOURCES)!r})  # as in an environment made with --system-site-packages
         assert importlib.util.find_spec("torch") is not None  # as programs ask that can do without
         assert "torch" not in sys.modules, "nobody has asked for torch yet"
         from torch.distributed.rpc import rpc_sync
