@@ -353,7 +353,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the cluster; graceful: when all workers have called this and all work everywhere is done."""
     agent = _get_current_rpc_agent()
     if not isinstance(agent, TensorPipeAgent):
-        _reset_current_rpc_agent()
+        _shut_down_foreign(agent, graceful, timeout)
         return
     if not graceful:
         farcall_api.shutdown(graceful=False)
@@ -379,6 +379,16 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         farcall_api.shutdown(agreed, timeout)
     if failures:
         raise failures[0]
+
+
+def _shut_down_foreign(agent: Any, graceful: bool, timeout: float) -> None:
+    """An agent that is not farcall's ends itself."""
+    try:
+        if graceful:
+            agent.join(shutdown=True, timeout=timeout)
+        agent.shutdown()
+    finally:
+        _reset_current_rpc_agent()
 
 
 def _finalize_shutdown() -> None:
