@@ -69,9 +69,10 @@ def test_backends_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_registry, "BackendType", backend_registry.BackendType)
     assert backend_registry.backend_registered("TENSORPIPE")
     before = rpc.BackendType.TENSORPIPE
+    names = {kind.name for kind in rpc.BackendType}  # whoever loaded the faulty agent registered that, too
     made = backend_registry.register_backend("OWN", lambda timeout, url: (timeout, url), lambda **kwargs: kwargs)
     assert repr(made) == "BackendType.OWN"
-    assert {kind.name for kind in backend_registry.BackendType} == {"TENSORPIPE", "OWN"}
+    assert {kind.name for kind in backend_registry.BackendType} == {*names, "OWN"}
     assert backend_registry.construct_rpc_backend_options(made, 3, "env://") == (3, "env://")
     assert backend_registry.init_backend(made, name="a") == {"name": "a"}
     assert rpc.BackendType is backend_registry.BackendType
