@@ -392,6 +392,7 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
     program = f"""
         import site
         site.addsitedir({str(SOURCES)!r})
+        site.addsitedir({str(SOURCES)!r})  # as in an environment made with --system-site-packages
         assert importlib.util.find_spec("torch") is not None  # as programs ask that can do without
         assert "torch" not in sys.modules, "nobody has asked for torch yet"
         from torch.distributed.rpc import rpc_sync
@@ -409,6 +410,32 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
             timeout=TIMEOUT_S,
         )
         assert done.stdout.split() == [expected]
+
+
+def test_what_torch_loaded_meanwhile_is_its_own_after_uninstall(tmp_path: Path) -> None:
+    program = """
+        import warnings
+        import farcall.compat
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's optimizers are TorchScript
+            import torch.distributed.nn, torch.distributed.optim
+            from torch.distributed._shard.sharded_tensor import api as sharded
+            assert sharded.rpc is rpc
+            assert torch.distributed.optim.DistributedOptimizer is farcall.optim.DistributedOptimizer
+            farcall.compat.uninstall()
+        assert sharded.rpc is torch.distributed.rpc is sys.modules["torch.distributed.rpc"]
+        say(
+            sharded.rpc.__name__,
+            torch.distributed.nn.RemoteModule.__module__,
+            torch.distributed.nn.api.remote_module.__name__,
+            torch.distributed.optim.DistributedOptimizer.__module__,
+            torch.distributed.optim.optimizer.__name__,
+        )
+        farcall.compat.install()
+        assert torch.distributed.optim.DistributedOptimizer is farcall.optim.DistributedOptimizer
+    """
+    modules = ["rpc", "nn.api.remote_module", "nn.api.remote_module", "optim.optimizer", "optim.optimizer"]
+    assert run(tmp_path, program) == [" ".join(f"torch.distributed.{name}" for name in modules)]
 
 
 HIDE_RPC = """
@@ -476,6 +503,7 @@ def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
             farcall.compat.uninstall()
             assert not stock.is_available() and not hasattr(stock, "init_rpc")
             assert not hasattr(distributed, "RRef") and not hasattr(torch._jit_internal, "RRef")
+            assert not hasattr(torch.distributed.nn, "RemoteModule")
             print("served")
     """
     path = tmp_path / "program.py"

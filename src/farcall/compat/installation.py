@@ -151,6 +151,7 @@ def uninstall() -> None:
             raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
         while _undo:
             _undo.pop()()
+        captured.give_back(REPLACED)
         _installed = False
 
 

@@ -60,5 +60,6 @@ def install_when_torch_comes() -> None:
     """Have farcall in place from the moment on at which torch is imported."""
     if "torch" in sys.modules:
         _install()
-    else:
+    # Once: in an environment that sees another one's packages, Python reads each .pth file twice.
+    elif not any(isinstance(finder, _WaitingForTorch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitingForTorch())

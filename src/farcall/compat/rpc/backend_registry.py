@@ -109,7 +109,7 @@ def _tensorpipe_init_backend_handler(
     from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
 
     if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"`store` must be a c10d::Store. {store}")
+        raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
     agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)

@@ -13,7 +13,7 @@ from farcall.errors import RpcError
 __all__ = ["Unserved", "find_unserved"]
 
 _CALL = "use rpc_sync, rpc_async or remote"
-_DEVICES = "members exchange their device maps when they meet"
+_DEVICES = "give device_maps to TensorPipeRpcBackendOptions"
 _MODULE = "make a RemoteModule, and ask its get_module_rref() for more"
 _OPTIMIZER = "use DistributedOptimizer, which makes and steps each worker's own optimizer"
 _SENT = "send it in a call; farcall pickles it by itself"
