@@ -23,7 +23,16 @@ from tests.faults.test_injection import team, together, wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall import api
-from farcall.errors import AnswerLost, Delivery, NetworkError, NotInitialized, PeerDead, ReferenceLost, RpcTimeout
+from farcall.errors import (
+    AnswerLost,
+    Delivery,
+    InitError,
+    NetworkError,
+    NotInitialized,
+    PeerDead,
+    ReferenceLost,
+    RpcTimeout,
+)
 from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
 from farcall.runtime.node import current_node
@@ -343,6 +352,16 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
+
+
+def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
+    def no_way(rank: int) -> list[str]:
+        raise InitError("not over what it listens on")
+
+    with team([None, None]) as nodes:
+        nodes[0].reconnecting._ways_to = no_way
+        nodes[0].reconnecting.interrupt(1, "for the test")
+        assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
 @pytest.mark.parametrize("who", [0, 1])

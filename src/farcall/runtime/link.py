@@ -129,8 +129,12 @@ class Link(Incoming):
             self._detach()
         if not self._settled:
             self._settled = True
-            if not self._on_interrupted(self._reason):
-                self.die(self._reason)
+            returns = False
+            try:
+                returns = self._on_interrupted(self._reason)
+            finally:
+                if not returns:
+                    self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
 
     def _detach(self) -> None:
         """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""

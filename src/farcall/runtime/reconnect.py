@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from farcall.errors import HandshakeRefused
+from farcall.errors import HandshakeRefused, InitError
 from farcall.ids import WorkerInfo
 from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
 from farcall.protocol.resumption import asking, resuming, resumption_of, session_id_of
@@ -108,7 +108,7 @@ class Reconnecting:
         bond.redial = Redial(
             peer.info.name,
             peer.incarnation,
-            self._ways_to(peer.info.id),
+            self._ways(peer.info.id),
             link.transport,
             me,
             self._secret,
@@ -122,6 +122,12 @@ class Reconnecting:
         for hook in self.lost_hooks:
             hook(peer.info, reason)
         return True
+
+    def _ways(self, rank: int) -> Sequence[str]:
+        try:
+            return self._ways_to(rank)
+        except InitError:
+            return ()  # it could dial us, but we may not use what it listens on: it has to come back by itself
 
     def _note_loss(self, bond: Bond) -> None:
         """A connection broke: is that news, or the same trouble as before?"""

@@ -201,6 +201,17 @@ def test_who_may_not_return_is_dead_at_once(ends: tuple[End, End]) -> None:
     assert left.link.broken is not None
 
 
+def test_an_error_while_that_is_found_out_is_an_end_too(ends: tuple[End, End]) -> None:
+    left, right = ends
+
+    def fail(reason: str) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    left.link._on_interrupted = fail
+    right.link.close()
+    assert "closed" in left.broken.get(timeout=PATIENCE_S)
+
+
 def test_garbage_is_no_break_but_an_end(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
