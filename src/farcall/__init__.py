@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from farcall.remote.future import Future as Future
     from farcall.remote.node import Node as Node
     from farcall.remote.reference import RRef as RRef
+    from farcall.remote.retry import Retry as Retry
     from farcall.runtime.changes import MemberEvent as MemberEvent
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "MemberEvent": "farcall.runtime.changes",
     "Node": "farcall.remote.node",
     "RRef": "farcall.remote.reference",
+    "Retry": "farcall.remote.retry",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
     "_all_gather": "farcall.api",
@@ -78,6 +80,7 @@ __all__ = [
     "MemberEvent",
     "Node",
     "RRef",
+    "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
     "autograd",

@@ -26,6 +26,7 @@ from farcall.remote.gather import gather
 from farcall.remote.node import Node
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences, call_remote
+from farcall.remote.retry import Retry, async_with, remote_with, sync_with
 from farcall.runtime import node as runtime_node
 from farcall.runtime.changes import MemberEvent
 from farcall.runtime.node import node_of_thread
@@ -148,6 +149,7 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    retry: Retry | None = None,
 ) -> T:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised.
 
@@ -156,7 +158,11 @@ def rpc_sync(
         func: anything callable that the callee can import, a builtin operator such as ``torch.add``, a TorchScript
             function, or something picklable such as a bound method or ``functools.partial``.
         timeout: seconds; 0 for none; by default that of the options.
+        retry: for a function that may run more than once: call it again where the network failed the call. By default
+            a function runs at most once.
     """
+    if retry is not None:
+        return sync_with(retry, current_node(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
     return call_sync(current_node(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
 
 
@@ -166,9 +172,13 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    retry: Retry | None = None,
 ) -> Future[T]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
-    future = call_async(current_node(), to, func, args, kwargs, timeout)
+    if retry is not None:
+        future: Future[Any] = async_with(retry, current_node(), to, func, args, kwargs, timeout)
+    else:
+        future = call_async(current_node(), to, func, args, kwargs, timeout)
     collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     if collected is not None:
         collected.append(future)
@@ -181,12 +191,15 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    retry: Retry | None = None,
 ) -> RRef[T]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
 
     What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`;
     ``timeout`` is how long the creation may take.
     """
+    if retry is not None:
+        return remote_with(retry, current_node(), to, func, args, kwargs, timeout)
     return call_remote(current_node(), to, func, args, kwargs, timeout)
 
 

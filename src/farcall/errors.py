@@ -13,6 +13,7 @@
     ├── RemoteError             the callee raised something that cannot be rebuilt here
     ├── NetworkError            the call's fate depends on the network (``.delivery``)
     │   ├── PeerDead              the peer's process or link is gone
+    │   ├── AnswerLost            the function ran, and its large answer was lost with a connection
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
     │   └── HandshakeRefused      the peer is not one of us
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
@@ -30,6 +31,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 __all__ = [
+    "AnswerLost",
     "BadRank",
     "Cancelled",
     "Delivery",
@@ -138,6 +140,13 @@ class PeerDead(NetworkError, ConnectionError):
         super().__init__(message, delivery)
         self.worker = worker
         self.incarnation = incarnation
+
+
+class AnswerLost(NetworkError):
+    """The callee executed the function, but the connection broke before all of its answer, a large one, had arrived."""
+
+    def __init__(self, message: str, delivery: Delivery = Delivery.EXECUTED) -> None:
+        super().__init__(message, delivery)
 
 
 class ReferenceLost(NetworkError):

@@ -41,7 +41,6 @@ def load(part: str) -> dict[str, Any]:
     if part == SAMPLE:
         # What ranks import themselves: in a fork, it would take longer than the test.
         import torch.testing._internal.common_distributed  # noqa: F401
-
         from tests.conformance.sample import SampleTest
 
         return {"SampleTest": SampleTest}

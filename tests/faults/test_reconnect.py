@@ -1,7 +1,8 @@
-"""Connections that break between members that live: nothing is lost, nothing happens twice, and deaths are still deaths."""
+"""Connections that break between members that live: nothing is lost or happens twice, and deaths are still deaths."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -15,14 +16,26 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults.test_borne_faults import use_everything
 from tests.faults.test_fork import in_a_fork
 from tests.faults.test_injection import team, together, wait_until
 
 import farcall
 import farcall.autograd as dist_autograd
 from farcall import api
-from farcall.errors import Delivery, NetworkError, NotInitialized, PeerDead, RpcTimeout
+from farcall.errors import (
+    AnswerLost,
+    Delivery,
+    InitError,
+    NetworkError,
+    NotInitialized,
+    PeerDead,
+    ReferenceLost,
+    RpcTimeout,
+)
+from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
+from farcall.runtime.node import current_node
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 from farcall.testing.faults import Faults
 
@@ -73,7 +86,7 @@ def make(number: int, elements: int) -> torch.Tensor:
     return torch.full((elements,), float(number))
 
 
-def total(number: int, tensor: torch.Tensor) -> float:
+def total(number: int, tensor: torch.Tensor, keep: object = None) -> float:
     note(number)
     return float(tensor.double().sum())
 
@@ -165,15 +178,65 @@ def test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it(trans
                 assert (node.rpc_sync(to, make, (number, LARGE)) == number).all()
             outcomes[number] = "result"
         except NetworkError as error:
-            assert not isinstance(error, PeerDead)
-            outcomes[number] = error.delivery
+            outcomes[number] = "dead" if isinstance(error, PeerDead) else error.delivery
 
     with team(faults, transports=(transport,), shared_memory=False) as nodes:
         under_load(faults, nodes, work)
         for number, outcome in outcomes.items():
             assert ran[number] == (0 if outcome == Delivery.NOT_SENT else 1), (number, outcome)
-        assert Delivery.UNKNOWN not in outcomes.values()
-        assert Counter(outcomes.values())["result"] > len(outcomes) // 2
+        assert set(outcomes.values()) <= {"result", Delivery.NOT_SENT, Delivery.EXECUTED}
+        assert "result" in outcomes.values()
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_large_request_that_is_lost_did_not_run_and_what_it_carried_is_given_back(transport: str) -> None:
+    faults = Faults()
+    with team(faults, transports=(transport,), shared_memory=False) as nodes:
+        with faults.cut(kind="request", to="w1"):
+            mine = nodes[0].remote("w0", run, (1,))
+            with pytest.raises(NetworkError, match="did not run") as caught:
+                nodes[0].rpc_sync("w1", total, (2, torch.ones(LARGE)), {"keep": mine})
+        assert caught.value.delivery == Delivery.NOT_SENT
+        with faults.cut(kind="create", to="w1"):
+            lost = nodes[0].remote("w1", total, (3, torch.ones(LARGE)), {"keep": mine})
+            with pytest.raises(ReferenceLost, match="did not run"):
+                lost.to_here()
+        assert dict(ran) == {1: 1}
+        del lost, mine, caught
+        nothing_is_held(nodes)
+
+
+@pytest.mark.parametrize("transport", KEPT)
+def test_a_large_answer_that_is_lost_says_that_the_function_ran(transport: str) -> None:
+    faults = Faults()
+    with team(faults, transports=(transport,), shared_memory=False) as nodes, faults.cut(kind="response", to="w0"):
+        with pytest.raises(AnswerLost, match=r"w1 executed") as caught:
+            nodes[0].rpc_sync("w1", with_a_reference, (LARGE,))
+        assert caught.value.delivery == Delivery.EXECUTED
+        del caught
+        nothing_is_held(nodes)
+
+
+def test_a_large_value_that_is_lost_on_its_way_is_fetched_again() -> None:
+    faults = Faults()
+    with team(faults, transports=("tcp",)) as nodes, faults.cut(kind="response", to="w0", skip=1, count=3) as rule:
+        rref = nodes[0].remote("w1", make, (7, LARGE))
+        assert (rref.to_here() == 7).all()
+        assert rule.hits == 3
+        assert dict(ran) == {7: 1}
+        del rref
+
+
+def with_a_reference(elements: int) -> tuple[torch.Tensor, Any]:
+    node = current_node()
+    return torch.ones(elements), node.remote(node.info.name, run, (1,))  # type: ignore[attr-defined]
+
+
+def nothing_is_held(nodes: list[farcall.Node]) -> None:
+    gc.collect()  # errors that a test has caught hold frames, and those hold references
+    for node in nodes:
+        counts = node.part(NodeReferences).counts
+        wait_until(lambda counts=counts: counts().owners == 0 and counts().forks == 0)
 
 
 def test_references_come_back_to_nothing() -> None:
@@ -187,9 +250,7 @@ def test_references_come_back_to_nothing() -> None:
 
     with team(faults) as nodes:
         under_load(faults, nodes, work)
-        for node in nodes:
-            counts = node.part(NodeReferences).counts
-            wait_until(lambda counts=counts: counts().owners == 0 and counts().forks == 0)
+        nothing_is_held(nodes)
 
 
 def read(rref: farcall.RRef[int]) -> int:
@@ -201,9 +262,10 @@ def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
     with team(faults) as nodes:
         peer = nodes[0].other(1)
         assert peer is not None
-        for _ in range(30):  # descriptors are on their way when the connection is cut
+        for _ in range(30):  # descriptors are on their way when the connection is cut; so are tensors without a segment
             rule = faults.cut(sender="w0")
-            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
+            again = farcall.Retry(attempts=10, backoff_s=0.001)
+            assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE)), retry=again) == LARGE
             rule.wait_hits()
             rule.lift()
         for _ in range(3):
@@ -230,6 +292,7 @@ def backward_with_cuts(rank: int, elements: int) -> None:
             y = farcall.rpc_sync("w1", scale, (x, "w2"))
             dist_autograd.backward(context_id, [y.sum()])
             assert torch.equal(dist_autograd.get_gradients(context_id)[x], torch.full((elements,), 9.0))
+    assert len(api.current_node().options.faults.events) == 2
 
 
 @pytest.mark.parametrize("elements", [3, LARGE])
@@ -240,12 +303,15 @@ def test_a_backward_pass_survives_a_cut_in_its_middle(transport: str, elements: 
     run_cluster(3, backward_with_cuts, elements, faults=faults, transports=(transport,))
 
 
-def test_a_program_of_everything_survives_cuts_at_any_message() -> None:
-    from tests.faults.test_borne_faults import use_everything
+def use_everything_and_count_cuts(rank: int) -> int:
+    use_everything(rank)
+    return len(api.current_node().options.faults.events)
 
+
+def test_a_program_of_everything_survives_cuts_at_any_message() -> None:
     faults = Faults(seed=5)
     faults.cut(kind=EVERYTHING, probability=0.03, count=None)
-    run_cluster(3, use_everything, faults=faults, timeout_s=100.0)
+    assert sum(run_cluster(3, use_everything_and_count_cuts, faults=faults, timeout_s=100.0)) > 10
 
 
 # ---------------------------------------------------------------------- while there is no connection
@@ -286,6 +352,28 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
+
+
+def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
+    def no_way(rank: int) -> list[str]:
+        raise InitError("not over what it listens on")
+
+    with team([None, None]) as nodes:
+        nodes[0].reconnecting._ways_to = no_way
+        nodes[0].reconnecting.interrupt(1, "for the test")
+        assert nodes[0].rpc_sync("w1", run, (1,)) == 1
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_connections_that_break_one_after_another_are_no_death(who: int) -> None:
+    """Nothing comes over them, so it is one trouble; one of the two may hear of each break from the other first."""
+    back: list[WorkerInfo] = []
+    with team([None, None]) as nodes:
+        nodes[who].reconnecting.back_hooks.append(back.append)
+        for number in range(5):
+            nodes[who].reconnecting.interrupt(1 - who, "for the test")
+            wait_until(lambda: len(back) == number + 1)  # noqa: B023
+        assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
 def test_a_member_that_is_given_up_is_told_so() -> None:
@@ -469,8 +557,9 @@ def test_shutdown_waits_for_nobody_while_there_is_no_connection(transport: str) 
 def test_a_graceful_shutdown_waits_for_the_connection_and_ends() -> None:
     faults = Faults()
     with team(faults):
-        with faults.cut(count=None) as rule:
-            rule.wait_hits(2)
+        rule = faults.cut(count=None)
+        rule.wait_hits(2)
+        rule.lift()
         # and now both leave gracefully
 
 

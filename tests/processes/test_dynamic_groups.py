@@ -240,7 +240,9 @@ def test_many_come_and_go_at_once(url: str) -> None:
 
 def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> None:
     with team(3, url) as nodes:
-        contacts, me = nodes[1]._contacts, nodes[1].membership.me
+        entry, me = nodes[1]._entry, nodes[1].membership.me
+        assert entry is not None
+        contacts = entry.contacts
         assert contacts is not None
         nodes[0].shutdown(graceful=False)  # without taking itself off the list
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])

@@ -15,6 +15,7 @@ PUBLIC = [
     "MemberEvent",
     "Node",
     "RRef",
+    "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
     "autograd",

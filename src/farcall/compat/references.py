@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from farcall.compat.rpc.unserved import find_unserved
 from farcall.errors import RpcError
 from farcall.remote import proxy
 from farcall.remote.reference import RRef
@@ -28,7 +29,9 @@ _ask_for_type: Callable[..., Any] = RRef._get_type
 
 def replacements() -> dict[str, Callable[..., Any]]:
     """What takes the place of methods of `RRef`."""
-    return {"__init__": _init, "remote": _remote, "_get_type": _get_type}
+    served = {"__init__": _init, "remote": _remote, "_get_type": _get_type}
+    unserved = ("_deserialize", "_get_profiling_future", "_set_profiling_future")
+    return {**served, **{name: find_unserved(__name__, name) for name in unserved}}
 
 
 def _init(self: RRef[Any], value: Any, type_hint: Any = None) -> None:

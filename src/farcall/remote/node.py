@@ -18,6 +18,7 @@ from farcall.remote.future import Future
 from farcall.remote.gather import gather
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences, call_remote
+from farcall.remote.retry import Retry, async_with, remote_with, sync_with
 from farcall.runtime import node
 from farcall.runtime.rendezvous import Membership
 
@@ -66,8 +67,11 @@ class Node(node.Node):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
     ) -> T:
         """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
+        if retry is not None:
+            return sync_with(retry, self, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
         return call_sync(self, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
 
     def rpc_async(
@@ -77,8 +81,11 @@ class Node(node.Node):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
     ) -> Future[T]:
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
+        if retry is not None:
+            return async_with(retry, self, to, func, args, kwargs, timeout)
         return call_async(self, to, func, args, kwargs, timeout)
 
     def remote(
@@ -88,8 +95,11 @@ class Node(node.Node):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
     ) -> RRef[T]:
         """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
+        if retry is not None:
+            return remote_with(retry, self, to, func, args, kwargs, timeout)
         return call_remote(self, to, func, args, kwargs, timeout)
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:

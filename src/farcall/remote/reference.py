@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch
 
 from farcall.errors import (
+    AnswerLost,
     Delivery,
     NetworkError,
     NotInitialized,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FETCH = b"pfarcall.remote.owner\0fetch"
+_MOST_ASKED = 8
 _TYPE_OF = b"pfarcall.remote.owner\0type_of"
 _BACKWARD = b"pfarcall.remote.owner\0backward"
 _EXTENSION_CODE = 0x66617272
@@ -186,11 +188,24 @@ class RRef(Generic[T]):
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         try:
-            return self._ask(RRef.to_here, _FETCH, payload, (), timeout)  # type: ignore[no-any-return]
+            return self._fetch(payload, timeout)
         except NotInitialized as error:
             raise NotInitialized(
                 f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
             ) from None
+
+    def _fetch(self, payload: bytes, timeout_s: float) -> T:
+        """Ask for the value; again where a connection lost a large one on its way, since asking changes nothing."""
+        began = monotonic()
+        for _ in range(_MOST_ASKED):
+            try:
+                return self._ask(RRef.to_here, _FETCH, payload, (), timeout_s)  # type: ignore[no-any-return]
+            except AnswerLost:
+                bound_s = self._references.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
+                if bound_s:
+                    timeout_s = max(1e-3, bound_s - (monotonic() - began))
+                    began = monotonic()
+        return self._ask(RRef.to_here, _FETCH, payload, (), timeout_s)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
         """The value itself; only at its owner."""

@@ -116,6 +116,7 @@ class NodeReferences:
         buffers: Sequence[memoryview],
         timeout_s: float,
         keeps: RRef[Any] | None = None,
+        make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
         timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
@@ -125,7 +126,7 @@ class NodeReferences:
             owned: Owned | None = None
             if fork.owner == self._machine.me:
                 owned = self._values[fork.ref] = Owned(origin)
-        creation = Creation(self, fork, peer, what, timeout_s, keeps)
+        creation = make(self, fork, peer, what, timeout_s, keeps)
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
             notes = request_notes(peer, buffers, fork, origin)

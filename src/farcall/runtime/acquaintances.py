@@ -358,7 +358,7 @@ class Acquaintances:
             member.incarnation,
             ways,
             # A unix name may be of another network namespace: where there is another way, that one tells.
-            "" if any(not way.startswith("unix:") for way in ways) else "unix",
+            Absent("absent" if any(not way.startswith("unix:") for way in ways) else "unix"),
             introduced(self._identity, me) if me.admission else self._identity,
             self._secret,
             True,

@@ -1,7 +1,7 @@
 """The link to one peer, over successive connections: bytes out of many threads, frames in for one.
 
-Owns a transport, its decoder, the read lock and the session; `outgoing.py` is its writing half. Knows nothing of what
-frames mean: it gives each one to ``on_frame``, and says ``on_broken`` once.
+Owns what becomes of a link whose connection breaks; `incoming.py` is its reading half, `outgoing.py` its writing half.
+Says ``on_broken`` once.
 
     state  event                                         becomes
     up     an error, or the end of the stream            down: small frames queue up, who has a large one waits
@@ -13,22 +13,12 @@ frames mean: it gives each one to ``on_frame``, and says ``on_broken`` once.
     any    `close`                                       dead, and nobody is told
 
 A link begins up, or down if its transport is `Absent`.
-
-Reading, by one thread at a time: the holder of the read lock
-- normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
-  poller, so that the I/O thread sleeps on, and saves the hop between threads.
-- A reader about to block (a future's callback that makes a call) first gives up the role: ``abdicate``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-from collections import deque
 from collections.abc import Callable
-from time import monotonic
-from typing import Protocol
 
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
@@ -41,59 +31,29 @@ from farcall.protocol.frames import (
     FrameError,
     allocate_plainly,
 )
-from farcall.protocol.session import Session
-from farcall.runtime import shield
-from farcall.runtime.executor import Task
-from farcall.runtime.loop import READ, WRITE, Loop
+from farcall.runtime.incoming import Incoming
+from farcall.runtime.loop import Loop
 from farcall.runtime.outgoing import Outgoing
 from farcall.runtime.role import role
-from farcall.runtime.spin import Spin
 from farcall.transport.absent import Absent
-from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
-
-logger = logging.getLogger("farcall")
+from farcall.transport.interface import Transport
 
 
-class Awaited(Protocol):
-    """What a helping reader waits for."""
-
-    @property
-    def arrived(self) -> bool: ...
-
-
-class Link:
-    """One peer's connection."""
+class Link(Incoming):
+    """The way to one peer."""
 
     __slots__ = (
-        "__weakref__",
-        "_acknowledge",
-        "_allocate",
         "_broken",
-        "_decoder",
-        "_descriptor",
-        "_descriptors",
         "_detached",
         "_final",
-        "_frames",
-        "_loop",
         "_on_broken",
-        "_on_frame",
         "_on_interrupted",
-        "_read_lock",
         "_reason",
-        "_rides_along",
         "_settled",
-        "_silenced",
-        "_spin",
         "_told",
-        "_up",
-        "bytes_received",
         "incarnation",
         "never_sent",
-        "outgoing",
         "peer",
-        "session",
-        "transport",
     )
 
     def __init__(
@@ -114,36 +74,19 @@ class Link:
 
         ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
         """
+        super().__init__(transport, loop, on_frame, allocate, busy_wait_s, acknowledge)
         self.peer = peer
         self.incarnation = incarnation
-        self.transport = transport
-        self.bytes_received = 0
-        self._loop = loop
-        self._on_frame = on_frame
         self._on_broken = on_broken
         self._on_interrupted = on_interrupted
-        self._acknowledge = acknowledge
-        self._rides_along = False
-        self.session = Session()
-        if acknowledge is None:
-            self.session.keep_nothing()
         self.never_sent: frozenset[int] = frozenset()
         """Once it is dead: the calls whose requests were queued and never written."""
-        self._allocate = allocate
-        self._decoder = FrameDecoder(allocate)
-        self._descriptors: deque[int] = deque()
-        self._up = True
         self._reason = ""
         self._final = False
         self._settled = False
         self._detached = False
-        self._frames: deque[Frame] = deque()
-        self._descriptor = transport.fileno()
-        self._silenced = False
-        self._spin = Spin(busy_wait_s)
         self._told = False
         self._broken: str | None = None
-        self._read_lock = threading.Lock()
         self.outgoing = Outgoing(
             peer.name, transport, loop, backlog_limit_bytes, self._broke, self.dead, self.session.kept
         )
@@ -158,251 +101,20 @@ class Link:
         """Why the link will not work any more, or None."""
         return self._broken
 
-    @property
-    def up(self) -> bool:
-        """Is there a connection now, as far as is known?"""
-        return self._up
-
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
         with self._read_lock:
             self._decode(first_bytes)
         self._watch()
 
-    def _decode(self, data: bytes) -> None:
-        """As the reader: frames that came with a handshake."""
-        while data:
-            view = self._decoder.writable()
-            chunk = data[: len(view)]
-            view[: len(chunk)] = chunk
-            data = data[len(chunk) :]
-            frames = self._decoder.received(len(chunk))
-            self.session.received += len(frames)
-            self._frames.extend(frames)
-
-    def _watch(self) -> None:
-        if self._descriptor is None:
-            self.transport.watch(
-                lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self.outgoing.write)
-            )
-        else:
-            self._loop.watch(self._descriptor, self._on_event)
-        if self._frames:
-            # Not before: where the peer has gone already, reading closes the descriptor.
-            self._loop.call_soon(self._read)
-
-    # ------------------------------------------------------------------ reading
-
-    def _on_event(self, events: int) -> None:
-        if events & WRITE:
-            self.outgoing.write()
-        if events & READ:
-            self._read()
-
-    def _read(self) -> None:
-        """On the I/O thread: read what is there, unless somebody else is reading."""
-        if not self._read_lock.acquire(False):
-            return
-        role.link = self
-        transport = self.transport
-        try:
-            if not self._deliver():
-                return
-            while self._up:
-                view = self._decoder.writable()
-                count = transport.receive_into(view)
-                if count is None or not self._take(count):
-                    return
-                if count < len(view) and self._descriptor is not None:
-                    return  # most likely that was all; if not, the poller tells again
-        except (TransportError, FrameError) as error:
-            self._broke(error, transport)
-        finally:
-            self.end_reading()
-
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
-        """Read this link on the calling thread until ``awaited`` has arrived or ``deadline`` has passed.
-
-        Returns early, with nothing arrived, where another thread reads or the role was given up.
-        """
-        mine = shield.of_thread()
-        mine.depth += 1
-        try:
-            if self._begin_helping():
-                self._read_until(awaited, deadline, mine)
-        finally:
-            self.end_reading()
-            mine.depth -= 1
-            if mine.held is not None:
-                shield.deliver()
-
-    def exchange(self, data: bytes, awaited: Awaited, deadline: float) -> None:
-        """Send one small frame and read on this thread until ``awaited``, its answer, has arrived: the hot path.
-
-        Like ``send`` and ``help_until``, but the role is taken before the frame goes: otherwise a quick answer would
-        wake the I/O thread, too.
-        """
-        mine = shield.of_thread()
-        mine.depth += 1
-        try:
-            helping = self._begin_helping()
-            self.outgoing.send(data, deadline)
-            if helping:
-                self._read_until(awaited, deadline, mine)
-        finally:
-            self.end_reading()
-            mine.depth -= 1
-            if mine.held is not None:
-                shield.deliver()
-
-    def _begin_helping(self) -> bool:
-        """Take the role of the reader if it is free, and tell the poller to leave this link alone."""
-        if self._descriptor is None or not self._loop.can_silence or not self._read_lock.acquire(False):
-            return False
-        role.link = self
-        self._silenced = True
-        descriptor = self._descriptor
-        if descriptor is not None:
-            self._loop.silence(descriptor)
-        return True
-
-    def _read_until(self, awaited: Awaited, deadline: float, mine: shield.Shield) -> None:
-        """As the reader, and shielded: read until ``awaited`` has arrived."""
-        transport, decoder = self.transport, self._decoder
-        try:
-            if self._frames and not self._deliver():
-                return
-            while not awaited.arrived and self._up:
-                now = monotonic()
-                remaining = deadline - now
-                if remaining <= 0:
-                    return
-                if remaining > WAIT_SLICE_S:
-                    remaining = WAIT_SLICE_S
-                depth, mine.depth = mine.depth, 0  # Ctrl-C may end the wait, and nothing else in here
-                try:
-                    if mine.held is not None:
-                        shield.deliver()
-                    readable = self._spin.wait(transport.wait_readable, now, remaining)
-                finally:
-                    mine.depth = depth
-                if readable:
-                    count = transport.receive_into(decoder.writable())
-                    if count is not None and not self._take(count):
-                        return
-        except (TransportError, FrameError) as error:
-            self._broke(error, transport)
-
-    def _take(self, count: int) -> bool:
-        """Decode and deliver ``count`` received bytes. False: stop reading."""
-        if count == 0:
-            self._break(self.transport, "the peer closed the connection")
-            return False
-        self.bytes_received += count
-        frames = self._decoder.received(count)
-        if frames:
-            self._frames.extend(frames)
-            session = self.session
-            session.received += len(frames)
-            if session.received >= session.due_at or self.bytes_received >= session.due_at_bytes:
-                self._tell_received()
-        return self._deliver()
-
-    def _tell_received(self) -> None:
-        """As the reader: an acknowledgement is due.
-
-        After many small frames every other one waits for a frame to ride along with: in a dialogue it costs nothing.
-        """
-        session = self.session
-        self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes
-        count = session.acknowledgement(self.bytes_received)
-        if self._acknowledge is not None:
-            self._acknowledge(count, self._rides_along)
-
-    def _deliver(self) -> bool:
-        """Hand out the decoded frames. False: this thread is not the reader any more."""
-        frames = self._frames
-        while frames:
-            self._on_frame(frames.popleft())
-            if role.link is not self:
-                self._loop.standby.forget()
-                return False
-            ticket = role.ticket
-            if ticket is not None and not ticket:
-                return self._retire()
-        ticket = role.ticket
-        if ticket is not None:
-            role.ticket = None
-            if not self._loop.standby.end(ticket):
-                return self._retire()
-        return True
-
-    def _retire(self) -> bool:
-        """Another thread reads on: this one must not touch the link any more, nor go on as the I/O thread."""
-        role.link = role.ticket = None
-        self._loop.standby.forget()
-        self._loop.retire()
-        return False
-
-    def end_reading(self) -> None:
-        """Give up the role of the reader, if the calling thread has it."""
-        if role.link is self:
-            role.link = None
-            ticket, role.ticket = role.ticket, None
-            if ticket is not None and not self._loop.standby.end(ticket):
-                self._retire()  # an error of ours has brought us here, and another thread reads on by now
-                return
-            if self._silenced:
-                self._silenced = False
-                if self._descriptor is not None and self._up:
-                    self._loop.listen(self._descriptor)
-            self._read_lock.release()
-            if self._frames:
-                self._loop.call_soon(self._read)
-
-    def on_io_thread(self) -> bool:
-        """Is the caller the I/O thread?"""
-        return self._loop.on_thread()
-
-    def watch(self) -> None:
-        """The reader is about to do something that may take long: if it does, another thread reads on."""
-        ticket = role.ticket
-        if ticket is None:
-            role.ticket = self._loop.standby.begin(self)
-        else:
-            ticket.since = monotonic()
-
-    def run_inline(self, task: Task) -> bool:
-        """As the reader, while it delivers a frame of this link: run a task that is expected to be quick.
-
-        False: it was not, and another thread reads on.
-        """
-        self.watch()
-        ticket = role.ticket
-        task.run(bool(self._frames))
-        return bool(ticket)
-
-    def pass_on(self) -> None:
-        """The reader is stuck in user code: another thread reads on. Called by the standby thread."""
-        was_helping, self._silenced = self._silenced, False
-        if was_helping and self._descriptor is not None and self._up:
-            self._loop.listen(self._descriptor)
-        self._read_lock.release()
-        if self._frames:
-            self._loop.call_soon(self._read)
-        if not was_helping:
-            self._loop.hand_over()
-
-    def take_descriptor(self) -> int | None:
-        """As the reader, for a frame that came with one: the oldest descriptor that nobody has taken."""
-        self._descriptors.extend(self.transport.take_descriptors())
-        return self._descriptors.popleft() if self._descriptors else None
-
     # ------------------------------------------------------------------ breaking and going on
 
     def _broke(self, error: Exception, transport: Transport) -> None:
         """Reading or writing failed. From any thread; nothing here waits."""
         self._break(transport, str(error), final=isinstance(error, FrameError))
+
+    def _ended(self, transport: Transport) -> None:
+        self._break(transport, "the peer closed the connection")
 
     def _break(self, transport: Transport, reason: str, final: bool = False) -> None:
         """This connection cannot go on. What comes of it is settled on the I/O thread."""
@@ -429,8 +141,12 @@ class Link:
             self._detach()
         if not self._settled:
             self._settled = True
-            if not self._on_interrupted(self._reason):
-                self.die(self._reason)
+            returns = False
+            try:
+                returns = self._on_interrupted(self._reason)
+            finally:
+                if not returns:
+                    self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
 
     def _detach(self) -> None:
         """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""
@@ -533,4 +249,5 @@ class Link:
         """In a forked child: let go of the descriptor without telling the peer."""
         self._broken = "this process was forked"
         self._up = False
-        self.transport.close_after_fork()
+        if not self._detached:
+            self.transport.close_after_fork()

@@ -24,15 +24,12 @@ from collections.abc import AsyncIterator, Callable
 from time import monotonic
 from typing import Any, ClassVar, TypeVar, get_args
 
-import msgspec
-
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentPool, SegmentRefused, host_token
 from farcall.errors import (
     Cancelled,
     Delivery,
     Expelled,
-    InitError,
     NetworkError,
     NotInitialized,
     PeerDead,
@@ -46,7 +43,6 @@ from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
-from farcall.protocol.introduction import introduced
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.notes import Notes, decode_notes
@@ -55,23 +51,20 @@ from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
-from farcall.runtime.contacts import Contacts
 from farcall.runtime.doors import Door
+from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
-from farcall.runtime.joining import IS_MEMBER, Joining, found_group, refusal, wait_until
 from farcall.runtime.leaving import Leaving, Withdrawing
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
-from farcall.runtime.patience import in_bounded_time
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
-from farcall.runtime.upkeep import Upkeep
-from farcall.runtime.watch import Watch, as_member, as_record, chosen
+from farcall.runtime.watch import Watch, as_record, chosen
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
 
@@ -94,10 +87,7 @@ NEWS = get_args(Message)
 """Control messages about who is a member."""
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
 """Control messages that are also taken from who is no member here, or not yet."""
-FIRST_CONNECTIONS_S = 5.0
-"""How long a newcomer waits for its connections to all others: calls wait for them in any case."""
 LEAVE_S = 10.0
-STORE_S = 2.0
 
 P = TypeVar("P")
 
@@ -167,8 +157,7 @@ class Node:
         self._exiting = False
         self._incarnation = new_incarnation()
         self._why_ended: RpcError | None = None
-        self._contacts: Contacts | None = None
-        self._upkeep: Upkeep | None = None
+        self._entry: Entry | None = None
         self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
         self._parts: dict[Any, Any] = {}
@@ -250,7 +239,7 @@ class Node:
             if self.is_static:
                 self._connect_all(deadline)
             else:
-                self._join(place, deadline)
+                self._join()
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
@@ -266,9 +255,8 @@ class Node:
                 self._name, self._rank, self._world_size, self.options, addresses, host_token(), self._incarnation
             )
         me = MemberRecord(self._name, place.rank, tuple(addresses), host_token(), self._incarnation)
-        found = found_group(place, me, self.options, deadline)
-        self._contacts = found.contacts
-        return Membership(me, [me], found.cluster_id, found.secret, 0, found.store)
+        self._entry = Entry(place, me, self.options, deadline)
+        return self._entry.membership
 
     def _become_member(self, membership: Membership) -> None:
         self.membership = membership
@@ -346,50 +334,14 @@ class Node:
         status = self.watch.status_of(life_of(incarnation))
         return status is not None and status >= Status.DEAD
 
-    def _join(self, place: MeetingPlace, deadline: float) -> None:
+    def _join(self) -> None:
         """In a group whose members come and go: be let in, or found it."""
         assert self._door is not None
-        identity = identity_of(self.membership)
-        self._door.open(
-            identity,
-            self.membership.secret,
-            lambda peer: None,  # to be heard about membership; all else the watch decides
-            lambda transport, established: self._on_connected(transport, established, False),
-            self.reconnecting,
-        )
-        Joining(place, self.membership.me, self.options, self._contacts, self.membership.secret, identity, self).run(
-            deadline
-        )
-        if self._contacts is not None:
-            self._upkeep = Upkeep(
-                self._contacts, lambda: [as_member(record) for record in self.watch.members()], self._is_over
-            )
-        me = self.watch.me
-        identity = introduced(identity, me)
-        self._door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))
-        others = [record.life for record in self.watch.members() if record.life != me.life]
-        # So that all know this node before any of them hears its name from a third one.
-        bound_s = min(FIRST_CONNECTIONS_S, max(0.0, deadline - monotonic()))
-        wait_until(lambda: all(self._acquaintances.knows_us(life) for life in others), bound_s)
+        assert self._entry is not None
+        self._entry.enter(self._door, self._loop, self._acquaintances, self.reconnecting, self.watch, self._set_watch)
 
-    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
-        """See `joining.Candidate`."""
-        stranger: list[RemotePeer] = []
-        self._loop.call_soon(lambda: stranger.append(self._acquaintances.connected(transport, established, True)))
-        if not wait_until(lambda: bool(stranger), deadline - monotonic()):
-            raise InitError(f"{self._name}: the I/O thread does not answer")
-        life = stranger[0].life
-        if self.watch.join_through(life, deadline - monotonic(), lambda: not stranger[0].link.up):
-            return True
-        if self.watch.why_refused is not None:
-            raise refusal(self._name, self.watch.why_refused)
-        return False
-
-    def found(self) -> None:
-        """See `joining.Candidate`."""
-        me = as_record(self.membership.me)
-        self.watch.stop()
-        self.watch = Watch(me, [me], chosen(self.options), self._loop, self._acquaintances)
+    def _set_watch(self, watch: Watch) -> None:
+        self.watch = watch
 
     def _ways_to(self, peer: RemotePeer) -> list[str]:
         record = self.watch.record_of(peer.life)
@@ -433,7 +385,8 @@ class Node:
         try:
             if graceful:
                 self.server.on_answered = self._leaving.poke
-                self._leave_contacts()
+                if self._entry is not None:
+                    self._entry.withdraw()
                 self.membership.close()  # before all agree: afterwards a new store may be opened at its port
                 late = self._leaving.enter(timeout_s)
                 agreed = not late and self._why_ended is None
@@ -533,17 +486,6 @@ class Node:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
 
-    def _leave_contacts(self) -> None:
-        """Take this node off the list in the store, if that still answers."""
-        contacts, self._contacts = self._contacts, None
-        if self._upkeep is not None:
-            self._upkeep.stop(STORE_S)
-        if contacts is not None:
-            try:
-                in_bounded_time(lambda _: contacts.leave(self.membership.me), STORE_S, "the start")
-            except Exception as error:
-                logger.info("%s: the store does not answer any more: %s", self._name, error)
-
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
         if self._state not in ("running", "leaving", "starting"):
@@ -579,10 +521,8 @@ class Node:
         why = self._why_ended or why
         self._state = "expelled" if self._why_ended is not None else "ended"
         remotes: list[RemotePeer] = []
-        self._contacts = None
-        if self._upkeep is not None:
-            self._upkeep.stop(STORE_S)
-            self._upkeep = None
+        if self._entry is not None:
+            self._entry.close()
         if hasattr(self, "watch"):
             self.watch.stop()
             remotes = self._acquaintances.everyone()
@@ -794,8 +734,8 @@ class Node:
         """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
         logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
-        if self._upkeep is not None and kind in ("joined", "left", "dead") and self.watch.is_lowest:
-            self._upkeep.poke()
+        if self._entry is not None and kind in ("joined", "left", "dead"):
+            self._entry.on_change()
         self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
 
     def _on_gone(self, peer: RemotePeer, reason: str) -> None:

@@ -1,6 +1,7 @@
 """The writing half of a link: bytes out of many threads, in order, without a hop.
 
-Owns the write lock, what is queued and what the kernel did not take. Knows nothing of what frames mean.
+Owns the write lock, what is queued and what the kernel did not take; `room.py` has those who wait. Knows nothing of
+what frames mean.
 
 - Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
   Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
@@ -27,7 +28,8 @@ from farcall.protocol.frames import HEADER, REQUEST, Piece
 from farcall.protocol.session import Kept, Session, Unkept
 from farcall.runtime import shield
 from farcall.runtime.loop import NEVER, Loop
-from farcall.runtime.role import abdicate, role
+from farcall.runtime.role import abdicate
+from farcall.runtime.room import Room, bounded
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 
@@ -50,26 +52,18 @@ class _Nobodys:
 NOBODYS: Unkept = _Nobodys()
 
 
-class Outgoing:
+class Outgoing(Room):
     """What one link has to send."""
 
     __slots__ = (
-        "_backlog_limit",
         "_blocked",
-        "_closed",
         "_dead",
         "_descriptor",
-        "_down",
-        "_full",
         "_kept",
-        "_loop",
-        "_name",
         "_on_error",
         "_outbox",
-        "_queued_bytes",
         "_transport",
         "_unsent",
-        "_waiting",
         "_write_lock",
         "bytes_sent",
     )
@@ -85,24 +79,17 @@ class Outgoing:
         kept: deque[Kept],
     ) -> None:
         """``dead`` gives the error for what is sent after the end."""
+        super().__init__(name, loop, backlog_limit_bytes)
         self.bytes_sent = 0
-        self._name = name
         self._transport = transport
         self._descriptor = transport.fileno()
-        self._loop = loop
-        self._backlog_limit = backlog_limit_bytes
         self._on_error = on_error
         self._dead = dead
         self._kept = kept
-        self._down = False  # there is no connection now
-        self._closed = False
         self._outbox: deque[bytes] = deque()
         self._unsent: deque[memoryview] = deque()
         self._blocked = False  # the I/O thread is to write what the kernel did not take
-        self._full = False  # the kernel takes no more at the moment, whoever writes
-        self._queued_bytes = 0
         self._write_lock = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
 
     def send(self, data: bytes, deadline: float = NEVER, more: bool = False, urgent: bool = False) -> None:
         """Send one small frame.
@@ -113,20 +100,10 @@ class Outgoing:
         if self._closed:
             raise self._dead(Delivery.NOT_SENT)
         if self._full and not urgent:
-            self._wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
+            self.wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
         self._outbox.append(data)
         if not more:
             self.flush()
-
-    @property
-    def full(self) -> bool:
-        """Does the kernel take no more at the moment?"""
-        return self._full
-
-    @property
-    def down(self) -> bool:
-        """Is there no connection at the moment?"""
-        return self._down
 
     def flush(self) -> None:
         """Send what is in the outbox; never waits."""
@@ -216,7 +193,7 @@ class Outgoing:
             while True:
                 if not self._write_lock.acquire(False):
                     abdicate()  # a reader that waits for a writer: the peer may be waiting for us to read
-                    while not self._write_lock.acquire(True, _bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
+                    while not self._write_lock.acquire(True, bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
                         if monotonic() >= deadline:
                             raise RpcTimeout(
                                 f"{self._name} did not take the bytes queued before this message in time",
@@ -248,7 +225,7 @@ class Outgoing:
         elif self._unsent and not self._closed:
             self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
         else:
-            self._has_room()
+            self.has_room()
         self._write_lock.release()
         self.flush()
         shield.leave()
@@ -334,7 +311,7 @@ class Outgoing:
                     self._count_queued(None if fresh else self.bytes_sent - before)
                     return
             if self._full:
-                self._has_room()
+                self.has_room()
         except TransportError as error:
             self._on_error(error, self._transport)
 
@@ -360,56 +337,6 @@ class Outgoing:
             self._queued_bytes = max(0, self._queued_bytes - sent_bytes)
         if self._queued_bytes <= self._backlog_limit:
             self.wake_waiting()
-
-    def _has_room(self) -> None:
-        """Nothing waits for the kernel any more."""
-        if self._full:
-            self._full = False
-            self._queued_bytes = 0
-            self.wake_waiting()
-
-    def wake_waiting(self) -> None:
-        waiting = self._waiting
-        while waiting:
-            try:
-                waiting.popleft().release()
-            except IndexError:
-                return  # another thread was faster
-
-    def _wait_for_room(self, size_bytes: int, deadline: float) -> None:
-        """The kernel is full and a small frame is to be queued: wait if too much is queued already."""
-        # Readers never wait for room: the peer may be waiting for them to read.
-        if not self._loop.on_thread() and role.link is None:
-            self.wait_while(
-                lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline
-            )
-            if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
-                why = "cannot be reached" if self._down else "does not read"
-                raise RpcTimeout(f"{self._name} {why}: {self._queued_bytes} bytes wait to be sent")
-        self._queued_bytes += size_bytes
-
-    def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
-        """Sleep while ``condition`` holds, looking again at each ``wake_waiting``, until ``deadline`` at most.
-
-        Not a Condition: Ctrl-C in the middle of that would leave its lock behind.
-        """
-        mine = shield.of_thread()
-        gate = threading.Lock()
-        gate.acquire()
-        self._waiting.append(gate)
-        while condition():  # after the line above: whoever changes it from now on opens the gate
-            remaining = deadline - monotonic()
-            if remaining <= 0:
-                return
-            depth, mine.depth = mine.depth, 0
-            try:
-                if mine.held is not None:
-                    shield.deliver()
-                opened = gate.acquire(True, _bounded(min(WAIT_SLICE_S, remaining)))
-            finally:
-                mine.depth = depth
-            if opened:
-                self._waiting.append(gate)
 
     def write(self) -> None:
         """On the I/O thread: the kernel has room again."""
@@ -463,7 +390,7 @@ class Outgoing:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
         if self._down:
             return
-        if self._write_lock.acquire(True, _bounded(deadline - monotonic())):
+        if self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))
                 if not self._closed and self._write_out(deadline):
@@ -483,13 +410,6 @@ class Outgoing:
         with self._write_lock:
             self._unsent.clear()
             self._outbox.clear()
-
-
-def _bounded(seconds: float) -> float:
-    """Seconds as ``Lock.acquire`` wants them: -1 for no bound, never negative otherwise."""
-    if seconds == NEVER:
-        return -1
-    return min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def _size(pieces: Sequence[memoryview] | deque[memoryview]) -> int:

@@ -49,7 +49,8 @@ from farcall.protocol.frames import (
 from farcall.protocol.session import Unkept
 from farcall.runtime import shield
 from farcall.runtime.executor import Task
-from farcall.runtime.link import Awaited, Link
+from farcall.runtime.incoming import Awaited
+from farcall.runtime.link import Link
 from farcall.runtime.loop import NEVER
 from farcall.runtime.members import life_of
 from farcall.runtime.role import role

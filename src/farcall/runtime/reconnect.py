@@ -119,10 +119,7 @@ class Reconnecting:
             self.on_lost(peer)
         if peer.leaving or not self._reconnect_s or not link.transport.resumable:
             return False
-        now = monotonic()
-        if link.session.received > bond.received or now - bond.since > self._reconnect_s:
-            bond.lost_at = now
-            bond.pause_s = 0.0 if bond.dialled else FIRST_PAUSE_S  # the other one dials at once, and needs no reminder
+        self._note_loss(bond)
         logger.warning("%s: the connection to %s broke: %s", self._me.name, peer.info.name, reason)
         if bond.dialled:
             me = resuming(self._me, bond.session_id, link.session.resume())
@@ -132,7 +129,7 @@ class Reconnecting:
             peer.info.name,
             peer.incarnation,
             self._ways_to(peer),
-            link.transport.kind,
+            link.transport,
             me,
             self._secret,
             bond.dialled,
@@ -148,6 +145,13 @@ class Reconnecting:
         for hook in self.lost_hooks:
             hook(peer.info, reason)
         return True
+
+    def _note_loss(self, bond: Bond) -> None:
+        """A connection broke: is that news, or the same trouble as before?"""
+        now = monotonic()
+        if bond.peer.link.session.received > bond.received or now - bond.since > self._reconnect_s:
+            bond.lost_at = now
+            bond.pause_s = 0.0 if bond.dialled else FIRST_PAUSE_S  # the other one dials at once, and needs no reminder
 
     def _on_dialled(self, bond: Bond, redial: Redial, transport: Transport, established: Established) -> None:
         """On the redial's thread: we were let in."""
@@ -205,6 +209,8 @@ class Reconnecting:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} was dialled by us, and does not dial back")
         if resumption.received < link.session.acknowledged:
             raise HandshakeRefused("an attempt that its dialler has given up")
+        if bond.redial is None:
+            self._note_loss(bond)  # it may be that we hear of the break from the other end first
         link.break_off("the other end has made a new one")
         return resumed(link.session.resume())
 

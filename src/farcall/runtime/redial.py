@@ -6,7 +6,9 @@ whether the member still lives, and reminds it to dial, in case that side has no
 What is found               means
 nobody listens, same host   the process is gone: at once. Only where the broken connection was of that kind, too: a
                             unix name may be of another network namespace
-nobody listens, TCP         gone if it is so again REFUSED_PAUSE_S later: its host answers, and says so
+nobody listens, TCP         gone if it is so again REFUSED_PAUSE_S later: its host answers, and says so. It must be the
+                            host that we dialled, or the one that the broken connection came from: whoever was
+                            dialled has never tried the other's address, which may lead elsewhere from here
 refused, another process    gone, or it has given us up: at once
 no answer, unreachable      nothing: tried again, with growing, jittered pauses, until ``until`` (and longer, as long as
                             ``is_trusted``: others hear from it)
@@ -30,6 +32,7 @@ from farcall.runtime.doors import prove
 from farcall.runtime.shield import Gate
 from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
+from farcall.transport.tcp import leads_to
 
 logger = logging.getLogger("farcall")
 
@@ -57,7 +60,7 @@ class Redial:
         name: str,
         incarnation: str,
         ways: Sequence[str],
-        lost_kind: str,
+        lost: Transport,
         me: Identity,
         secret: bytes,
         resumes: bool,
@@ -67,7 +70,9 @@ class Redial:
         on_gone: Callable[[Redial, str, bool], None],
         is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``me`` says what is wanted (protocol/resumption.py). ``on_back`` gets the connection, if it ``resumes``.
+        """``me`` says what is wanted (protocol/resumption.py); ``lost`` is the connection that broke.
+
+        ``on_back`` gets the new one, if it ``resumes``.
 
         The hooks are called on this object's thread, and at most one of them. ``on_gone`` is told whether the process
         has vanished.
@@ -75,7 +80,8 @@ class Redial:
         self._name = name
         self._incarnation = incarnation
         self._ways = ways
-        self._lost_kind = lost_kind
+        self._lost_kind = lost.kind
+        self._lost_host = lost.peer_host
         self._me = me
         self._secret = secret
         self._resumes = resumes
@@ -173,8 +179,10 @@ class Redial:
                 if kind in WITHIN_THE_HOST:
                     if kind == self._lost_kind:
                         raise _Vanished(f"nobody listens there any more: {error}") from error
-                else:
+                elif self._resumes or leads_to(way, self._lost_host):
                     refused = error
+                else:
+                    failure = error
                 continue
             except TransportError as error:
                 failure = error
@@ -183,9 +191,9 @@ class Redial:
                 return self._meet(transport)
             except TransportError as error:
                 failure = error
-        if failure is not None or refused is None:
-            raise failure or TransportError("no address could be tried")
-        raise refused
+        if failure is None and refused is not None:
+            raise refused
+        raise TransportError(str(failure or "no address could be tried"))  # not a refusal, whatever it was
 
     def _meet(self, transport: Transport) -> tuple[Transport, Established] | None:
         self._transport = transport

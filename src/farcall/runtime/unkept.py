@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from farcall.errors import Delivery, NetworkError
+from farcall.errors import AnswerLost
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Piece, Ticket, encode_small
 from farcall.protocol.session import Kept, Unkept, remains_of
@@ -24,39 +24,45 @@ __all__ = ["LostOffer", "unkept_for"]
 
 
 class _LargeRequest:
-    __slots__ = ("_call_id", "_fail_call", "_remains")
+    __slots__ = ("_call_id", "_fail_call", "_notes", "_tickets")
 
-    def __init__(self, call_id: int, remains: bytes, fail_call: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, call_id: int, notes: bytes, tickets: Sequence[Ticket], fail_call: Callable[[int, str], None]
+    ) -> None:
         self._call_id = call_id
-        self._remains = remains
+        self._notes = notes
+        self._tickets = tickets
         self._fail_call = fail_call
 
     def lost(self) -> Sequence[Kept]:
         self._fail_call(self._call_id, "the connection broke before all of the request had arrived: it did not run")
-        return (self._remains,)
+        return (remains_of(self._notes, self._tickets),)
 
     def pieces(self) -> Sequence[Piece]:
         raise AssertionError("a request is never sent twice")
 
 
 class _LargeAnswer:
-    __slots__ = ("_call_id", "_here", "_remains", "_size_bytes")
+    __slots__ = ("_call_id", "_here", "_notes", "_size_bytes", "_tickets")
 
-    def __init__(self, call_id: int, remains: bytes, size_bytes: int, here: WorkerInfo) -> None:
+    def __init__(
+        self, call_id: int, notes: bytes, tickets: Sequence[Ticket], size_bytes: int, here: WorkerInfo
+    ) -> None:
         self._call_id = call_id
-        self._remains = remains
+        self._notes = notes
+        self._tickets = tickets
         self._size_bytes = size_bytes
         self._here = here
 
     def lost(self) -> Sequence[Kept]:
-        error = NetworkError(
+        error = AnswerLost(
             f"{self._here.name} executed the function, but the connection broke before all of its answer, "
-            f"{self._size_bytes} bytes, had arrived, and it is not kept",
-            Delivery.EXECUTED,
+            f"{self._size_bytes} bytes, had arrived, and it is not kept"
         )
         payload, _ = encode_failure(error, self._here)
         # First what came with the answer, then its caller learns that nothing else comes.
-        return self._remains, encode_small(FAILURE, 0, self._call_id, b"", b"", payload)
+        remains = remains_of(self._notes, self._tickets)
+        return remains, encode_small(FAILURE, 0, self._call_id, b"", b"", payload)
 
     def pieces(self) -> Sequence[Piece]:
         raise AssertionError("an answer's memory is the user's again")
@@ -103,8 +109,8 @@ def unkept_for(
     """What to keep in the place of a large frame."""
     if kind == LETTER:
         return _LargeLetter(pieces)
-    remains = remains_of(notes, [ticket for ticket in placed if isinstance(ticket, Ticket)])
+    tickets = [ticket for ticket in placed if isinstance(ticket, Ticket)]
     if kind == REQUEST:
-        return _LargeRequest(call_id, remains, fail_call)
+        return _LargeRequest(call_id, notes, tickets, fail_call)
     assert kind in (RESPONSE, FAILURE)
-    return _LargeAnswer(call_id, remains, sum(map(len, pieces)), here)
+    return _LargeAnswer(call_id, notes, tickets, sum(map(len, pieces)), here)

@@ -14,11 +14,11 @@ from farcall.transport.interface import Buffer, Transport
 class Absent(Transport):
     """No connection."""
 
-    __slots__ = ("_closed",)
+    __slots__ = ("_closed", "kind")
 
-    kind = "absent"
-
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "absent") -> None:
+        """``kind``: what it would have been."""
+        self.kind = kind
         self._closed = False
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:

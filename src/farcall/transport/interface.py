@@ -67,6 +67,8 @@ class Transport(ABC):
     kind: str
     #: True where ``send`` takes descriptors
     carries_descriptors: bool = False
+    #: the numeric address of the other end's host, where there is a network between; else empty
+    peer_host: str = ""
     #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
     #: this connection breaks off
     resumable: bool = True

@@ -41,15 +41,31 @@ def format_tcp(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+def _plain(host: object) -> str:
+    """A numeric address as it is usually written: IPv4 even where an IPv6 socket carries it."""
+    return str(host).removeprefix("::ffff:")
+
+
+def leads_to(address: str, host: str) -> bool:
+    """Is ``host``, a numeric address, one of those that ``address`` means from here?"""
+    name, port = parse_tcp(address)
+    try:
+        found = socket.getaddrinfo(name or "localhost", port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_plain(target[0]) == host for *_, target in found)
+
+
 class TcpTransport(SocketTransport):
     """A TCP connection."""
 
-    __slots__ = ()
+    __slots__ = ("peer_host",)
 
     kind = "tcp"
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
+        self.peer_host = _plain(stream.getpeername()[0])
         # Buffer sizes are left to the kernel, which adapts them: fixed ones were no quicker on loopback (0.25
         # to 4 MiB tried) and would be wrong for a long way.
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -63,7 +79,7 @@ class TcpTransport(SocketTransport):
     def _name(address: object) -> str:
         if not isinstance(address, tuple):
             return str(address)
-        return format_tcp(str(address[0]).removeprefix("::ffff:"), address[1]).removeprefix("tcp://")
+        return format_tcp(_plain(address[0]), address[1]).removeprefix("tcp://")
 
 
 class TcpListener(SocketListener):

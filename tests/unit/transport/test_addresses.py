@@ -19,7 +19,7 @@ from farcall.transport.interface import (
     TransportBroken,
     TransportClosed,
 )
-from farcall.transport.tcp import TcpListener, format_tcp, parse_tcp
+from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp
 from farcall.transport.unix import UnixListener, UnixTransport
 
 PATIENCE_S = 10.0
@@ -195,3 +195,10 @@ def test_more_descriptors_in_one_message_than_agreed() -> None:
     os.close(reading)
     os.close(writing)
     assert open_descriptors() == before
+
+
+def test_where_an_address_leads_to() -> None:
+    assert leads_to("tcp://127.0.0.1:1", "127.0.0.1")
+    assert leads_to("tcp://[::1]:1", "::1")
+    assert not leads_to("tcp://127.0.0.1:1", "127.0.0.2")
+    assert not leads_to("tcp://127.0.0.1:1", "")

@@ -30,6 +30,9 @@ A delayed or reordered creation, or Register, may be overtaken by a use of its r
 `ReferenceLost`: farcall relies on the order of its connections. What a lost message carried is not lost with it: its
 receiver gives up the memory, references and gradients that came along.
 
+A cut is mended: farcall makes another connection and goes on where it was, unless the workers have ``reconnect_s=0``,
+or messages of that connection were repeated or overtook others, so that both ends cannot count them any more.
+
 A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
 `throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or
 late message whatever its reason. Messages about shared memory meet only the former, or memory would be corrupted.

@@ -196,6 +196,8 @@ class Faults:
     ) -> Rule:
         """End connections, as a reset does: both sides see the end, and what was on its way is lost.
 
+        The workers make another one and go on, unless their ``reconnect_s`` is 0.
+
         With a kind: when such a message is about to leave, instead of it. ``count=None``: and every connection that
         is made later.
         """

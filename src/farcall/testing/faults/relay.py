@@ -64,6 +64,7 @@ class FaultyTransport(UnixTransport):
         super().__init__(stream)
         self.kind = far.kind
         self.carries_descriptors = far.carries_descriptors
+        self.peer_host = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
         # A descriptor that came behind the handshake belongs to a frame that the link has already.
@@ -144,8 +145,14 @@ class Relay:
         """In a forked child, where the thread does not exist: let go of the descriptors."""
         self._near.close()
         self._far.close_after_fork()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for wake in self._take_wakes():
+            os.close(wake)
+
+    def _take_wakes(self) -> list[int]:
+        """The descriptors of the wake-up pipe, if they are still open: afterwards their numbers are others'."""
+        wakes = [wake for wake in (self._wake_read, self._wake_write) if wake >= 0]
+        self._wake_read = self._wake_write = -1
+        return wakes
 
     # ------------------------------------------------------------------ the thread
 
@@ -163,9 +170,8 @@ class Relay:
             for _, descriptors in ((None, self._descriptors), *self._forth, *self._back):
                 for descriptor in descriptors:
                     os.close(descriptor)
-            os.close(self._wake_read)
-            wake, self._wake_write = self._wake_write, -1
-            os.close(wake)
+            for wake in self._take_wakes():
+                os.close(wake)
 
     def _go_on(self) -> bool:
         """One round: wait for something, and do it. False: this connection is over."""

@@ -1,0 +1,254 @@
+"""Links over successive in-memory connections: what was written goes on, whatever the break lost. No sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import Queue
+
+import pytest
+
+from farcall.errors import Delivery, PeerDead, RpcTimeout
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError
+from farcall.runtime.link import Link
+from farcall.runtime.loop import Loop
+from farcall.transport.memory import MemoryTransport, memory_pair
+
+PATIENCE_S = 20.0
+CAPACITY_BYTES = 16 * 1024
+
+
+class End:
+    """One end, with a session."""
+
+    def __init__(self, name: str, transport: MemoryTransport) -> None:
+        self.frames: Queue[Frame] = Queue()
+        self.broken: Queue[str] = Queue()
+        self.interrupted: Queue[str] = Queue()
+        self.may_return = True
+        self.loop = Loop(name)
+        self.link = Link(
+            WorkerInfo(name, 0),
+            transport,
+            self.loop,
+            self._on_frame,
+            self.broken.put,
+            1 << 20,
+            acknowledge=self._acknowledge,
+            on_interrupted=self._on_interrupted,
+        )
+        self.loop.start()
+        self.link.start()
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame[0] == CONTROL:
+            self.link.session.on_acknowledged(frame[2])
+        else:
+            self.frames.put(frame)
+
+    def _acknowledge(self, count: int, more: bool) -> None:
+        self.link.outgoing.send(encode_small(CONTROL, 0, count, b"", b"", b""), more=more, urgent=True)
+
+    def _on_interrupted(self, reason: str) -> bool:
+        self.interrupted.put(reason)
+        return self.may_return
+
+    def next(self) -> int:
+        return self.frames.get(timeout=PATIENCE_S)[2]
+
+    def on_loop(self, action: object) -> None:
+        """Run ``action`` on the I/O thread, and wait for it."""
+        failures: list[BaseException] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                action()  # type: ignore[operator]
+            except BaseException as failure:
+                failures.append(failure)
+            finally:
+                done.set()
+
+        self.loop.call_soon(run)
+        assert done.wait(PATIENCE_S)
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        self.link.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    left, right = memory_pair(CAPACITY_BYTES)
+    pair = End("left", left), End("right", right)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def small(number: int, size: int = 10) -> bytes:
+    return encode_small(REQUEST, 0, number, b"", b"", b"x" * size)
+
+
+def large(number: int, size: int = 1 << 20) -> list[bytes | memoryview]:
+    return encode_frame(REQUEST, 0, number, b"", b"", b"", [memoryview(bytearray([number]) * size)])
+
+
+def lose(ends: tuple[End, End]) -> None:
+    """The connection breaks; what is in it is lost."""
+    for end in ends:
+        end.link.interrupt("for the test")
+    for end in ends:
+        end.interrupted.get(timeout=PATIENCE_S)
+
+
+def rejoin(ends: tuple[End, End]) -> None:
+    counts = [end.link.session.resume() for end in ends]
+    transports = memory_pair(CAPACITY_BYTES)
+    for end, transport, count in zip(ends, transports, reversed(counts), strict=True):
+        end.on_loop(lambda end=end, transport=transport, count=count: end.link.attach(transport, b"", count))
+
+
+def test_what_is_sent_meanwhile_comes_after_what_was_sent_before(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.link.outgoing.send(small(0))
+    assert right.next() == 0
+    lose(ends)
+    assert not left.link.up
+    assert left.link.broken is None
+    for number in range(1, 100):
+        left.link.outgoing.send(small(number, 1000), more=number % 3 == 0)
+    rejoin(ends)
+    assert [right.next() for _ in range(99)] == list(range(1, 100))
+    assert right.frames.empty()
+
+
+def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) -> None:
+    left, right = ends
+    right.link._read_lock.acquire()  # it does not read: the connection fills up
+    for number in range(300):
+        left.link.outgoing.send(small(number, 200))
+    left.link.interrupt("for the test")
+    left.interrupted.get(timeout=PATIENCE_S)
+    right.link._read_lock.release()
+    right.link.interrupt("for the test")
+    right.interrupted.get(timeout=PATIENCE_S)
+    rejoin(ends)
+    assert [right.next() for _ in range(300)] == list(range(300))
+
+
+def test_a_large_frame_in_the_middle_is_written_again_from_its_start(ends: tuple[End, End]) -> None:
+    left, right = ends
+    right.link._read_lock.acquire()
+    writer = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(7),))
+    writer.start()
+    while left.link.outgoing.bytes_sent < CAPACITY_BYTES:
+        assert writer.is_alive()
+    left.link.outgoing.send(small(8))
+    left.link.interrupt("for the test")
+    left.interrupted.get(timeout=PATIENCE_S)
+    right.link._read_lock.release()
+    right.link.interrupt("for the test")
+    right.interrupted.get(timeout=PATIENCE_S)
+    assert writer.is_alive()
+    rejoin(ends)
+    assert sorted(right.next() for _ in range(2)) == [7, 8]
+    writer.join(PATIENCE_S)
+    assert not writer.is_alive()
+
+
+def test_who_waits_for_a_connection_waits_no_longer_than_asked(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    with pytest.raises(RpcTimeout, match="reached again") as caught:
+        left.link.outgoing.send_pieces(large(1), deadline=0.0)
+    assert caught.value.delivery == Delivery.NOT_SENT
+    assert not left.link.session.kept
+
+
+def test_an_end_while_there_is_no_connection_tells_everybody(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    left.link.outgoing.send(small(41))
+    failures: Queue[PeerDead] = Queue()
+
+    def write() -> None:
+        try:
+            left.link.outgoing.send_pieces(large(1))
+        except PeerDead as failure:
+            failures.put(failure)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    left.on_loop(lambda: left.link.die("it was late"))
+    assert failures.get(timeout=PATIENCE_S).delivery == Delivery.NOT_SENT
+    writer.join(PATIENCE_S)
+    assert left.broken.get(timeout=PATIENCE_S) == "it was late"
+    assert left.link.never_sent == {41}
+    with pytest.raises(PeerDead, match="late"):
+        left.link.outgoing.send(small(42))
+
+
+def test_who_may_not_return_is_dead_at_once(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.may_return = False
+    right.link.close()
+    assert "closed" in left.broken.get(timeout=PATIENCE_S)
+    assert left.link.broken is not None
+
+
+def test_an_error_while_that_is_found_out_is_an_end_too(ends: tuple[End, End]) -> None:
+    left, right = ends
+
+    def fail(reason: str) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    left.link._on_interrupted = fail
+    right.link.close()
+    assert "closed" in left.broken.get(timeout=PATIENCE_S)
+
+
+def test_garbage_is_no_break_but_an_end(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
+    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+    assert right.interrupted.empty()
+
+
+def test_a_count_that_cannot_be_is_refused(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    left.link.session.resume()
+    transport, other = memory_pair()
+    with pytest.raises(SessionError, match="5 frames"):
+        left.on_loop(lambda: left.link.attach(transport, b"", 5))
+    other.close()
+
+
+def test_little_is_kept_in_a_dialogue_and_in_a_stream(ends: tuple[End, End]) -> None:
+    left, right = ends
+    for number in range(1000):
+        left.link.outgoing.send(small(number))
+        assert right.next() == number
+        if number < 500:
+            right.link.outgoing.send(small(number))
+            assert left.next() == number
+    # Half of the acknowledgements wait for company: two may be under way.
+    assert len(left.link.session.kept) <= 3 * ACKNOWLEDGE_FRAMES
+    assert len(right.link.session.kept) <= 3 * ACKNOWLEDGE_FRAMES
+
+
+def test_what_came_with_the_handshake_is_read_and_counted(ends: tuple[End, End]) -> None:
+    left, right = ends
+    lose(ends)
+    left.link.session.resume()
+    transport, other = memory_pair()
+    left.on_loop(lambda: left.link.attach(transport, small(1) + small(2), 0))
+    assert [left.next(), left.next()] == [1, 2]
+    assert left.link.session.received == 2
+    other.close()
+    assert right.broken.empty()

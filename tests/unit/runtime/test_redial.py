@@ -1,0 +1,200 @@
+"""Dialling again, over the in-memory transport: when somebody is back, when gone, and when nothing is known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import Queue
+from time import monotonic
+from typing import Any, NamedTuple
+
+import pytest
+
+from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
+from farcall.protocol.resumption import asking, resuming, resumption_of
+from farcall.runtime import redial as redialling
+from farcall.runtime.doors import Door
+from farcall.runtime.loop import Loop
+from farcall.runtime.redial import Redial
+from farcall.transport.interface import DialFailed, DialRefused, Transport
+
+PATIENCE_S = 20.0
+SECRET = b"a secret of enough bytes"
+ME = Identity("me", 1, "cluster", "my token")
+
+
+class Host:
+    """A member with its door."""
+
+    def __init__(self, token: str = "token", refuses: bool = False) -> None:
+        self.loop = Loop("host")
+        self.loop.start()
+        self.door = Door(["memory:"], self.loop)
+        self.refuses = refuses
+        self.came: Queue[tuple[Transport, Established]] = Queue()
+        host = Identity("host", 0, "cluster", token)
+        self.door.open(host, SECRET, lambda peer: "nobody", lambda *member: None, self)
+
+    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+        if self.refuses:
+            raise refuse(RefusalReason.NOT_ADMITTED, "not you")
+        resumption = resumption_of(identity)
+        assert resumption is not None
+        return b"" if resumption.received is None else resumed(resumption.received + 1)
+
+    def on_resumed(self, transport: Transport, established: Established) -> None:
+        self.came.put((transport, established))
+
+    def close(self) -> None:
+        self.door.close()
+        self.loop.stop()
+        while not self.came.empty():
+            self.came.get()[0].close()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    found = Host()
+    yield found
+    found.close()
+
+
+class Lost(NamedTuple):
+    """The connection that broke."""
+
+    kind: str
+    peer_host: str
+
+
+class Attempts:
+    """A redial, and what came of it."""
+
+    def __init__(
+        self,
+        ways: list[str],
+        resumes: bool = True,
+        incarnation: str = "token",
+        lost_kind: str = "memory",
+        lost_host: str = "",
+        seconds: float = PATIENCE_S,
+    ) -> None:
+        self.back: Queue[tuple[Transport, Established]] = Queue()
+        self.gone: Queue[str] = Queue()
+        me = resuming(ME, "s1", 7) if resumes else asking(ME, "s1")
+        self.redial = Redial(
+            "host",
+            incarnation,
+            ways,
+            Lost(lost_kind, lost_host),  # type: ignore[arg-type]
+            me,
+            SECRET,
+            resumes,
+            monotonic() + seconds,
+            0.0,
+            lambda redial, transport, established: self.back.put((transport, established)),
+            lambda redial, why, vanished: self.gone.put(why),
+        )
+        self.redial.start()
+
+    def why_gone(self) -> str:
+        why = self.gone.get(timeout=PATIENCE_S)
+        self.redial.join(PATIENCE_S)
+        assert self.back.empty()
+        return why
+
+
+def test_who_resumes_gets_the_connection_and_the_count(host: Host) -> None:
+    attempts = Attempts(host.door.addresses)
+    transport, established = attempts.back.get(timeout=PATIENCE_S)
+    assert established.peer_received == 8
+    assert attempts.gone.empty()
+    transport.close()
+
+
+def test_who_asks_goes_on_asking_while_the_other_lives(host: Host) -> None:
+    attempts = Attempts(host.door.addresses, resumes=False)
+    for _ in range(3):
+        _, heard = host.came.get(timeout=PATIENCE_S)
+        assert resumption_of(heard.peer).received is None  # type: ignore[union-attr]
+        attempts.redial.hasten()
+    assert attempts.gone.empty()
+    attempts.redial.stop()
+    attempts.redial.join(PATIENCE_S)
+    assert attempts.gone.empty()
+    assert attempts.back.empty()
+
+
+def test_nobody_there_within_the_host_is_an_end_at_once() -> None:
+    assert "nobody listens" in Attempts(["memory:nobody"]).why_gone()
+
+
+def test_nobody_there_is_no_end_where_the_connection_was_of_another_kind(host: Host) -> None:
+    """A unix name may be of another network namespace: the member may live, and be reached over TCP."""
+    attempts = Attempts(["memory:nobody", *host.door.addresses], lost_kind="tcp")
+    attempts.back.get(timeout=PATIENCE_S)[0].close()
+
+
+def test_another_incarnation_is_an_end(host: Host) -> None:
+    assert "another process" in Attempts(host.door.addresses, incarnation="an older token").why_gone()
+
+
+def test_a_refusal_is_an_end(host: Host) -> None:
+    host.refuses = True
+    assert "not admitted" in Attempts(host.door.addresses).why_gone()
+    assert "not admitted" in Attempts(host.door.addresses, resumes=False).why_gone()
+
+
+def dial_that(*outcomes: Exception) -> Callable[[str, float], Transport]:
+    """Dials that fail in these ways, and then in the last one."""
+    left = list(outcomes)
+
+    def dial(address: str, timeout_s: float) -> Transport:
+        raise left.pop(0) if len(left) > 1 else left[0]
+
+    return dial
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "text"),
+    [
+        ([DialRefused("first"), DialRefused("second")], "second"),
+        ([DialRefused("first"), DialFailed("timeout"), DialRefused("third"), DialRefused("fourth")], "fourth"),
+    ],
+)
+def test_a_host_that_refuses_twice_in_a_row_is_believed(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception], text: str
+) -> None:
+    monkeypatch.setattr(redialling, "dial", dial_that(*outcomes))
+    assert text in Attempts(["tcp://192.0.2.1:9"]).why_gone()
+
+
+def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redialling, "dial", dial_that(DialRefused("nobody listens")))
+    same = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.1")
+    assert same.why_gone() == "nobody listens"
+    other = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.2", seconds=0.3)
+    assert "in time" in other.why_gone()
+
+
+def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redialling, "dial", dial_that(DialFailed("no answer")))
+    began = monotonic()
+    why = Attempts(["tcp://192.0.2.1:9"], seconds=0.3).why_gone()
+    assert "in time" in why
+    assert "no answer" in why
+    assert monotonic() - began >= 0.3
+
+
+def test_a_stop_ends_a_pause_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: Queue[Any] = Queue()
+
+    def dial(address: str, timeout_s: float) -> Transport:
+        tried.put(address)
+        raise DialFailed("no answer")
+
+    monkeypatch.setattr(redialling, "dial", dial)
+    attempts = Attempts(["tcp://192.0.2.1:9"])
+    tried.get(timeout=PATIENCE_S)
+    attempts.redial.stop()
+    attempts.redial.join(PATIENCE_S)
+    assert not attempts.redial._thread.is_alive()
+    assert attempts.gone.empty()
