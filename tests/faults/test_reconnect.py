@@ -355,8 +355,8 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
 
 
 def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
-    def no_way(rank: int) -> list[str]:
-        raise InitError("not over what it listens on")
+    def no_way(peer: object) -> list[str]:
+        return []  # not over what it listens on
 
     with team([None, None]) as nodes:
         nodes[0].reconnecting._ways_to = no_way
