@@ -26,7 +26,6 @@ from farcall import api
 from farcall.errors import (
     AnswerLost,
     Delivery,
-    InitError,
     NetworkError,
     NotInitialized,
     PeerDead,

@@ -246,7 +246,6 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
         assert contacts is not None
         nodes[0].shutdown(graceful=False)  # without taking itself off the list
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])
-        del contacts
 
 
 def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:

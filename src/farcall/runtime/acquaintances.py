@@ -1,8 +1,8 @@
-"""Everybody this node knows: the peers by name, by rank and by incarnation, and how each gets its first connection.
+"""Everybody this node knows: the peers by name, by rank and by incarnation, members and strangers.
 
-Owns the tables of peers and the making of them; what becomes of a connection that breaks is `reconnect.py`'s
-business, who is a member the watch's (`watch.py`). Everything here runs on the I/O thread, but for `connected` (also
-while the node starts) and what says otherwise.
+Owns the tables of peers and the making of them; first connections are made by `dialling.py`, what becomes of one that
+breaks is `reconnect.py`'s business, who is a member the watch's (`watch.py`). Everything here runs on the I/O thread,
+but for `connected` (also while the node starts) and what says otherwise.
 
     who                       event                               then
     (unknown)                 connects to us, or is dialled       a stranger: heard about membership, nothing else
@@ -18,8 +18,7 @@ A name or a rank stands for the last one that had it, so that calls to the dead 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
@@ -34,13 +33,12 @@ from farcall.protocol.introduction import introduced, introduction_of
 from farcall.protocol.membership import LinkRefused, Record
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
+from farcall.runtime.dialling import Dialling
 from farcall.runtime.link import Link
 from farcall.runtime.loop import NEVER, Loop
-from farcall.runtime.members import MemberRecord, incarnation_of, life_of
-from farcall.runtime.mesh import usable_ways
+from farcall.runtime.members import incarnation_of, life_of
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.reconnect import Reconnecting
-from farcall.runtime.redial import Redial
 from farcall.runtime.watch import Watch, as_member
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
@@ -52,20 +50,7 @@ STRANGER_S = 30.0
 MAX_STRANGERS = 256
 LEFT_S = 10.0
 """How long one that has left may take to close its link."""
-MAX_WAITING_NEWS = 8
-RETRY_S = 0.5
 MAX_HELD = 4096
-STOP_S = 1.5
-
-
-class _Dial:
-    """A first connection on its way, and what to say over it."""
-
-    __slots__ = ("news", "redial")
-
-    def __init__(self) -> None:
-        self.redial: Redial | None = None
-        self.news: list[News] = []
 
 
 class Acquaintances:
@@ -100,10 +85,15 @@ class Acquaintances:
         self._strangers: dict[int, RemotePeer] = {}
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
         self._introductions: dict[int, Record] = {}
-        self._dials: dict[int, _Dial] = {}
-        self._arriving: dict[Redial, Transport] = {}  # dialled, and not taken yet
-        self._stopped = False
-        self._lock = threading.Lock()  # between arriving and stopping
+        self._dialling = Dialling(
+            options.allowed_transports,
+            secret,
+            loop,
+            self._who_we_are,
+            self._on_dialled,
+            lambda life: watch().feed(LinkRefused(life)),
+            self._is_wanted,
+        )
         self.on_expelled: Callable[[str], None] = lambda why: None
         """Told that the others hold this node for dead."""
         self.on_entered: Callable[[RemotePeer], None] = lambda peer: None
@@ -118,7 +108,6 @@ class Acquaintances:
         self._memory = memory
         self._reconnecting = reconnecting
         self._identity = identity
-        self._secret = secret
         self._watch = watch
         self._write_later = write_later
         self._fail_call = fail_call
@@ -257,7 +246,7 @@ class Acquaintances:
                 del self._strangers[life]
                 self._introductions.pop(life, None)
             return
-        self._stop_dial(life)
+        self._dialling.give_up(life)
         if not self._is_static:
             # The name stays, for those who ask for it; nothing else is kept of the many that come and go.
             self._by_life.pop(life, None)
@@ -281,9 +270,7 @@ class Acquaintances:
             return
         record = self._watch().record_of(life)
         if record is not None:
-            dial = self._dial(as_member(record))
-            if dial is not None and len(dial.news) < MAX_WAITING_NEWS:
-                dial.news.append(message)
+            self._dialling.dial(as_member(record), message)
 
     def on_joined(self, record: Record) -> None:
         """There is a new member."""
@@ -298,7 +285,7 @@ class Acquaintances:
         self.on_entered(peer)
         self.on_change("joined", record, "")
         if not peer.link.up and self._dials_it(record):
-            self._dial(as_member(record))
+            self._dialling.dial(as_member(record))
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
@@ -334,87 +321,30 @@ class Acquaintances:
     def on_died(self, record: Record, why: str) -> None:
         """A member is dead, by the verdict of those who looked for it."""
         self.on_change("dead", record, why)
-        self._stop_dial(record.life)
+        self._dialling.give_up(record.life)
         peer = self._by_life.get(record.life)
         if peer is not None:
             self._reconnecting.give_up(peer, why)
 
     # ------------------------------------------------------------------ dialling
 
-    def _dial(self, member: MemberRecord) -> _Dial | None:
-        """Connect to one that there is no link to, in the background."""
-        life = life_of(member.incarnation)
-        dial = self._dials.get(life)
-        if dial is None and not self._stopped:
-            dial = self._dials[life] = _Dial()
-            self._begin_dial(dial, member, 0.0)
-        return dial
-
-    def _begin_dial(self, dial: _Dial, member: MemberRecord, pause_s: float) -> None:
-        ways = usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
+    def _who_we_are(self) -> Identity:
         me = self._watch().me
-        dial.redial = Redial(
-            member.name,
-            member.incarnation,
-            ways,
-            # A unix name may be of another network namespace: where there is another way, that one tells.
-            Absent("absent" if any(not way.startswith("unix:") for way in ways) else "unix"),
-            introduced(self._identity, me) if me.admission else self._identity,
-            self._secret,
-            True,
-            NEVER,
-            pause_s,
-            lambda redial, transport, established: self._on_dialled(dial, redial, transport, established),
-            lambda redial, why, vanished: self._loop.call_soon(
-                lambda: self._on_undialled(dial, redial, member, vanished)
-            ),
-        )
-        dial.redial.start()
+        return introduced(self._identity, me) if me.admission else self._identity
 
-    def _on_dialled(self, dial: _Dial, redial: Redial, transport: Transport, established: Established) -> None:
-        """On the dial's thread."""
-        with self._lock:
-            if self._stopped:
-                transport.close()
-                return
-            self._arriving[redial] = transport
-        self._loop.call_soon(lambda: self._arrive(dial, redial, established))
-
-    def _arrive(self, dial: _Dial, redial: Redial, established: Established) -> None:
-        with self._lock:
-            transport = self._arriving.pop(redial, None)
-        if transport is None:
-            return
-        life = life_of(established.peer.process_token)
-        if self._dials.get(life) is not dial:
-            transport.close()
-            return
-        del self._dials[life]
-        peer = self._by_life.get(life)
+    def _on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
+        peer = self._by_life.get(life_of(established.peer.process_token))
         if peer is not None and peer.link.up:
             transport.close()  # it was faster
         else:
             peer = self.connected(transport, established, True)
             peer.control(messages.Ping(0))  # it is answered by those who know us
-        for message in dial.news:
+        for message in news:
             peer.control(message)
 
-    def _on_undialled(self, dial: _Dial, redial: Redial, member: MemberRecord, vanished: bool) -> None:
-        life = life_of(member.incarnation)
-        if self._dials.get(life) is not dial or dial.redial is not redial:
-            return
-        if vanished:
-            self._watch().feed(LinkRefused(life))
+    def _is_wanted(self, life: int) -> bool:
         peer = self._by_life.get(life)
-        if peer is None or peer.broken or self._dials.get(life) is not dial:
-            self._dials.pop(life, None)
-        else:
-            self._begin_dial(dial, member, RETRY_S)
-
-    def _stop_dial(self, life: int) -> None:
-        dial = self._dials.pop(life, None)
-        if dial is not None and dial.redial is not None:
-            dial.redial.stop()
+        return peer is not None and not peer.broken
 
     # ------------------------------------------------------------------ time, and the end
 
@@ -431,25 +361,10 @@ class Acquaintances:
 
     def stop(self) -> None:
         """The node ends: dial nobody any more. From any thread but the I/O thread."""
-        with self._lock:
-            self._stopped = True
-            dials, self._dials = list(self._dials.values()), {}
-            for transport in self._arriving.values():
-                transport.close()
-            self._arriving.clear()
-        redials = [dial.redial for dial in dials if dial.redial is not None]
-        for redial in redials:
-            redial.stop()
-        until = monotonic() + STOP_S
-        for redial in redials:
-            redial.join(max(0.0, until - monotonic()))
+        self._dialling.stop()
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of the descriptors."""
         for peer in self.everyone():
             peer.link.close_after_fork()
-        for dial in self._dials.values():
-            if dial.redial is not None:
-                dial.redial.close_after_fork()
-        for transport in self._arriving.values():
-            transport.close_after_fork()
+        self._dialling.close_after_fork()

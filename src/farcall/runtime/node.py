@@ -246,6 +246,9 @@ class Node:
         self._state = "running"
         self.executor.start()
         self.watch.begin()
+        if self._why_ended is not None:  # expelled before it was up
+            self._end(self._why_ended)
+            raise self._why_ended
         logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
 
     def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:

@@ -84,7 +84,7 @@ class TensorPipeAgent(RpcAgent):
         agent: TensorPipeAgent = cls.__new__(cls)
         agent._node = node
         agent.store = node.membership.store
-        agent.is_static_group = True
+        agent.is_static_group = node.is_static
         agent._options = TensorPipeRpcBackendOptions(
             num_worker_threads=node.options.num_worker_threads,
             rpc_timeout=node.timeout_s,
