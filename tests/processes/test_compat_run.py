@@ -28,6 +28,9 @@ PROGRAM = """
             print("waiting")
             while True:
                 time.sleep(0.1)
+        if "leave" in sys.argv:
+            import subprocess
+            print("left", subprocess.Popen(["sleep", "600"]).pid)
         rpc.shutdown()
 """
 
@@ -48,6 +51,18 @@ def test_each_line_says_whose_it_is(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     assert sorted(output.splitlines()) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
+
+
+def test_what_workers_leave_behind_ends_with_them(tmp_path: Path) -> None:
+    process = start(tmp_path, "leave")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    left = [int(line.split()[-1]) for line in output.splitlines() if "left" in line]
+    assert len(left) == 2
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while any(is_alive(child) for child in left):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def test_the_first_failure_ends_all_and_is_shown(tmp_path: Path) -> None:
