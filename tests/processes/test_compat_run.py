@@ -15,14 +15,22 @@ PROGRAM = """
     import os, sys, time
     import torch.distributed.rpc as rpc
 
+    answered = []
+
     def double(x):
         return 2 * x
+
+    def has_its_answer():
+        return bool(answered)
 
     if __name__ == "__main__":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
         print(f"{rpc.rpc_sync(f'worker{(rank + 1) % size}', double, args=(rank,))} {sys.argv[1:]}")
+        answered.append(True)
         if "fail" in sys.argv and rank == 1:
+            while not rpc.rpc_sync("worker0", has_its_answer):
+                time.sleep(0.01)  # or the other one would fail, too, and perhaps be the first to end
             sys.exit("on purpose")
         if "wait" in sys.argv:
             print("waiting")
