@@ -512,3 +512,23 @@ def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
         [sys.executable, str(path)], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.stdout.split() == ["served"], done.stdout + done.stderr
+
+
+def test_installed_by_a_variable_and_by_the_program(tmp_path: Path) -> None:
+    """The hook that waits for torch is met by the import of torch inside install(), as in a spawned child."""
+    program = """
+    from farcall.compat import waiting
+    waiting.install_when_torch_comes()
+    from farcall.compat import install, is_installed, uninstall
+    install()
+    import torch.distributed.rpc as rpc
+    assert is_installed() and rpc.__name__.startswith("farcall"), rpc
+    uninstall()
+    assert not is_installed()
+    import torch
+    assert torch.distributed.rpc.__name__ == "torch.distributed.rpc"
+    """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr

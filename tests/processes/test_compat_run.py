@@ -15,19 +15,30 @@ PROGRAM = """
     import os, sys, time
     import torch.distributed.rpc as rpc
 
+    answered = []
+
     def double(x):
         return 2 * x
+
+    def has_its_answer():
+        return bool(answered)
 
     if __name__ == "__main__":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
         print(f"{rpc.rpc_sync(f'worker{(rank + 1) % size}', double, args=(rank,))} {sys.argv[1:]}")
+        answered.append(True)
         if "fail" in sys.argv and rank == 1:
+            while not rpc.rpc_sync("worker0", has_its_answer):
+                time.sleep(0.01)  # or the other one would fail, too, and perhaps be the first to end
             sys.exit("on purpose")
         if "wait" in sys.argv:
             print("waiting")
             while True:
                 time.sleep(0.1)
+        if "leave" in sys.argv:
+            import subprocess
+            print("left", subprocess.Popen(["sleep", "600"]).pid)
         rpc.shutdown()
 """
 
@@ -48,6 +59,18 @@ def test_each_line_says_whose_it_is(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     assert sorted(output.splitlines()) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
+
+
+def test_what_workers_leave_behind_ends_with_them(tmp_path: Path) -> None:
+    process = start(tmp_path, "leave")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    left = [int(line.split()[-1]) for line in output.splitlines() if "left" in line]
+    assert len(left) == 2
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while any(is_alive(child) for child in left):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 def test_the_first_failure_ends_all_and_is_shown(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ Owns the processes from start to end: each is told who it is by the environment,
 comes line by line with the worker's number before it; the first that fails ends the others, and what it said last is
 shown again. Ctrl-C is passed on once; who does not end then is ended.
 
-Invariant: no process outlives this one, however it ends.
+Invariant: no worker outlives this process, however that ends; and what a worker started ends with the worker, unless
+this process was killed.
 """
 
 from __future__ import annotations
@@ -81,6 +82,15 @@ class _Worker:
         self.last_lines.extend(texts)
         return texts
 
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.process.returncode is None:
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if os.waitid(os.P_PIDFD, self.ending, look) is not None:
+                # What it left behind, which may hold its output open: now, while its number is still its own.
+                self.send(signal.SIGKILL)
+        return self.process.poll()
+
     def send(self, number: signal.Signals) -> None:
         """Signal the worker and what it started."""
         try:
@@ -121,7 +131,7 @@ class _Cluster:
                 selector.register(worker.output, selectors.EVENT_READ, worker)
                 # The end itself is an event: looking from time to time could not tell who was first.
                 selector.register(worker.ending, selectors.EVENT_READ, None)
-            while selector.get_map() or any(worker.process.poll() is None for worker in self._workers):
+            while selector.get_map() or any(worker.poll() is None for worker in self._workers):
                 try:
                     self._step(selector)
                 except KeyboardInterrupt:
@@ -141,7 +151,7 @@ class _Cluster:
             else:
                 self._show(worker, lines)
         for worker in self._workers:
-            if worker.process.poll() and self._first_failure is None and not self._interrupted:
+            if worker.poll() and self._first_failure is None and not self._interrupted:
                 self._first_failure = worker
                 self._console.print(f"[bold red]worker {worker.rank} {worker.how_it_ended()}; ending the others[/]")
                 self.end(signal.SIGTERM)
@@ -157,7 +167,7 @@ class _Cluster:
     def end(self, number: signal.Signals) -> None:
         """Signal all that still run; after a while they are killed."""
         for worker in self._workers:
-            if worker.process.poll() is None:
+            if worker.poll() is None:
                 worker.send(number)
                 if number == signal.SIGKILL:
                     worker.process.wait()

@@ -121,10 +121,11 @@ def install() -> None:
     """
     global _installed
     with _lock:
-        if _installed:
-            return
+        # Before the question: where FARCALL_INSTALL is set, this very import installs.
         import torch
 
+        if _installed:
+            return
         if not torch.distributed.is_available():
             raise RuntimeError("this torch was built without torch.distributed, whose stores farcall needs")
         _refuse_while_running()
