@@ -310,7 +310,8 @@ class RemotePeer(Peer):
             self.link.watch()
 
     def run_inline(self, task: Task) -> bool | None:
-        return self.link.run_inline(task) if self.link.on_io_thread() else None
+        # Only while it reads this very link: what was kept back, and is delivered later, comes without that role.
+        return self.link.run_inline(task) if role.link is self.link and self.link.on_io_thread() else None
 
     @property
     def broken(self) -> bool:
