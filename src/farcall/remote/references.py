@@ -209,7 +209,7 @@ class NodeReferences:
                 arrived.append(owned)
             for fork in notes.forks:
                 held = machine.receive(fork, sender)
-                rref = RRef._of(self, fork, self._owned_of(fork), None)
+                rref = RRef._of(self, fork, self._owned_of(fork, held), None)
                 if not held:
                     rref._release = _nothing
                 arrived.append(rref)
@@ -252,13 +252,17 @@ class NodeReferences:
         self._held_back.add(peer)
         self.node.attend_by(monotonic() + CONFIRM_S)
 
-    def _owned_of(self, fork: Fork) -> Owned | None:
+    def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
         if fork.owner != self._machine.me:
             return None
         owned = self._values.get(fork.ref)
         if owned is None:
-            owned = self._values[fork.ref] = Owned()
+            owned = Owned()
+            if held:
+                self._values[fork.ref] = owned
+            else:
+                self._never_comes(fork.ref, owned)  # its sender is dead: nobody would ever free the place
         return owned
 
     # ------------------------------------------------------------------ references are used
@@ -359,6 +363,7 @@ class NodeReferences:
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
             self._workers[peer.member] = peer.info
+            self._lost.discard(peer.member)  # given up when word of it was later than a message with its values
             self._machine.member_joined(peer.member)
         if self._kept_back:
             self.node.call_soon(self._deliver_kept_back)

@@ -315,6 +315,18 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
         references.find(RefId(OTHER.id, 9))
 
 
+def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: NodeReferences, node: FakeNode) -> None:
+    """Frames that had arrived before the death are still delivered; the value they speak of was freed with it."""
+    node.hooks["gone"](node.peer(OTHER.id))
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=ME.id, number=1)
+    noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
+    assert noted is not None
+    with pytest.raises(ReferenceLost):
+        noted[6].notes[0].local_value()
+    assert references.pending_values() == 0
+    assert references._values == {}
+
+
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
     with pytest.raises(SerializationError, match="can only be sent as part of a call"):
         encode([local(references, 1)])
@@ -395,3 +407,17 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     references.tick(due)
     assert node.redelivered == [message]
     assert references.is_lost(fork)
+
+
+def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    node.hooks["joined"](node.peer(OTHER.id))
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
+    message, notes = _message_with(fork)
+    references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
+    references.tick(max(node.attended))
+    node.hooks["joined"](node.peer(OWNER.id))
+    rref = create(references, node)
+    answer(node)
+    assert references.peer(rref._fork) is node.peer(OWNER.id)
