@@ -154,6 +154,8 @@ class Node:
         self._rank = rank
         self._world_size = world_size
         self._state = "new"
+        self._state_lock = threading.Lock()
+        """Of shutting down and being expelled, which happen on different threads, one ends the node."""
         self._exiting = False
         self._incarnation = new_incarnation()
         self._why_ended: RpcError | None = None
@@ -243,11 +245,12 @@ class Node:
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
-        self._state = "running"
+        self._move("starting", "running")
         self.executor.start()
         self.watch.begin()
         if self._why_ended is not None:  # expelled before it was up
-            self._end(self._why_ended)
+            if self._move("running", "leaving"):
+                self._end(self._why_ended)
             raise self._why_ended
         logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
 
@@ -376,12 +379,10 @@ class Node:
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
-        ending = self._ending
-        if ending is not None:  # it was expelled
-            ending.join(2 * STOP_S)
-        if self._state != "running":
+        if not self._move("running", "leaving"):
+            if self._ending is not None:  # it was expelled
+                self._ending.join(2 * STOP_S)
             return
-        self._state = "leaving"
         abdicate()
         agreed = False
         late: tuple[str, ...] = ()
@@ -407,6 +408,14 @@ class Node:
             raise ShutdownTimeout(
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
             )
+
+    def _move(self, before: str, after: str) -> bool:
+        """Change the state, if it is ``before``."""
+        with self._state_lock:
+            if self._state != before:
+                return False
+            self._state = after
+            return True
 
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
@@ -500,14 +509,14 @@ class Node:
         logger.error("%s", error)
         self._myself.ended = error
         self.calls.fail_all(lambda call: error)
-        if self._state == "running":
-            self._state = "expelled"
-            self._ending = threading.Thread(
-                target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True
-            )
-            self._ending.start()
-        else:
-            self._leaving.abort()  # whoever starts or leaves ends it
+        ending = threading.Thread(target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True)
+        with self._state_lock:
+            if self._state == "running":
+                self._state = "expelled"
+                ending.start()
+                self._ending = ending
+                return
+        self._leaving.abort()  # whoever starts or leaves ends it
 
     def _end(self, why: RpcError, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
