@@ -65,21 +65,23 @@ class Dialling:
         self._dials: dict[int, _Dial] = {}
         self._arriving: dict[Redial, Transport] = {}  # dialled, and not taken yet
         self._stopped = False
-        self._lock = threading.Lock()  # between arriving and stopping
+        self._lock = threading.Lock()  # between beginning, arriving and stopping
 
     def dial(self, member: MemberRecord, message: Message | None = None) -> None:
         """Connect to ``member``; ``message`` is to be said then, or is lost."""
         life = life_of(member.incarnation)
         dial = self._dials.get(life)
         if dial is None:
-            if self._stopped:
-                return
-            dial = self._dials[life] = _Dial()
-            self._begin(dial, member, 0.0)
+            with self._lock:
+                if self._stopped:
+                    return
+                dial = self._dials[life] = _Dial()
+                self._begin(dial, member, 0.0)
         if message is not None and len(dial.news) < MAX_WAITING_NEWS:
             dial.news.append(message)
 
     def _begin(self, dial: _Dial, member: MemberRecord, pause_s: float) -> None:
+        """Under the lock, so that `stop` finds whatever has begun."""
         ways = usable_ways(member.addresses, member.host_token, self._allowed)
         dial.redial = Redial(
             member.name,
@@ -124,12 +126,13 @@ class Dialling:
             return
         if vanished:
             self._on_vanished(life)
-        if self._dials.get(life) is not dial:
-            return  # that was the end of it
-        if self._is_wanted(life):
-            self._begin(dial, member, RETRY_S)
-        else:
-            del self._dials[life]
+        with self._lock:
+            if self._dials.get(life) is not dial:
+                return  # that was the end of it
+            if self._is_wanted(life):
+                self._begin(dial, member, RETRY_S)
+            else:
+                del self._dials[life]
 
     def give_up(self, life: int) -> None:
         """Nobody wants that one any more."""

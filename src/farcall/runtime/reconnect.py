@@ -78,7 +78,7 @@ class Reconnecting:
         self._wrap = wrap
         self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
-        self._lock = threading.Lock()  # between attaching and stopping
+        self._lock = threading.Lock()  # between dialling, attaching and stopping
         self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
         self.back_hooks: list[Callable[[WorkerInfo], None]] = []
         self.on_lost: Callable[[RemotePeer], None] = lambda peer: None
@@ -125,7 +125,7 @@ class Reconnecting:
             me = resuming(self._me, bond.session_id, link.session.resume())
         else:
             me = asking(self._me, bond.session_id)
-        bond.redial = Redial(
+        redial = Redial(
             peer.info.name,
             peer.incarnation,
             self._ways_to(peer),
@@ -139,9 +139,13 @@ class Reconnecting:
             lambda redial, why, vanished: self._loop.call_soon(
                 lambda: self._on_gone(bond, redial, f"{reason}; {why}", vanished)
             ),
-            lambda: self.is_trusted(peer),
+            lambda: not self._stopped and self.is_trusted(peer),
         )
-        bond.redial.start()
+        with self._lock:
+            if self._stopped:
+                return False
+            bond.redial = redial  # where `stop` finds it
+            redial.start()
         for hook in self.lost_hooks:
             hook(peer.info, reason)
         return True
