@@ -9,6 +9,8 @@ but for `connected` (also while the node starts) and what says otherwise.
     (unknown), or stranger    joined                              a member; of two, the one that came later dials
     member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
     member, connected         connects once more, anew            a stranger beside that: it has lost the session
+    member, connected         does not answer for SILENT_PART     it is asked to connect again, if it dialled us
+                              of ``suspicion_s``
     member                    left                                no calls any more; its link ends with its Goodbye
     member                    died, or its link is dead           gone: whoever waits for it learns it
 
@@ -51,6 +53,7 @@ MAX_STRANGERS = 256
 LEFT_S = 10.0
 """How long one that has left may take to close its link."""
 MAX_HELD = 4096
+SILENT_PART = 0.5
 
 
 class Acquaintances:
@@ -84,6 +87,7 @@ class Acquaintances:
         self._by_life: dict[int, RemotePeer] = {}
         self._strangers: dict[int, RemotePeer] = {}
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
+        self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
         self._introductions: dict[int, Record] = {}
         self._dialling = Dialling(
             options.allowed_transports,
@@ -238,6 +242,7 @@ class Acquaintances:
         """A link is dead."""
         self._reconnecting.forget(peer)
         self._ends.pop(peer, None)
+        self._silent.pop(peer, None)
         peer.held.clear()
         life = peer.life
         if not peer.known:
@@ -303,7 +308,17 @@ class Acquaintances:
 
     def on_suspected(self, record: Record, suspected: bool) -> None:
         """A member does not answer, or answers again."""
+        if suspected:
+            self.on_silent(record.life)
         self.on_change("suspected" if suspected else "recovered", record, "")
+
+    def on_silent(self, life: int) -> None:
+        """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
+        peer = self._by_life.get(life)
+        if peer is not None and peer.link.up and peer not in self._silent:
+            look_at = monotonic() + SILENT_PART * self._options.suspicion_s
+            self._silent[peer] = (look_at, peer.link.progress)
+            self._loop.attend_by(look_at)
 
     def on_left(self, record: Record) -> None:
         """A member has left; it may still have answers to send."""
@@ -349,8 +364,15 @@ class Acquaintances:
     # ------------------------------------------------------------------ time, and the end
 
     def tick(self, now: float) -> float:
-        """Close what nobody needs any more."""
+        """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
+        for peer, (look_at, progress) in list(self._silent.items()):
+            if look_at <= now:
+                del self._silent[peer]
+                if peer.link.up and peer.link.progress == progress:
+                    self._reconnecting.remind(peer)
+            else:
+                nearest = min(nearest, look_at)
         for peer, end in list(self._ends.items()):
             if end <= now:
                 self._ends.pop(peer, None)

@@ -15,7 +15,7 @@ from farcall.protocol.membership.messages import Message
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.members import MemberRecord, life_of
 from farcall.runtime.mesh import usable_ways
-from farcall.runtime.redial import Redial
+from farcall.runtime.redial import Finding, Redial
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
@@ -95,7 +95,7 @@ class Dialling:
             NEVER,
             pause_s,
             lambda redial, transport, established: self._connected(dial, redial, transport, established),
-            lambda redial, why, vanished: self._loop.call_soon(lambda: self._failed(dial, redial, member, vanished)),
+            lambda redial, why, finding: self._loop.call_soon(lambda: self._failed(dial, redial, member, finding)),
         )
         dial.redial.start()
 
@@ -120,11 +120,11 @@ class Dialling:
         del self._dials[life]
         self._on_dialled(transport, established, dial.news)
 
-    def _failed(self, dial: _Dial, redial: Redial, member: MemberRecord, vanished: bool) -> None:
+    def _failed(self, dial: _Dial, redial: Redial, member: MemberRecord, finding: Finding) -> None:
         life = life_of(member.incarnation)
         if self._dials.get(life) is not dial or dial.redial is not redial:
             return
-        if vanished:
+        if finding is Finding.VANISHED:
             self._on_vanished(life)
         with self._lock:
             if self._dials.get(life) is not dial:

@@ -101,6 +101,12 @@ class Link(Incoming):
         """Why the link will not work any more, or None."""
         return self._broken
 
+    @property
+    def progress(self) -> object:
+        """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
+        outgoing = self.outgoing
+        return self.transport, self.bytes_received, outgoing.bytes_sent if outgoing.full else 0
+
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
         with self._read_lock:
