@@ -8,7 +8,7 @@ comes back to its session is refused, and so learns it.
     down                 we dialled, and were let in                        up again
     up or down           the member comes back through our door, proven     up again, over that connection
     up, for longer       the member asks through our door                   down: we dial (it lost what we did not)
-    up                   `remind`: nothing comes, and it dialled us         it is asked to dial again; if it does: up again
+    up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
     down                 gone, refused, or ``reconnect_s`` over             dead
 
 A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
