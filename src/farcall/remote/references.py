@@ -199,8 +199,7 @@ class NodeReferences:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
                 ref = created.ref
-                if ref.local_id > self._last_created.get(ref.created_on, -1):
-                    self._last_created[ref.created_on] = ref.local_id
+                self._note_created(ref)
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()
@@ -282,6 +281,11 @@ class NodeReferences:
                     owned = self._values[ref] = Owned()
         return owned
 
+    def _note_created(self, ref: RefId) -> None:
+        """Under the lock: the call that creates ``ref`` has come, or never will: nobody needs to wait for it."""
+        if ref.local_id > self._last_created.get(ref.created_on, -1):
+            self._last_created[ref.created_on] = ref.local_id
+
     def _may_come(self, ref: RefId) -> bool:
         """Under the lock: was the call that creates ``ref`` overtaken by a question? No link does it, but faults do."""
         creator = ref.created_on
@@ -292,10 +296,10 @@ class NodeReferences:
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""
         member = fork.owner
+        if not self.node.running:
+            self.node.peer(self.node.info)  # raises
         peer = self.node.numbered(member)
         if peer is None or member in self._lost:
-            if not self.node.running:
-                self.node.peer(self.node.info)  # raises
             ref = fork.ref
             raise ReferenceLost(f"the owner of {ref.created_on}:{ref.local_id}, {self.worker(member)}, is gone")
         return peer
@@ -397,6 +401,7 @@ class NodeReferences:
             elif effect.__class__ is Send:
                 self._send(effect)
             elif effect.__class__ is NeverCreated:
+                self._note_created(effect.ref)
                 owned = self._values.get(effect.ref)
                 if owned is None:
                     owned = self._values[effect.ref] = Owned()

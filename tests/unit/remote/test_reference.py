@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from farcall.errors import ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.errors import NotInitialized, ReferenceLost, RpcError, RpcTimeout, SerializationError
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release
+from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
 from farcall.remote.reference import RRef
@@ -325,6 +325,32 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
         noted[6].notes[0].local_value()
     assert references.pending_values() == 0
     assert references._values == {}
+
+
+def test_a_question_behind_a_withdrawn_creation_waits_for_nothing(references: NodeReferences, node: FakeNode) -> None:
+    """The creating call was lost, its caller said so and gave the reference up: then comes a use that it had begun."""
+    other = node.peer(OTHER.id)
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
+    node.hooks["Withdraw"](other, Withdraw([fork]))
+    with pytest.raises(ReferenceLost, match="never came"):
+        references.find(fork.ref).get()
+    node.hooks["Release"](other, Release([(fork.ref, fork.fork_id)]))
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(fork.ref)
+
+
+def test_a_use_after_the_end_says_that_this_node_has_ended(references: NodeReferences, node: FakeNode) -> None:
+    """Its links end a moment before the references do: that is no death of the owner."""
+    rref = create(references, node)
+    answer(node)
+    node.running = False
+
+    def ended(to: object) -> Any:
+        raise NotInitialized("this node has ended")
+
+    node.peer = ended  # type: ignore[method-assign]
+    with pytest.raises(NotInitialized):
+        rref.to_here()
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
