@@ -320,7 +320,8 @@ class Node:
                 lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
             )
         else:
-            self._leaving = Withdrawing(self._name, self._loop, self._local_state)
+            under_way = lambda: (*self.calls.snapshot(), *self.server.active)  # noqa: E731
+            self._leaving = Withdrawing(self._name, self._loop, self._local_state, under_way)
         assert self._door is not None
         for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
@@ -397,9 +398,9 @@ class Node:
                 if agreed:
                     for hook in self._agreed_hooks:
                         hook()
-                    if not self.is_static:
+                    if isinstance(self._leaving, Withdrawing):
                         self.watch.leave(LEAVE_S)
-                        self._leaving.enter(LEAVE_S)  # those who did not know yet may have asked for something
+                        self._leaving.enter(LEAVE_S, LEAVE_S)  # those who did not know yet may have asked for something
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
         if self._why_ended is not None:

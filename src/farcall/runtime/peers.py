@@ -233,6 +233,7 @@ class RemotePeer(Peer):
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
         self.leaving = False
+        """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
         self.segments = segments
         self.link: Link
         self._pool = pool
@@ -254,6 +255,8 @@ class RemotePeer(Peer):
         more: bool = False,
         awaited: Awaited | None = None,
     ) -> None:
+        if self.leaving and kind == REQUEST:
+            raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
