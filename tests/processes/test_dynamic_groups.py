@@ -17,6 +17,7 @@ import farcall
 from farcall import api
 from farcall.errors import BadRank, Delivery, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.remote.gather import _contribute
+from farcall.runtime import acquaintances
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -240,6 +241,23 @@ def test_who_is_called_all_the_time_can_leave(url: str) -> None:
         assert not leaves.is_alive()
         for caller in callers:
             assert caller.result(BOUND_S).delivery is Delivery.NOT_SENT
+
+
+def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    with team(1, url) as nodes:
+        decoders = set()
+        for number in range(4):
+            with member(f"n{number}", 10 + number, url) as guest:
+                assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
+                link = nodes[0].other(guest.me.member)
+            assert link is not None
+            wait_until(lambda link=link: link.broken)
+            decoders.add(id(link.link._decoder))
+        assert len(decoders) == 1
+        for number, error in enumerate((UnknownWorker, UnknownWorker, PeerDead, PeerDead)):
+            with pytest.raises(error):
+                nodes[0].rpc_sync(f"n{number}", int, ("7",))
 
 
 # --- many at once --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ A name or a rank stands for the last one that had it, so that calls to the dead 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
@@ -54,6 +55,8 @@ LEFT_S = 10.0
 """How long one that has left may take to close its link."""
 MAX_HELD = 4096
 SILENT_PART = 0.5
+MAX_GONE = 1024
+"""How many of those who left or died are remembered by name, where members come and go."""
 
 
 class Acquaintances:
@@ -86,6 +89,7 @@ class Acquaintances:
         """The other members, also dead ones whose rank nobody else has, by rank."""
         self._by_life: dict[int, RemotePeer] = {}
         self._strangers: dict[int, RemotePeer] = {}
+        self._gone: deque[RemotePeer] = deque()
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
         self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
         self._introductions: dict[int, Record] = {}
@@ -253,12 +257,20 @@ class Acquaintances:
             return
         self._dialling.give_up(life)
         if not self._is_static:
-            # The name stays, for those who ask for it; nothing else is kept of the many that come and go.
+            # The name stays for a while, for those who ask for it; nothing else is kept of the many that come and go.
             self._by_life.pop(life, None)
             self.numbered.pop(peer.member, None)
             if self.remotes.get(peer.info.id) is peer:
                 del self.remotes[peer.info.id]
+            self._gone.append(peer)
+            if len(self._gone) > MAX_GONE:
+                self._forget(self._gone.popleft())
         self._on_gone(peer, reason)
+
+    def _forget(self, peer: RemotePeer) -> None:
+        for key in (peer.info.name, peer.info.id):
+            if self.named.get(key) is peer:
+                del self.named[key]
 
     # ------------------------------------------------------------------ what the watch says
 

@@ -38,6 +38,9 @@ from farcall.runtime.role import role
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
+_NOTHING_COMES = FrameDecoder(allocate_plainly)
+"""The decoder of all dead links: one has a quarter of a MiB, and the dead are remembered by those who ask for them."""
+
 
 class Link(Incoming):
     """The way to one peer."""
@@ -248,6 +251,7 @@ class Link(Incoming):
 
     def _close_transport(self) -> None:
         self.transport.close()
+        self._decoder = _NOTHING_COMES
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
