@@ -199,8 +199,7 @@ class NodeReferences:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
                 ref = created.ref
-                if ref.local_id > self._last_created.get(ref.created_on, -1):
-                    self._last_created[ref.created_on] = ref.local_id
+                self._count_created(ref)
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()
@@ -277,6 +276,11 @@ class NodeReferences:
                         )
                     owned = self._values[ref] = Owned()
         return owned
+
+    def _count_created(self, ref: RefId) -> None:
+        """Under the lock: ``ref`` has come to be, or never will."""
+        if ref.local_id > self._last_created.get(ref.created_on, -1):
+            self._last_created[ref.created_on] = ref.local_id
 
     def _may_come(self, ref: RefId) -> bool:
         """Under the lock: was the call that creates ``ref`` overtaken by a question? No link does it, but faults do."""
@@ -395,6 +399,9 @@ class NodeReferences:
                 owned = self._values.get(effect.ref)
                 if owned is None:
                     owned = self._values[effect.ref] = Owned()
+                self._count_created(
+                    effect.ref
+                )  # who asks when it is forgotten must not wait for it
                 self._never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)

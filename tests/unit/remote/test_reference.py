@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from farcall.errors import ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.errors import (
+    Delivery,
+    NotInitialized,
+    PeerDead,
+    ReferenceLost,
+    RpcError,
+    RpcTimeout,
+    SerializationError,
+)
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release
+from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
 from farcall.remote.reference import RRef
@@ -51,6 +59,8 @@ class FakeCalls:
         call.call_id = len(self.pending) + 1
         self.pending[call.call_id] = call
 
+    exchange = send
+
     def claim(self, call_id: int) -> PendingCall | None:
         return self.pending.pop(call_id, None)
 
@@ -63,6 +73,7 @@ class FakeNode:
 
     running = True
     is_static = True
+    why_ended: RpcError | None = None
 
     def __init__(self) -> None:
         self.info = ME
@@ -313,6 +324,31 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
     node.hooks["gone"](node.peer(OTHER.id))
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 9))
+
+
+def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
+    other = node.peer(OTHER.id)
+    node.hooks["Withdraw"](other, Withdraw((fork,)))
+    assert references.find(fork.ref).failure is not None
+    node.hooks["Release"](other, Release(((fork.ref, fork.fork_id),)))
+    assert references.pending_values() == 0
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(fork.ref)
+
+
+def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_gone(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    rref = create(references, node)
+    answer(node)
+    node.why_ended = NotInitialized("the node is ended")
+    node.calls.refuses = PeerDead("this node closed the link", Delivery.NOT_SENT)
+    for use in (rref.to_here, rref.rpc_sync().anything):
+        with pytest.raises(NotInitialized):
+            use()
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
