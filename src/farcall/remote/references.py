@@ -199,7 +199,7 @@ class NodeReferences:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
                 ref = created.ref
-                self._note_created(ref)
+                self._count_created(ref)
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()
@@ -281,8 +281,8 @@ class NodeReferences:
                     owned = self._values[ref] = Owned()
         return owned
 
-    def _note_created(self, ref: RefId) -> None:
-        """Under the lock: the call that creates ``ref`` has come, or never will: nobody needs to wait for it."""
+    def _count_created(self, ref: RefId) -> None:
+        """Under the lock: ``ref`` has come to be, or never will."""
         if ref.local_id > self._last_created.get(ref.created_on, -1):
             self._last_created[ref.created_on] = ref.local_id
 
@@ -296,10 +296,10 @@ class NodeReferences:
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""
         member = fork.owner
-        if not self.node.running:
-            self.node.peer(self.node.info)  # raises
         peer = self.node.numbered(member)
         if peer is None or member in self._lost:
+            if not self.node.running:
+                self.node.peer(self.node.info)  # raises
             ref = fork.ref
             raise ReferenceLost(f"the owner of {ref.created_on}:{ref.local_id}, {self.worker(member)}, is gone")
         return peer
@@ -401,10 +401,10 @@ class NodeReferences:
             elif effect.__class__ is Send:
                 self._send(effect)
             elif effect.__class__ is NeverCreated:
-                self._note_created(effect.ref)
                 owned = self._values.get(effect.ref)
                 if owned is None:
                     owned = self._values[effect.ref] = Owned()
+                self._count_created(effect.ref)  # who asks when it is forgotten must not wait for it
                 self._never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)

@@ -623,11 +623,17 @@ class Node:
             raise self._no_peer(to)
         return peer
 
-    def _no_peer(self, to: object) -> Exception:
-        if self._why_ended is not None:
+    @property
+    def why_ended(self) -> RpcError | None:
+        """Why no calls can be made; None: they can."""
+        if self._why_ended is not None or self.running:
             return self._why_ended
-        if self._state not in ("running", "leaving"):
-            return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+        return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+
+    def _no_peer(self, to: object) -> Exception:
+        ended = self.why_ended
+        if ended is not None:
+            return ended
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}")
         known = ", ".join(info.name for info in self.workers()[:16])

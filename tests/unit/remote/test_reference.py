@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from farcall.errors import NotInitialized, ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.errors import (
+    Delivery,
+    NotInitialized,
+    PeerDead,
+    ReferenceLost,
+    RpcError,
+    RpcTimeout,
+    SerializationError,
+)
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
@@ -51,6 +59,8 @@ class FakeCalls:
         call.call_id = len(self.pending) + 1
         self.pending[call.call_id] = call
 
+    exchange = send
+
     def claim(self, call_id: int) -> PendingCall | None:
         return self.pending.pop(call_id, None)
 
@@ -63,6 +73,7 @@ class FakeNode:
 
     running = True
     is_static = True
+    why_ended: RpcError | None = None
 
     def __init__(self) -> None:
         self.info = ME
@@ -315,6 +326,31 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
         references.find(RefId(OTHER.id, 9))
 
 
+def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
+    other = node.peer(OTHER.id)
+    node.hooks["Withdraw"](other, Withdraw((fork,)))
+    assert references.find(fork.ref).failure is not None
+    node.hooks["Release"](other, Release(((fork.ref, fork.fork_id),)))
+    assert references.pending_values() == 0
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(fork.ref)
+
+
+def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_gone(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    rref = create(references, node)
+    answer(node)
+    node.why_ended = NotInitialized("the node is ended")
+    node.calls.refuses = PeerDead("this node closed the link", Delivery.NOT_SENT)
+    for use in (rref.to_here, rref.rpc_sync().anything):
+        with pytest.raises(NotInitialized):
+            use()
+
+
 def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: NodeReferences, node: FakeNode) -> None:
     """Frames that had arrived before the death are still delivered; the value they speak of was freed with it."""
     node.hooks["gone"](node.peer(OTHER.id))
@@ -325,32 +361,6 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
         noted[6].notes[0].local_value()
     assert references.pending_values() == 0
     assert references._values == {}
-
-
-def test_a_question_behind_a_withdrawn_creation_waits_for_nothing(references: NodeReferences, node: FakeNode) -> None:
-    """The creating call was lost, its caller said so and gave the reference up: then comes a use that it had begun."""
-    other = node.peer(OTHER.id)
-    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
-    node.hooks["Withdraw"](other, Withdraw([fork]))
-    with pytest.raises(ReferenceLost, match="never came"):
-        references.find(fork.ref).get()
-    node.hooks["Release"](other, Release([(fork.ref, fork.fork_id)]))
-    with pytest.raises(ReferenceLost, match="has no value"):
-        references.find(fork.ref)
-
-
-def test_a_use_after_the_end_says_that_this_node_has_ended(references: NodeReferences, node: FakeNode) -> None:
-    """Its links end a moment before the references do: that is no death of the owner."""
-    rref = create(references, node)
-    answer(node)
-    node.running = False
-
-    def ended(to: object) -> Any:
-        raise NotInitialized("this node has ended")
-
-    node.peer = ended  # type: ignore[method-assign]
-    with pytest.raises(NotInitialized):
-        rref.to_here()
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
