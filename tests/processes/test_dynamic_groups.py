@@ -15,6 +15,7 @@ import torch
 
 import farcall
 from farcall import api
+from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.remote.gather import _contribute
 from farcall.runtime import acquaintances
@@ -212,6 +213,21 @@ def test_a_name_is_free_again_after_a_leave(url: str) -> None:
             assert nodes[0].rpc_sync("w1", _fetch, (fresh,)).tolist() == [0.0, 0.0]
             assert new.remote("w0", torch.ones, (1,)).to_here().tolist() == [1.0]
             del fresh
+
+
+def _half(value: torch.Tensor) -> torch.Tensor:
+    return value / 2
+
+
+def test_autograd_with_a_rank_of_any_size(url: str) -> None:
+    with team(1, url) as nodes, member("far", 2**31 - 1, url) as far:
+        value = torch.ones(2, requires_grad=True)
+        contexts = far.part(Recorder).contexts
+        context = contexts.new_context()
+        contexts.backward(context.id, [far.rpc_sync("w0", _half, (value,)).sum()])
+        assert contexts.get_gradients(context.id)[value].tolist() == [0.5, 0.5]
+        contexts.release_everywhere(context.id)
+        wait_until(lambda: not nodes[0].part(Recorder).contexts.ids())
 
 
 def _nap() -> int:
