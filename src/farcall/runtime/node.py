@@ -571,6 +571,10 @@ class Node:
         if hasattr(self, "server"):
             self.server.stop(STOP_S)
         self._loop.stop()
+        if hasattr(self, "watch"):
+            for peer in self._acquaintances.everyone():
+                peer.link.close()  # also those who have come in meanwhile
+                peer.close()
         for peer in remotes:
             peer.close()
         if self._door is not None:
