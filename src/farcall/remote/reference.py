@@ -24,6 +24,7 @@ from farcall.errors import (
     Delivery,
     NetworkError,
     NotInitialized,
+    Overloaded,
     ReferenceLost,
     RpcError,
     RpcTimeout,
@@ -382,7 +383,7 @@ class RRef(Generic[T]):
         return future
 
     def _lost(self, error: NetworkError) -> NetworkError:
-        if isinstance(error, ReferenceLost):
+        if isinstance(error, ReferenceLost | Overloaded):
             return error
         return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)
 

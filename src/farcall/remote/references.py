@@ -160,6 +160,14 @@ class NodeReferences:
             freed = self._carry_out()
         dispose(self.node, freed)
 
+    def refused_creation(self, fork: Fork, error: RpcError) -> None:
+        """The owner has refused the creating call, and knows nothing of the reference."""
+        self.withdraw_creation(fork)
+        if fork.owner == self.node.me.member:
+            owned = self._values.get(fork.ref)
+            if owned is not None:
+                owned.fail(encode_failure(error, self.node.info))  # nobody else tells us: the request was ours
+
     # ------------------------------------------------------------------ references travel
 
     def fork(self, rref: RRef[Any], peer: Peer) -> Fork:
