@@ -29,7 +29,7 @@ KEEP = 1
 REFUSABLE = 2
 """A request's flag: if too many calls wait at the callee, refuse this one."""
 REFUSED = 4
-"""A failure's flag: the request was refused, and created nothing. The payload says how many calls wait, and may."""
+"""A failure's flag: the request was refused, and created nothing; its payload is a `Refusal`."""
 
 
 class Notes(msgspec.Struct, array_like=True, frozen=True):

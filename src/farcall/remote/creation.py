@@ -110,7 +110,9 @@ class Creation(PendingCall):
             self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")
             self._references.withdraw_creation(self.fork)
         elif isinstance(error, Overloaded):
-            self.error = error
+            self.error = Overloaded(
+                f"the RRef creation was refused: {error}", error.delivery, error.worker, error.queued, error.limit
+            )
             self._references.refused_creation(self.fork, error)
         elif isinstance(error, NetworkError):
             self.error = ReferenceLost(f"the RRef creation on {name} failed: {error}", error.delivery)

@@ -27,7 +27,7 @@ from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
-from farcall.protocol.notes import KEEP, Notes, decode_notes
+from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
@@ -204,11 +204,12 @@ class NodeReferences:
         with self._lock:
             created = notes.created
             if created is not None:
-                if created.owner != created.holder and not machine.own(created):
-                    return None  # it came twice, or its caller is dead
                 ref = created.ref
                 if ref.local_id > self._last_created.get(ref.created_on, -1):
                     self._last_created[ref.created_on] = ref.local_id
+            if created is not None and not message[1] & REFUSED:
+                if created.owner != created.holder and not machine.own(created):
+                    return None  # it came twice, or its caller is dead
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()

@@ -111,6 +111,7 @@ class CallTable:
         self._loop = loop
         self._executor = executor
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
+        self._ended: RpcError | None = None
         self._held: dict[int, PendingCall] = {}  # those that wait before they are sent, by id()
         self._pending: dict[int, PendingCall] = {}
         self._next_id = itertools.count(1).__next__
@@ -255,6 +256,8 @@ class CallTable:
                             Delivery.NOT_SENT,
                         )
                     full = call.peer.full
+            if self._ended is not None:
+                raise self._ended
             if call.peer.broken:
                 raise call.peer.lost(Delivery.NOT_SENT)
         finally:
@@ -272,6 +275,11 @@ class CallTable:
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
             f"{call.peer.info.name} has not answered {_name(call.what)}()"
         )
+
+    def end(self, why: RpcError) -> None:
+        """The node ends: fail every call; who waits for room fails when it is told of some."""
+        self._ended = why
+        self.fail_all(lambda call: why)
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (or to anybody); how many there were."""

@@ -45,7 +45,7 @@ from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, 
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal, without_creation
+from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal
 from farcall.runtime import shield
 from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
@@ -171,7 +171,10 @@ class Node:
         self._agreed_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
         self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
-        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
+        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above.
+
+        A request with the flag REFUSED will not be run, and creates nothing.
+        """
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
         self._unsettled: list[Callable[[], int]] = []
@@ -510,7 +513,7 @@ class Node:
         )
         logger.error("%s", error)
         self._myself.ended = error
-        self.calls.fail_all(lambda call: error)
+        self.calls.end(error)
         if self._state == "running":
             self._state = "expelled"
             self._ending = threading.Thread(
@@ -554,10 +557,10 @@ class Node:
                 peer.link.outgoing.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
-        self.calls.fail_all(lambda call: why)  # first: who waits learns the true reason, not "the link is gone"
+        self.calls.end(why)  # first: who waits learns the true reason, not "the link is gone"
         for peer in remotes:
             peer.link.close()
-            peer.on_queue_has_room()  # who waited for that finds out by sending
+            peer.on_queue_has_room()
         if hasattr(self, "membership"):
             self._myself.ended = why
             self._myself.on_queue_has_room()
@@ -727,10 +730,9 @@ class Node:
 
     def _refuse(self, peer: Peer, message: Arrived) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
-        _, _, call_id, function, notes, payload, buffers = message
-        notes = without_creation(notes)
-        if notes:
-            noted = self._noted(peer, (REQUEST, REFUSED, call_id, function, notes, payload, buffers))
+        call_id = message[2]
+        if message[4]:
+            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]))
             if noted is None:
                 return  # it comes again, see redeliver
             if isinstance(noted[6], Annotated):
