@@ -201,7 +201,7 @@ def test_whoever_asks_for_what_was_refused_hears_that_there_is_nothing() -> None
             del rref
         wait_until(lambda: all(map(no_references, nodes)))
         with pytest.raises(ReferenceLost, match="w1 has no value"):  # and is not kept waiting for it
-            nodes[0].rpc_sync("w1", fetch, tuple(ref))
+            nodes[0].rpc_sync("w1", fetch, (ref.created_on, ref.local_id))
         assert not nodes[1].server.unanswered
 
 

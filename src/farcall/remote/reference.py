@@ -201,7 +201,7 @@ class RRef(Generic[T]):
             ) from None
 
     def _fetch(self, payload: bytes, timeout_s: float) -> T:
-        """Ask for the value; again where a large one was lost on its way, or the owner refused: that changes nothing."""
+        """Ask for the value; again where a large one was lost on its way or the owner refused: that changes nothing."""
         began = monotonic()
         bound_s = self._references.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
         lost = refused = 0
