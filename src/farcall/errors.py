@@ -12,6 +12,7 @@
     │   └── FunctionNotFound      the callee has no such function
     ├── RemoteError             the callee raised something that cannot be rebuilt here
     ├── NetworkError            the call's fate depends on the network (``.delivery``)
+    │   ├── Overloaded            too many calls wait at the callee, which did not run this one
     │   ├── PeerDead              the peer's process or link is gone
     │   ├── AnswerLost            the function ran, and its large answer was lost with a connection
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
@@ -43,6 +44,7 @@ __all__ = [
     "MissingPeers",
     "NetworkError",
     "NotInitialized",
+    "Overloaded",
     "PeerDead",
     "ReferenceLeak",
     "ReferenceLost",
@@ -116,12 +118,14 @@ class Delivery(StrEnum):
     """What is known of a failed call: did the callee get it, did it run?"""
 
     NOT_SENT = "not_sent"
+    REFUSED = "refused"
+    """The callee got it, and did not run it."""
     UNKNOWN = "unknown"
     EXECUTED = "executed"
 
 
 class NetworkError(RpcError):
-    """The network, not the callee's code, failed the call."""
+    """The network, or a callee too busy to take it, failed the call; not the callee's code."""
 
     def __init__(self, message: str, delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
@@ -140,6 +144,28 @@ class PeerDead(NetworkError, ConnectionError):
         super().__init__(message, delivery)
         self.worker = worker
         self.incarnation = incarnation
+
+
+class Overloaded(NetworkError):
+    """A worker had more calls waiting than it allows, and did not run this one: it is safe to make it again, later.
+
+    ``worker`` says who it was (a `WorkerInfo`), ``queued`` how many waited there, and ``limit`` how many may. Raised
+    only where the caller's option ``when_overloaded`` is "fail". One that a remote function raised (it has a
+    ``remote_traceback``) is about a call that the function made.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        delivery: Delivery = Delivery.REFUSED,
+        worker: object = None,
+        queued: int = 0,
+        limit: int = 0,
+    ) -> None:
+        super().__init__(message, delivery)
+        self.worker = worker
+        self.queued = queued
+        self.limit = limit
 
 
 class AnswerLost(NetworkError):

@@ -41,6 +41,7 @@ DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
+DEFAULT_MAX_QUEUED_CALLS: Final = 100_000
 DEFAULT_RECONNECT_S: Final = 10.0
 DEFAULT_PROBE_INTERVAL_S: Final = 1.0
 DEFAULT_PROBE_TIMEOUT_S: Final = 0.5
@@ -51,6 +52,7 @@ ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 
+WHEN_OVERLOADED: Final = ("wait", "fail")
 TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
 
@@ -108,6 +110,10 @@ class RpcBackendOptions:
         busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
             sleeps; it stops by itself where that does not pay. 0 means never.
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
+        max_queued_calls: how many calls of others may wait for a thread here. Beyond that their callers have to wait,
+            or fail, as each of them chose. Calls that run, or have returned a future, do not count.
+        when_overloaded: what a call made here does when it meets such a limit: ``"wait"``, unsent, for as long as its
+            timeout allows, or ``"fail"`` at once with `Overloaded`. ``Retry`` calls again after that.
         reconnect_s: how long a member whose connection broke is tried to be reached again, and longer as long as
             others hear from it; meanwhile calls to it wait, within their timeouts, and nothing is lost or done
             twice. After that, or as soon as it is certain that its process is gone, it is dead. 0: a broken connection
@@ -133,6 +139,8 @@ class RpcBackendOptions:
     start_timeout_s: float | None = field(default=None, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
     send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
+    max_queued_calls: int = field(default=DEFAULT_MAX_QUEUED_CALLS, kw_only=True)
+    when_overloaded: str = field(default="wait", kw_only=True)
     reconnect_s: float = field(default=DEFAULT_RECONNECT_S, kw_only=True)
     probe_interval_s: float = field(default=DEFAULT_PROBE_INTERVAL_S, kw_only=True)
     probe_timeout_s: float = field(default=DEFAULT_PROBE_TIMEOUT_S, kw_only=True)
@@ -155,8 +163,16 @@ class RpcBackendOptions:
             if seconds == 0:
                 raise ValueError(f"{name} must be more than 0")
             self._set(name, seconds)
-        for name in ("num_worker_threads", "shared_memory_limit_bytes", "send_backlog_limit_bytes", "indirect_probes"):
+        for name in (
+            "num_worker_threads",
+            "shared_memory_limit_bytes",
+            "send_backlog_limit_bytes",
+            "max_queued_calls",
+            "indirect_probes",
+        ):
             self._set(name, _check_positive(name, getattr(self, name)))
+        if self.when_overloaded not in WHEN_OVERLOADED:
+            raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
         if not isinstance(self.shared_memory, bool):
             raise TypeError(f"shared_memory must be True or False, not {self.shared_memory!r}")
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))

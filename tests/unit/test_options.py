@@ -29,6 +29,7 @@ def test_defaults() -> None:
     assert options.allowed_transports == ("unix", "tcp")
     assert options.secret_bytes is None
     assert options.advertise is None
+    assert (options.max_queued_calls, options.when_overloaded) == (100_000, "wait")
 
 
 def test_timeout_and_place_may_be_positional_the_rest_not() -> None:
@@ -76,6 +77,10 @@ def test_start_timeout_wins() -> None:
         ({"shared_memory": 1}, TypeError, "True or False"),
         ({"shared_memory_limit_bytes": -1}, ValueError, "at least 1"),
         ({"send_backlog_limit_bytes": 0}, ValueError, "at least 1"),
+        ({"max_queued_calls": 0}, ValueError, "at least 1"),
+        ({"max_queued_calls": 1e5}, TypeError, "must be an int"),
+        ({"when_overloaded": "raise"}, ValueError, '"wait" or "fail", not \'raise\''),
+        ({"when_overloaded": None}, ValueError, '"wait" or "fail"'),
         ({"advertise": "host:80"}, ValueError, "without a port"),
         ({"advertise": "10.0.0.1:80"}, ValueError, "no port"),
         ({"advertise": "two words"}, ValueError, "host name"),

@@ -7,7 +7,7 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     tags    subject                 handled by
     1-9     the link itself         runtime/link.py
     10-19   shared memory           channel/shared_memory.py
-    20-29   calls                   runtime/calls.py
+    20-29   calls                   runtime/calls.py, runtime/admission.py
     30-39   departure               protocol/departure.py
     40-49   references              protocol/references
     50-69   membership              protocol/membership
@@ -39,6 +39,8 @@ __all__ = [
     "Ping",
     "Pong",
     "ProtocolError",
+    "QueueFull",
+    "QueueHasRoom",
     "SegmentAccepted",
     "SegmentOffered",
     "SegmentRefused",
@@ -127,6 +129,17 @@ class CallCancelled(_Control, frozen=True, tag=20):
     call_id: int
 
 
+class QueueFull(_Control, frozen=True, tag=21):
+    """So many calls wait here, and no more should be sent; see runtime/admission.py."""
+
+    queued: int
+    limit: int
+
+
+class QueueHasRoom(_Control, frozen=True, tag=22):
+    """The end of a ``QueueFull``."""
+
+
 # --- departure: how they are used is told in departure.py ----------------------------------------------
 
 
@@ -174,6 +187,8 @@ Message = (
     | SegmentRetired
     | BlocksReleased
     | CallCancelled
+    | QueueFull
+    | QueueHasRoom
     | DepartureReport
     | DepartureProbe
     | DepartureStatus

@@ -11,10 +11,25 @@ import msgspec
 
 from farcall.protocol.references.messages import Fork
 
-__all__ = ["KEEP", "Notes", "decode_notes", "encode_notes", "without_creation"]
+__all__ = [
+    "KEEP",
+    "REFUSABLE",
+    "REFUSED",
+    "Notes",
+    "Refusal",
+    "decode_notes",
+    "decode_refusal",
+    "encode_notes",
+    "encode_refusal",
+    "without_creation",
+]
 
 KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
+REFUSABLE = 2
+"""A request's flag: if too many calls wait at the callee, refuse this one."""
+REFUSED = 4
+"""A failure's flag: the request was refused, and created nothing; its payload is a `Refusal`."""
 
 
 class Notes(msgspec.Struct, array_like=True, frozen=True):
@@ -29,6 +44,17 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
 
 encode_notes = msgspec.msgpack.Encoder().encode
 decode_notes = msgspec.msgpack.Decoder(Notes).decode
+
+
+class Refusal(msgspec.Struct, array_like=True, frozen=True):
+    """The payload of a failure with the flag REFUSED: how many calls wait at the callee, and how many may."""
+
+    queued: int
+    limit: int
+
+
+encode_refusal = msgspec.msgpack.Encoder().encode
+decode_refusal = msgspec.msgpack.Decoder(Refusal).decode
 
 
 def without_creation(notes: bytes) -> bytes:

@@ -29,14 +29,15 @@ def call_sync(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout_s: float,
+    refusable: bool = True,
 ) -> Any:
-    """Call ``func`` on ``to`` and return its result."""
+    """Call ``func`` on ``to`` and return its result. ``refusable``: as the node's option ``when_overloaded`` says."""
     peer = node.peer(to)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
     try:
-        node.calls.exchange(call, function, notes, payload, buffers)
+        node.calls.exchange(call, function, notes, payload, buffers, refusable)
     except BaseException:
         if buffers.__class__ is Annotated:
             buffers.withdraw()

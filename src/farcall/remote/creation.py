@@ -9,6 +9,7 @@ is done; its error is kept in the value's place, and surfaces at first use.
     pending      the answer               done        the fork is confirmed
     pending      its time is up           failed      uses raise RpcTimeout; the owner is asked what became of it
     pending      not sent, peer gone      failed      uses raise ReferenceLost
+    pending      refused                  failed      uses raise Overloaded; the owner never had the reference
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farcall.errors import Cancelled, NetworkError, ReferenceLost, RpcError, RpcTimeout
+from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.notes import REFUSED
 from farcall.protocol.references import Fork
+from farcall.remote.answer import refusal
 from farcall.remote.owned import Owned
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
@@ -87,8 +90,11 @@ class Creation(PendingCall):
         """What the function raised."""
 
     def on_answer(self, frame: Arrived) -> None:
-        """The owner has the reference, and the function is done."""
+        """The owner has the reference, and the function is done; or it has refused."""
         if frame[0] == FAILURE:
+            if frame[1] & REFUSED:
+                self.on_failure(refusal(frame, self.peer))
+                return
             self.outcome = decode_failure(frame[5], frame[6], self.peer)
         self.arrived = True
         self.keeps = None
@@ -103,6 +109,11 @@ class Creation(PendingCall):
         if isinstance(error, RpcTimeout):
             self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")
             self._references.withdraw_creation(self.fork)
+        elif isinstance(error, Overloaded):
+            self.error = Overloaded(
+                f"the RRef creation was refused: {error}", error.delivery, error.worker, error.queued, error.limit
+            )
+            self._references.refused_creation(self.fork, error)
         elif isinstance(error, NetworkError):
             self.error = ReferenceLost(f"the RRef creation on {name} failed: {error}", error.delivery)
             self._references.withdraw_creation(self.fork)

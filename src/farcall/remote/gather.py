@@ -163,7 +163,7 @@ def gather(node: Node, value: T, names: Iterable[str] | None, timeout_s: float) 
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
     number = node.part(_Gathers).next_number(group)
     waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
-    result: dict[str, T] = call_sync(
-        node, group[0], _contribute, (group, number, node.info.name, value, timeout_s), None, waiting_s
-    )
+    contribution = (group, number, node.info.name, value, timeout_s)
+    # Not to be refused: the others would wait for it in vain, and it cannot be given again under the same number.
+    result: dict[str, T] = call_sync(node, group[0], _contribute, contribution, None, waiting_s, refusable=False)
     return result

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
@@ -24,6 +25,7 @@ from farcall.errors import (
     Delivery,
     NetworkError,
     NotInitialized,
+    Overloaded,
     ReferenceLost,
     RpcError,
     RpcTimeout,
@@ -43,6 +45,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
+from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated, Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
@@ -52,6 +55,9 @@ T = TypeVar("T")
 
 _FETCH = b"pfarcall.remote.owner\0fetch"
 _MOST_ASKED = 8
+_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.25
+"""How long to wait, at first and at most, before a question that an overloaded owner refused is asked again."""
 _TYPE_OF = b"pfarcall.remote.owner\0type_of"
 _BACKWARD = b"pfarcall.remote.owner\0backward"
 _EXTENSION_CODE = 0x66617272
@@ -195,17 +201,33 @@ class RRef(Generic[T]):
             ) from None
 
     def _fetch(self, payload: bytes, timeout_s: float) -> T:
-        """Ask for the value; again where a connection lost a large one on its way, since asking changes nothing."""
+        """Ask for the value; again where a large one was lost on its way or the owner refused: that changes nothing."""
         began = monotonic()
-        for _ in range(_MOST_ASKED):
+        bound_s = self._references.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
+        lost = refused = 0
+        while True:
             try:
                 return self._ask(RRef.to_here, _FETCH, payload, (), timeout_s)  # type: ignore[no-any-return]
             except AnswerLost:
-                bound_s = self._references.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
-                if bound_s:
-                    timeout_s = max(1e-3, bound_s - (monotonic() - began))
-                    began = monotonic()
-        return self._ask(RRef.to_here, _FETCH, payload, (), timeout_s)  # type: ignore[no-any-return]
+                lost += 1
+                if lost > _MOST_ASKED:
+                    raise
+            except Overloaded as error:
+                if self._refused_for_good(error):
+                    raise
+                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
+                refused += 1
+                if bound_s and monotonic() + pause_s > began + bound_s:
+                    raise
+                with self._references.node.calls.waiting():
+                    Gate().wait(pause_s)
+            if bound_s:
+                timeout_s = max(1e-3, began + bound_s - monotonic())
+
+    def _refused_for_good(self, error: Overloaded) -> bool:
+        """Was the creation refused, or a call that its function made? Not the question for the value, then."""
+        creation = self._creation
+        return hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None)
 
     def local_value(self) -> T:
         """The value itself; only at its owner."""
@@ -351,7 +373,13 @@ class RRef(Generic[T]):
             finally:
                 del failure  # or the traceback would hold this frame, the frame the error, and both the reference
         assert call.frame is not None
-        return read_answer(call.frame, peer)
+        try:
+            return read_answer(call.frame, peer)
+        except (Overloaded, ReferenceLost):
+            # The creation was refused a moment ago, while this followed behind it.
+            if creation is not None and creation.error is not None:
+                raise copy.copy(creation.error) from None
+            raise
 
     def _ask_async(
         self,
@@ -385,7 +413,7 @@ class RRef(Generic[T]):
         ended = self._references.node.why_ended
         if ended is not None:
             return ended  # it is not the owner that is gone
-        if isinstance(error, ReferenceLost):
+        if isinstance(error, ReferenceLost | Overloaded):
             return error
         return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)
 
@@ -411,6 +439,7 @@ class _Answer(Future[Any]):
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)
         self._rref: RRef[Any] | None = rref
+        self._creation = rref._creation
 
     def on_answer(self, frame: Arrived) -> None:
         self._rref = None
@@ -421,6 +450,12 @@ class _Answer(Future[Any]):
         if rref is not None and isinstance(error, NetworkError):
             error = rref._lost(error)
         super().on_failure(error)
+
+    def fail(self, error: BaseException) -> None:
+        creation, self._creation = self._creation, None
+        if creation is not None and creation.error is not None and isinstance(error, Overloaded | ReferenceLost):
+            error = copy.copy(creation.error)  # as in _ask
+        super().fail(error)
 
 
 def _refuse_to_pickle() -> NoReturn:

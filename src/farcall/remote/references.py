@@ -27,7 +27,7 @@ from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
-from farcall.protocol.notes import KEEP, Notes, decode_notes
+from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
@@ -160,6 +160,14 @@ class NodeReferences:
             freed = self._carry_out()
         dispose(self.node, freed)
 
+    def refused_creation(self, fork: Fork, error: RpcError) -> None:
+        """The owner has refused the creating call, and knows nothing of the reference."""
+        self.withdraw_creation(fork)
+        if fork.owner == self.node.me.member:
+            owned = self._values.get(fork.ref)
+            if owned is not None:
+                owned.fail(encode_failure(error, self.node.info))  # nobody else tells us: the request was ours
+
     # ------------------------------------------------------------------ references travel
 
     def fork(self, rref: RRef[Any], peer: Peer) -> Fork:
@@ -196,10 +204,11 @@ class NodeReferences:
         with self._lock:
             created = notes.created
             if created is not None:
+                self._count_created(created.ref)
+            if created is not None and not message[1] & REFUSED:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
                 ref = created.ref
-                self._count_created(ref)
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()

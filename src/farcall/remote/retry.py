@@ -1,11 +1,12 @@
 """`Retry`: calling again where the network failed a call, for functions that may run twice.
 
 farcall runs a request at most once. A broken connection is mended below all calls (`runtime/reconnect.py`), so what is
-left to fail is a large message that was on its way when a connection broke, and a peer that is dead. Whoever knows that
-a function may run twice can say so with ``retry=``, call by call; everybody else gets the error.
+left to fail is a large message that was on its way when a connection broke, a peer that is dead, and one that refuses
+calls because too many wait there (`runtime/admission.py`). Whoever knows that a function may run twice can say so with
+``retry=``, call by call; everybody else gets the error.
 
     what is known of the failed call         tried again
-    not sent: the function did not run       yes
+    not sent, or refused: it did not run     yes
     unknown                                  yes
     executed: its answer was lost, or it     if ``executed`` is True
     failed with a NetworkError of its own
@@ -202,7 +203,8 @@ class RetryingCreation(Creation):
 
     def on_answer(self, frame: Arrived) -> None:
         super().on_answer(frame)
-        self._open_gates()
+        if self.arrived:  # else it was refused, and is to be made again
+            self._open_gates()
 
     def _open_gates(self) -> None:
         for gate in self._gates:

@@ -8,12 +8,15 @@ Thread rules
   finds nothing and is dropped.
 - ``_next_deadline`` is only ever lowered under the lock, when a call has a nearer deadline than all before it; so
   calls with the same timeout never take the lock nor wake the I/O thread.
+- A thread that calls a peer which has said that its queue is full waits for room before it sends (`admission.py`),
+  unless calls are to be refused instead. The call is not in the table yet, but it counts as under way.
 - A thread about to wait first stops being a reader (`abdicate`) and, if it runs a user function, stops counting as
   a busy worker (`Executor.park`); then it reads the link itself if nobody else does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +25,7 @@ from typing import Any
 
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.notes import REFUSABLE
 from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
@@ -103,9 +107,12 @@ class Waiting:
 class CallTable:
     """The calls of one node that wait for an answer."""
 
-    def __init__(self, loop: Loop, executor: Executor) -> None:
+    def __init__(self, loop: Loop, executor: Executor, when_overloaded: str = "wait") -> None:
         self._loop = loop
         self._executor = executor
+        self._flags = REFUSABLE if when_overloaded == "fail" else 0
+        self._ended: RpcError | None = None
+        self._held: dict[int, PendingCall] = {}  # those that wait before they are sent, by id()
         self._pending: dict[int, PendingCall] = {}
         self._next_id = itertools.count(1).__next__
         self._lock = threading.Lock()
@@ -113,7 +120,7 @@ class CallTable:
         self.last_id = 0
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._held)
 
     def register(self, call: PendingCall) -> int:
         """Give ``call`` its id and put it into the table."""
@@ -160,9 +167,20 @@ class CallTable:
         return Waiting(self._executor)
 
     def exchange(
-        self, call: SyncCall, function: bytes, notes: bytes, payload: bytes, buffers: Sequence[memoryview]
+        self,
+        call: SyncCall,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        refusable: bool = True,
     ) -> None:
-        """Send the request of ``call`` and block until it is done; at its deadline, fail it."""
+        """Send the request of ``call`` and block until it is done; at its deadline, fail it.
+
+        ``refusable``: the callee may refuse it if that was chosen for this node's calls.
+        """
+        if call.peer.full is not None:
+            self._wait_for_room(call)
         abdicate()
         worker = self._executor.current_worker()
         if worker is not None:
@@ -170,7 +188,8 @@ class CallTable:
         peer = call.peer
         try:
             call_id = self.register(call)
-            peer.send(REQUEST, 0, call_id, function, notes, payload, buffers, call.deadline, False, call)
+            flags = self._flags if refusable else 0
+            peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline, False, call)
             if not call.arrived:
                 if peer.broken:
                     self._fail_lost(call)
@@ -201,9 +220,11 @@ class CallTable:
         flags: int = 0,
     ) -> None:
         """Send the request of ``call``, whose outcome somebody else waits for; a failure leaves nothing behind."""
+        if call.peer.full is not None:
+            self._wait_for_room(call)
         try:
             call_id = self.register(call)
-            call.peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline)
+            call.peer.send(REQUEST, flags | self._flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
             self.watch_deadline(call)
@@ -217,6 +238,32 @@ class CallTable:
             self._loop.attend_by(0.0)
             raise
 
+    def _wait_for_room(self, call: PendingCall) -> None:
+        """The callee has said that too many calls wait there: wait with this one until it has room again."""
+        if self._flags or _in_event_loop():
+            return  # it is to be refused instead; or waiting here would hold up all that runs on that loop
+        full = call.peer.full
+        try:
+            self._held[id(call)] = call
+            with self.waiting():
+                while full is not None and not call.peer.broken:
+                    if not full.wait(call.deadline):
+                        raise RpcTimeout(
+                            f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
+                            f"{_name(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
+                            f"{full.queued} calls waited there for a thread when it said so, and its "
+                            f"max_queued_calls is {full.limit}",
+                            Delivery.NOT_SENT,
+                        )
+                    full = call.peer.full
+            if self._ended is not None:
+                raise self._ended
+            if call.peer.broken:
+                raise call.peer.lost(Delivery.NOT_SENT)
+        finally:
+            self._held.pop(id(call), None)
+            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+
     def _fail_lost(self, call: PendingCall) -> None:
         """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""
         if self.claim(call.call_id) is not None:
@@ -224,11 +271,15 @@ class CallTable:
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
-        name = getattr(call.what, "__qualname__", None) or repr(call.what)
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
-            f"{call.peer.info.name} has not answered {name}()"
+            f"{call.peer.info.name} has not answered {_name(call.what)}()"
         )
+
+    def end(self, why: RpcError) -> None:
+        """The node ends: fail every call; who waits for room fails when it is told of some."""
+        self._ended = why
+        self.fail_all(lambda call: why)
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (or to anybody); how many there were."""
@@ -242,3 +293,15 @@ class CallTable:
     def snapshot(self) -> list[PendingCall]:
         """The calls waiting now, oldest first."""
         return list(self._pending.values())
+
+
+def _name(what: Callable[..., Any]) -> str:
+    return getattr(what, "__qualname__", None) or repr(what)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

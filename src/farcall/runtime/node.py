@@ -41,14 +41,15 @@ from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
+from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.notes import Notes, decode_notes
+from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal
 from farcall.runtime import shield
 from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
+from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
 from farcall.runtime.doors import Door
@@ -78,6 +79,8 @@ STOP_S = 5.0
 HANDLED_ANYWHERE = (
     messages.BlocksReleased,
     messages.FramesReceived,
+    messages.QueueFull,
+    messages.QueueHasRoom,
     messages.SegmentAccepted,
     messages.SegmentOffered,
 )
@@ -150,6 +153,7 @@ class Node(Layered):
             raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
         self.options = options or RpcBackendOptions()
         self.timeout_s = self.options.rpc_timeout
+        self._max_queued = self.options.max_queued_calls
         self._name = check_worker_name(name)
         self._rank = rank
         self._world_size = world_size
@@ -163,7 +167,10 @@ class Node(Layered):
         self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
         self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
-        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
+        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above.
+
+        A request with the flag REFUSED will not be run, and creates nothing.
+        """
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
         self._next_trim = monotonic() + TRIM_EVERY_S
@@ -174,6 +181,8 @@ class Node(Layered):
             messages.SegmentRefused: RemotePeer.on_segment_refused,
             messages.SegmentRetired: RemotePeer.on_segment_retired,
             messages.BlocksReleased: RemotePeer.on_blocks_released,
+            messages.QueueFull: RemotePeer.on_queue_full,
+            messages.QueueHasRoom: RemotePeer.on_queue_has_room,
             messages.CallCancelled: lambda peer, message: self.server.cancel(peer, message.call_id),
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
@@ -219,7 +228,8 @@ class Node(Layered):
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.calls = CallTable(self._loop, self.executor)
+        self.admission = Admission(self.options.max_queued_calls, lambda: self.executor.waiting, self._loop.attend_by)
+        self.calls = CallTable(self._loop, self.executor, self.options.when_overloaded)
         self._door: Door | None = None
         try:
             shield.unseal()
@@ -260,6 +270,7 @@ class Node(Layered):
         self.membership = membership
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
+        self._unanswered = self.server.unanswered
         self._changes = Changes(self.executor)
         faults = self.options.faults
         deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
@@ -314,7 +325,7 @@ class Node(Layered):
             under_way = lambda: (*self.calls.snapshot(), *self.server.active)  # noqa: E731
             self._leaving = Withdrawing(self._name, self._loop, self._local_state, under_way)
         assert self._door is not None
-        for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
+        for ticker in (self.calls, self.executor, self.admission, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
         self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
@@ -416,7 +427,10 @@ class Node(Layered):
 
     def redeliver(self, peer: Peer, message: Arrived) -> None:
         """On the I/O thread: take a message that ``take_forks`` has kept back."""
-        self._on_message(peer, message)
+        if message[0] == REQUEST and message[1] & REFUSED:
+            self._refuse(peer, message)
+        else:
+            self._on_message(peer, message)
 
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
@@ -428,7 +442,7 @@ class Node(Layered):
         )
         logger.error("%s", error)
         self._myself.ended = error
-        self.calls.fail_all(lambda call: error)
+        self.calls.end(error)
         ending = threading.Thread(target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True)
         with self._state_lock:
             if self._state == "running":
@@ -472,11 +486,13 @@ class Node(Layered):
                 peer.link.outgoing.end_sending(deadline)
             for peer in remotes:
                 peer.link.wait_closed(deadline)
-        self.calls.fail_all(lambda call: why)  # first: who waits learns the true reason, not "the link is gone"
+        self.calls.end(why)  # first: who waits learns the true reason, not "the link is gone"
         for peer in remotes:
             peer.link.close()
+            peer.on_queue_has_room()
         if hasattr(self, "membership"):
             self._myself.ended = why
+            self._myself.on_queue_has_room()
             self.membership.close()
         # Now that no call can be made any more: one registered after this sweep sees that its peer is gone.
         self.calls.fail_all(lambda call: why)
@@ -615,15 +631,18 @@ class Node(Layered):
             self._on_message(peer, frame)  # type: ignore[arg-type]  # no buffer, so no ticket
 
     def _on_message(self, peer: Peer, message: Arrived) -> None:
+        if (
+            message[0] == REQUEST
+            and len(self._unanswered) >= self._max_queued
+            and self.admission.refuses(peer, bool(message[1] & REFUSABLE))
+        ):
+            self._refuse(peer, message)
+            return
         if message[4]:
-            notes = decode_notes(message[4])
-            if notes.created is not None or notes.forks:
-                noted = self.take_forks(peer, message, notes)
-                if noted is None:
-                    return
-                message = noted
-            if notes.context_id:
-                message = self.find_recording(message, notes)
+            noted = self._noted(peer, message)
+            if noted is None:
+                return
+            message = noted
         if message[0] == REQUEST:
             self.server.accept(peer, message)
             return
@@ -637,6 +656,31 @@ class Node(Layered):
                 self._leaving.poke()
         elif isinstance(message[6], Annotated):
             message[6].decline(peer)  # too late
+
+    def _noted(self, peer: Peer, message: Arrived) -> Arrived | None:
+        """``message`` with what its notes stand for; None: nothing is to be done with it, or not now."""
+        notes = decode_notes(message[4])
+        if notes.created is not None or notes.forks:
+            noted = self.take_forks(peer, message, notes)
+            if noted is None:
+                return None
+            message = noted
+        return self.find_recording(message, notes) if notes.context_id else message
+
+    def _refuse(self, peer: Peer, message: Arrived) -> None:
+        """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
+        call_id = message[2]
+        if message[4]:
+            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]))
+            if noted is None:
+                return  # it comes again, see redeliver
+            if isinstance(noted[6], Annotated):
+                noted[6].decline(peer)
+        try:
+            refusal = encode_refusal(Refusal(self.admission.queued, self.admission.limit))
+            peer.send(FAILURE, REFUSED, call_id, b"", b"", refusal, ())
+        except RpcError as error:
+            logger.info("%s: %s was not told that its call was refused: %s", self._name, peer.info.name, error)
 
     def _on_letter(self, peer: Peer, message: Arrived) -> None:
         handle = self._letters.get(message[2])
@@ -683,6 +727,7 @@ class Node(Layered):
     def _on_gone(self, peer: RemotePeer, reason: str) -> None:
         """On the I/O thread, once: a member's link is dead. Whoever waits for it learns it now."""
         peer.close()
+        self.admission.forget(peer)
         if peer.leaving:
             logger.info("%s: %s has left", self._name, peer.info.name)
         elif self._state in ("running", "starting", "leaving"):

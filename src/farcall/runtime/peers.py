@@ -48,6 +48,7 @@ from farcall.protocol.frames import (
 )
 from farcall.protocol.session import Unkept
 from farcall.runtime import shield
+from farcall.runtime.admission import Fullness
 from farcall.runtime.executor import Task
 from farcall.runtime.incoming import Awaited
 from farcall.runtime.link import Link
@@ -66,7 +67,7 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "incarnation", "info", "life", "member", "origin")
+    __slots__ = ("__weakref__", "full", "incarnation", "info", "life", "member", "origin")
 
     info: WorkerInfo
     incarnation: str
@@ -77,9 +78,12 @@ class Peer:
     """Its number in references and gradients: the rank in a group of fixed size, else the incarnation."""
     origin: int
     """What the ids of its autograd contexts begin with: the rank, then 16 bits that tell incarnations apart."""
+    full: Fullness | None
+    """Has it said that too many calls wait there?"""
 
     def identify(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
         """Say who this is; ``is_static``: in a group of fixed size, where a rank is never given again."""
+        self.full = None
         self.life = life = life_of(incarnation)
         self.info = info
         self.incarnation = incarnation
@@ -126,6 +130,25 @@ class Peer:
 
     def watch(self) -> None:
         """The thread that reads this peer's link is about to run what may take long."""
+
+    def tell_full(self, queued: int, limit: int) -> None:
+        """Tell it that too many calls wait here; never waits."""
+        raise NotImplementedError
+
+    def tell_room(self) -> None:
+        """Tell it that they no longer do."""
+        raise NotImplementedError
+
+    def on_queue_full(self, message: messages.QueueFull) -> None:
+        """It says that too many calls wait there."""
+        if self.full is None:
+            self.full = Fullness(message.queued, message.limit)
+
+    def on_queue_has_room(self, message: messages.QueueHasRoom | None = None) -> None:
+        """It says that they no longer do; or it is gone, and those who wait for that are to find out."""
+        full, self.full = self.full, None
+        if full is not None:
+            full.end()
 
     @property
     def broken(self) -> bool:
@@ -184,6 +207,12 @@ class SelfPeer(Peer):
 
     def flush(self) -> None:
         pass
+
+    def tell_full(self, queued: int, limit: int) -> None:
+        self.on_queue_full(messages.QueueFull(queued, limit))
+
+    def tell_room(self) -> None:
+        self.on_queue_has_room()
 
     def help_until(self, awaited: Awaited, deadline: float) -> None:
         pass
@@ -337,6 +366,12 @@ class RemotePeer(Peer):
                 )
             except RpcError:
                 pass  # it broke this moment, and whoever must know is told by the link
+
+    def tell_full(self, queued: int, limit: int) -> None:
+        self.control(messages.QueueFull(queued, limit))
+
+    def tell_room(self) -> None:
+        self.control(messages.QueueHasRoom())
 
     # ------------------------------------------------------------------ shared memory
 
@@ -502,6 +537,7 @@ class RemotePeer(Peer):
 
     def close(self) -> None:
         """The link is gone: take back what the peer held."""
+        self.on_queue_has_room()
         if self._pool is not None:
             self._pool.release_all(self)
         if self.segments is not None:

@@ -31,6 +31,7 @@ import torch
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.notes import KEEP
 from farcall.runtime.executor import Executor
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
@@ -95,7 +96,7 @@ class Server:
         self._executor = executor
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
-        self._active: dict[tuple[int, int], Request] = {}
+        self.unanswered: dict[tuple[int, int], Request] = {}
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
@@ -110,12 +111,12 @@ class Server:
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
         self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
-        """Makes the request of a frame with flags, whose result is not for the caller; set by the layer above."""
+        """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
         """Requests that have come and are not answered yet."""
-        return list(self._active.values())
+        return list(self.unanswered.values())
 
     @property
     def awaited(self) -> int:
@@ -127,8 +128,8 @@ class Server:
 
     def accept(self, peer: Peer, frame: Arrived) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.kept_request(self, peer, frame) if frame[1] else Request(self, peer, frame)
-        self._active[peer.member, frame[2]] = request
+        request = self.kept_request(self, peer, frame) if frame[1] & KEEP else Request(self, peer, frame)
+        self.unanswered[peer.member, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
         if self._quick.get(function) == 2 and function not in self._banned:
@@ -155,7 +156,7 @@ class Server:
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
-        request = self._active.get((peer.member, call_id))
+        request = self.unanswered.get((peer.member, call_id))
         if request is not None:
             request.cancelled = True
             if self.on_answered is not None:
@@ -173,7 +174,7 @@ class Server:
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
-        self._active.pop((request.peer.member, request.frame[2]), None)
+        self.unanswered.pop((request.peer.member, request.frame[2]), None)
         if self.on_answered is not None:
             self.on_answered()
 

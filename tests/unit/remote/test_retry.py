@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from farcall import Retry
-from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, RpcTimeout
+from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, Overloaded, PeerDead, RpcTimeout
 
 NEVER = float("inf")
 
@@ -18,6 +18,7 @@ NEVER = float("inf")
     [
         (NetworkError("", Delivery.NOT_SENT), True, True),
         (PeerDead("", Delivery.UNKNOWN), True, True),
+        (Overloaded(""), True, True),
         (AnswerLost(""), False, True),
         (RpcTimeout(""), False, False),
         (Cancelled(""), False, False),
@@ -30,9 +31,9 @@ def test_it_is_for_failures_of_the_network(error: Exception, again: bool, if_exe
 
 
 def test_a_failure_that_was_raised_there_is_of_a_function_that_ran() -> None:
-    error = NetworkError("", Delivery.NOT_SENT)
-    error.remote_traceback = "..."  # type: ignore[attr-defined]
-    assert Retry().pause_s(1, error, NEVER) is None
+    for error in (NetworkError("", Delivery.NOT_SENT), Overloaded("")):
+        error.remote_traceback = "..."  # type: ignore[union-attr]
+        assert Retry().pause_s(1, error, NEVER) is None
 
 
 def test_pauses_grow_up_to_a_bound_and_the_last_attempt_has_none() -> None:
