@@ -22,10 +22,10 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
+from tests.conftest import remains
 
 import farcall
-from farcall.errors import Expelled, RpcError, UnknownWorker
-from tests.conftest import remains
+from farcall.errors import Expelled, InitError, RpcError, UnknownWorker
 
 LARGE = 300_000
 """Elements of a tensor that goes through shared memory."""
@@ -166,6 +166,10 @@ def work(rank: int, url: str, names: list[str], directory: str, seed: int, optio
         became = "stayed"
     except Expelled:
         became = "expelled"
+    except InitError as error:
+        if "it did not answer" not in str(error):
+            raise
+        became = "expelled"  # before it knew that it had been let in
     del node
     check_nothing_remains(before)
     return became

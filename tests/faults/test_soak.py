@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import descriptors, segments
+from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
 
 import farcall
 from farcall.testing.cluster import Member, temporary_file_url
-from tests.conftest import descriptors, segments
-from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
 SEED = int(os.environ.get("FARCALL_SEED", "6"))
