@@ -2,7 +2,7 @@
 
 Each host is a namespace with the address ``10.199.0.<number + 1>``; a hub, in a namespace of its own, joins them. A
 link is cut by giving one host a wrong hardware address of another: what it sends there is lost without a word, as on a
-real network, and nobody else is disturbed. Both directions are cut one by one, so a half-open link is one cut direction.
+real network, and nobody else is disturbed. Directions are cut one by one: one alone makes a half-open link.
 
 Needs root and ``ip``; where that is missing, `hosts` skips the test and says why.
 """
