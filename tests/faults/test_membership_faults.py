@@ -103,3 +103,16 @@ def test_who_is_silent_to_all_is_dead_and_learns_it() -> None:
             found.nodes[2].rpc_sync("w0", int, ("7",))
         assert found.nodes[0].running
         assert found.nodes[1].running
+
+
+@pytest.mark.parametrize("kind", ["Join", "Decision", "JoinAnswer"])
+def test_who_is_not_answered_asks_again(kind: str) -> None:
+    with team() as found:
+        rule = found.faults.drop(kind=kind, count=1)
+        url = found.nodes[0].options.init_method
+        options = farcall.RpcBackendOptions(init_method=url, faults=found.faults, **OPTIONS)
+        since = monotonic()
+        with farcall.Node("late", 7, options=options) as late:
+            assert monotonic() - since < 10.0
+            assert rule.hits
+            assert late.rpc_sync("w1", int, ("7",)) == 7

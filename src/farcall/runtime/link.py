@@ -241,6 +241,8 @@ class Link(Incoming):
             self._close_transport()
 
     def _close_transport(self) -> None:
+        """As the reader. From here on the descriptor's number may be that of another link."""
+        self._descriptor = None
         self.transport.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
