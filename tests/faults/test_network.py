@@ -18,7 +18,7 @@ from farcall.testing.faults import Faults
 BOUND_S = 40.0
 LATE_S = 3.0
 CALL_S = 30.0
-SUSPICION_S = 1.5
+SUSPICION_S = 1.0
 QUICK: dict[str, Any] = {
     "probe_interval_s": 0.3,
     "probe_timeout_s": 0.25,
