@@ -103,6 +103,9 @@ class Soak:
         self.node = node
         self.workers = workers
         self.source = random.Random(SEED)
+        self.first = [self.kill, self.stop_briefly, self.stop_for_long]
+        """What is done at first, so that everything is done at least once."""
+        self.source.shuffle(self.first)
         self.done: Counter[str] = Counter()
         self.killed: set[int] = set()
         self.dead: set[str] = set()
@@ -118,8 +121,9 @@ class Soak:
                 if next_at <= monotonic() < end and len(under_way) < 2:
                     next_at = monotonic() + self.source.uniform(0.05, 0.6)
                     worker = self.source.choice(self.workers[1:])
-                    kind = self.source.choice([self.kill, self.kill, self.stop_briefly, self.stop_for_long])
                     if worker not in under_way:
+                        kinds = [self.kill, self.kill, self.stop_briefly, self.stop_for_long]
+                        kind = self.first.pop() if self.first else self.source.choice(kinds)
                         under_way[worker] = kind(worker)
                 for worker, steps in list(under_way.items()):
                     if next(steps, self) is self:
