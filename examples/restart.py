@@ -155,11 +155,13 @@ class Supervisor:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
+        self.forking = multiprocessing.get_context("forkserver")  # has torch loaded, so that workers start at once
+        self.forking.set_forkserver_preload(["torch", "farcall.api"])
         self.processes: dict[str, multiprocessing.process.BaseProcess] = {}
         self.restarts = 0
 
     def start(self, name: str) -> None:
-        process = multiprocessing.get_context("spawn").Process(target=work, args=(name, self.directory))
+        process = self.forking.Process(target=work, args=(name, self.directory))
         process.start()
         self.processes[name] = process
 
