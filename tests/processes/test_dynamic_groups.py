@@ -359,9 +359,35 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
 
 def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
-        future = nodes[0].rpc_async("w0", _contribute, (("w0", "w1"), 0, "w0", 1, BOUND_S))
+        late = member("w1", 1, url)
+        group = (("w0", nodes[0]._incarnation), ("w1", late._incarnation))
+        future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()
-        with member("w1", 1, url) as late:
-            given = pool.submit(late.rpc_sync, "w0", _contribute, (("w0", "w1"), 0, "w1", 2, BOUND_S))
+        with late:
+            given = pool.submit(late.rpc_sync, "w0", _contribute, (group, 0, "w1", 2, BOUND_S))
             assert given.result(BOUND_S) == {"w0": 1, "w1": 2}
             assert future.wait() == {"w0": 1, "w1": 2}
+
+
+@pytest.mark.parametrize("again", ["w0", "w1"], ids=["the leader", "another one"])
+def test_barriers_go_on_with_one_that_left_and_came_back(again: str, url: str) -> None:
+    with team(2, url) as nodes, ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            for done in [pool.submit(node.barrier, ["w0", "w1"], BOUND_S) for node in nodes]:
+                done.result()
+        rank = int(again[1:])
+        stays = nodes[1 - rank]
+        old = stays.peer(again)
+        nodes[rank].shutdown()
+        with member(again, rank, url) as new:
+            wait_until(lambda: stays.peer(again) is not old)
+            for _ in range(2):
+                for done in [pool.submit(node.barrier, ["w0", "w1"], BOUND_S) for node in (stays, new)]:
+                    done.result()
+
+
+def test_a_gather_with_a_former_life_of_its_leader_is_told_so(url: str) -> None:
+    with team(2, url) as nodes:
+        group = (("w0", "0" * 16), ("w1", nodes[1]._incarnation))
+        with pytest.raises(PeerDead, match="anew"):
+            nodes[1].rpc_sync("w0", _contribute, (group, 0, "w1", 1, BOUND_S))

@@ -13,7 +13,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("parameter_server", "the same, bit for bit, as in one process"), ("pipeline", "from those of one process")],
+    [
+        ("parameter_server", "the same, bit for bit, as in one process"),
+        ("pipeline", "from those of one process"),
+        ("restart", "the same, bit for bit, as in one process that nobody disturbed"),
+    ],
 )
 def test_an_example(name: str, says: str) -> None:
     done = subprocess.run(

@@ -44,14 +44,22 @@ def run(
     workers: Annotated[
         int | None, typer.Option(min=1, help="So many processes, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.")
     ] = None,
+    restart: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Start a worker that fails again, so many times; the group has no fixed size (no WORLD_SIZE)."
+        ),
+    ] = 0,
 ) -> None:
     """Run a program with farcall in the place of torch.distributed.rpc."""
     program = [script, *context.args]
+    if workers is None and restart:
+        raise typer.BadParameter("needs --workers: who runs one process restarts it", param_hint="--restart")
     if workers is None:
         os.execv(sys.executable, [sys.executable, "-m", "farcall", *program])
     from farcall.cli.run import run_cluster
 
-    raise typer.Exit(run_cluster(_console(), workers, program))
+    raise typer.Exit(run_cluster(_console(), workers, program, restart))
 
 
 @app.command()

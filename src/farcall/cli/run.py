@@ -1,8 +1,15 @@
 """``farcall run``: a program on a cluster of this machine, each worker a process of its own.
 
 Owns the processes from start to end: each is told who it is by the environment, as ``torchrun`` does; their output
-comes line by line with the worker's number before it; the first that fails ends the others, and what it said last is
-shown again. Ctrl-C is passed on once; who does not end then is ended.
+comes line by line with the worker's number before it. Ctrl-C is passed on once; who does not end then is ended.
+
+    a worker ends                         then
+    with exit code 0                      nothing: the others go on
+    otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
+    otherwise                             the others are ended, and what it said last is shown again
+
+Who is to be started again must be let in again: with restarts the workers are told no ``WORLD_SIZE``, so that they
+make a group without a fixed size, and this process has the store, which therefore outlives rank 0.
 
 Invariant: no worker outlives this process, however that ends; and what a worker started ends with the worker, unless
 this process was killed.
@@ -20,7 +27,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,25 +45,16 @@ _PR_SET_PDEATHSIG = 1
 class _Worker:
     """One process of the cluster."""
 
-    def __init__(self, rank: int, size: int, port: int, program: Sequence[str]) -> None:
+    def __init__(self, rank: int, environment: dict[str, str], program: Sequence[str], restarts: int) -> None:
         self.rank = rank
-        self.told = False
+        self.restarts = restarts
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._unfinished = b""
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PYTHONUNBUFFERED": "1",
-        }
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "FARCALL_RESTARTS": str(restarts)}
         # A session of its own: Ctrl-C in the terminal reaches it through us, once, and not twice.
         self.process = subprocess.Popen(
             [sys.executable, "-m", "farcall", *program],
-            env=environment,
+            env={**environment, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -103,9 +101,12 @@ class _Worker:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def run_cluster(console: Console, workers: int, program: Sequence[str]) -> int:
-    """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C."""
-    cluster = _Cluster(console, workers, program)
+def run_cluster(console: Console, workers: int, program: Sequence[str], restarts: int = 0) -> int:
+    """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C.
+
+    Each worker that fails is started again, up to ``restarts`` times.
+    """
+    cluster = _Cluster(console, workers, program, restarts)
     try:
         return cluster.run()
     finally:
@@ -114,23 +115,37 @@ def run_cluster(console: Console, workers: int, program: Sequence[str]) -> int:
 
 
 class _Cluster:
-    def __init__(self, console: Console, size: int, program: Sequence[str]) -> None:
+    def __init__(self, console: Console, size: int, program: Sequence[str], restarts: int) -> None:
         self._console = console
+        self._program = program
+        self._restarts = restarts
         self._width = len(str(size - 1))
-        port = _free_port()
-        self._workers: list[_Worker] = []
         self._first_failure: _Worker | None = None
         self._give_up_at: float | None = None
         self._interrupted = False
+        self._environment = {
+            **os.environ,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._store: Any = None
+        if restarts:
+            self._store = _serve_store()
+            del self._environment["WORLD_SIZE"]
+            # What torchrun says where it has the store: rank 0 is not to open one.
+            self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+        self._environment["MASTER_PORT"] = str(self._store.port if restarts else _free_port())
+        self._workers: list[_Worker] = []
+        self._replaced: list[_Worker] = []
         for rank in range(size):
-            self._workers.append(_Worker(rank, size, port, program))
+            self._workers.append(_Worker(rank, self._environment, program, 0))
 
     def run(self) -> int:
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                selector.register(worker.output, selectors.EVENT_READ, worker)
-                # The end itself is an event: looking from time to time could not tell who was first.
-                selector.register(worker.ending, selectors.EVENT_READ, None)
+                _watch(selector, worker)
             while selector.get_map() or any(worker.poll() is None for worker in self._workers):
                 try:
                     self._step(selector)
@@ -150,14 +165,27 @@ class _Cluster:
                 worker.output.close()
             else:
                 self._show(worker, lines)
-        for worker in self._workers:
-            if worker.poll() and self._first_failure is None and not self._interrupted:
+        for worker in list(self._workers):
+            if not worker.poll() or self._first_failure is not None or self._interrupted:
+                continue
+            if worker.restarts < self._restarts:
+                self._restart(worker, selector)
+            else:
                 self._first_failure = worker
                 self._console.print(f"[bold red]worker {worker.rank} {worker.how_it_ended()}; ending the others[/]")
                 self.end(signal.SIGTERM)
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:
             self._give_up_at = None
             self.end(signal.SIGKILL)
+
+    def _restart(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        count = worker.restarts + 1
+        text = f"worker {worker.rank} {worker.how_it_ended()}; starting it again ({count} of {self._restarts})"
+        self._console.print(f"[bold yellow]{text}[/]")
+        # What it wrote last is still to be read: its output stays watched until its end.
+        self._replaced.append(worker)
+        again = self._workers[worker.rank] = _Worker(worker.rank, self._environment, self._program, count)
+        _watch(selector, again)
 
     def _on_interrupt(self) -> None:
         # The second time nobody wants to wait any more.
@@ -175,9 +203,10 @@ class _Cluster:
             self._give_up_at = time.monotonic() + ENDING_S
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in (*self._workers, *self._replaced):
             os.close(worker.ending)
             worker.output.close()
+        self._store = None
 
     def _show(self, worker: _Worker, lines: Sequence[str]) -> None:
         color = COLORS[worker.rank % len(COLORS)]
@@ -197,6 +226,19 @@ class _Cluster:
         self._show(failed, list(failed.last_lines))
         code = failed.process.returncode
         return code if code > 0 else 128 - code
+
+
+def _watch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+    selector.register(worker.output, selectors.EVENT_READ, worker)
+    # The end itself is an event: looking from time to time could not tell who was first.
+    selector.register(worker.ending, selectors.EVENT_READ, None)
+
+
+def _serve_store() -> Any:
+    """A store on a free port of this machine, with ``port``; it ends with the last use of it."""
+    import torch.distributed as dist  # takes a second, and only this needs it
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _free_port() -> int:

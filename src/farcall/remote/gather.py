@@ -4,7 +4,8 @@ Each member calls `_contribute` on the leader (the smallest name); that function
 contributions are there. So a gather costs each member one call, and its result travels in the answer.
 
 A gather is named by its group and its number in that group, counted by each member for itself: two gathers of a group
-cannot be confused, and different groups go on independently. The leader bounds each gather: when the time of the first
+cannot be confused, and different groups go on independently. A group is one of lives, not of names: with a member that
+came back under its name all count anew. The leader bounds each gather: when the time of the first
 contribution is up, or when a member is lost that has not contributed, all who wait get an error that names who did
 not come. The last such errors are kept, so that whoever comes too late gets the same one, at once.
 """
@@ -26,7 +27,8 @@ from farcall.runtime.node import Node, node_of_thread
 from farcall.runtime.peers import Peer
 
 T = TypeVar("T")
-Group = tuple[str, ...]
+Group = tuple[tuple[str, str], ...]
+"""The names of its members and their incarnations, by name."""
 
 GRACE_S = 5.0
 """How much longer a member waits than the leader, whose error says more than a plain timeout."""
@@ -45,7 +47,7 @@ class _Gather:
         self.future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
 
     def __str__(self) -> str:
-        missing = ", ".join(name for name in self.group if name not in self.contributions)
+        missing = ", ".join(name for name, _ in self.group if name not in self.contributions)
         return f"a gather of {len(self.group)} workers; missing: {missing}"
 
 
@@ -71,6 +73,9 @@ class _Gathers:
         self, group: Group, number: int, name: str, value: Any, timeout_s: float
     ) -> torch.futures.Future[dict[str, Any]]:
         deadline = monotonic() + timeout_s if timeout_s else NEVER
+        me = self._node.me
+        if group[0] != (me.info.name, me.incarnation):
+            raise PeerDead(f"{me.info.name} was started anew since {name} heard of it", Delivery.NOT_SENT)
         with self._lock:
             failure = self._failed.get((group, number))
             if failure is not None:
@@ -85,14 +90,14 @@ class _Gathers:
             if complete:
                 del self._led[group, number]
         if complete:
-            gather.future.set_result({name: gather.contributions[name] for name in group})
+            gather.future.set_result({name: gather.contributions[name] for name, _ in group})
         else:
             if deadline != NEVER:
                 self._node.attend_by(deadline)
             # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
-            for member in group:
-                if member not in gather.contributions and self._node.is_gone(member):
-                    self._on_member_lost(member)
+            for member, incarnation in group:
+                if member not in gather.contributions and self._node.is_gone(member, incarnation):
+                    self._on_member_lost(member, incarnation)
         return gather.future
 
     def tick(self, now: float) -> float:
@@ -108,12 +113,12 @@ class _Gathers:
 
     def on_peer_gone(self, peer: Peer) -> None:
         """Who is gone does not contribute any more: do not let the others wait for it."""
-        self._on_member_lost(peer.info.name)
+        self._on_member_lost(peer.info.name, peer.incarnation)
 
-    def _on_member_lost(self, name: str) -> None:
+    def _on_member_lost(self, name: str, incarnation: str) -> None:
         with self._lock:
             for key, gather in list(self._led.items()):
-                if name in gather.group and name not in gather.contributions:
+                if (name, incarnation) in gather.group and name not in gather.contributions:
                     self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
 
     def _fail(self, key: tuple[Group, int], error: RpcError) -> None:
@@ -154,16 +159,17 @@ def _contribute(
 def gather(node: Node, value: T, names: Iterable[str] | None, timeout_s: float) -> dict[str, T]:
     """Give ``value`` and get everyone's, by name. Raises if this node is not among ``names``."""
     members = {info.name for info in node.workers()}
-    group: Group = tuple(sorted(members if names is None else set(names)))
-    if node.info.name not in group:
-        raise RpcError(f"{node.info.name} is not one of the workers of this gather: {', '.join(group)}")
-    unknown = set(group) - members
+    chosen = members if names is None else set(names)
+    if node.info.name not in chosen:
+        raise RpcError(f"{node.info.name} is not one of the workers of this gather: {', '.join(sorted(chosen))}")
+    unknown = chosen - members
     if unknown:
         raise RpcError(f"these are no workers of this cluster: {', '.join(sorted(unknown))}")
+    group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
     number = node.part(_Gathers).next_number(group)
     waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
     contribution = (group, number, node.info.name, value, timeout_s)
     # Not to be refused: the others would wait for it in vain, and it cannot be given again under the same number.
-    result: dict[str, T] = call_sync(node, group[0], _contribute, contribution, None, waiting_s, refusable=False)
+    result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)
     return result

@@ -250,6 +250,8 @@ class Link(Incoming):
             self._close_transport()
 
     def _close_transport(self) -> None:
+        """As the reader. From here on the descriptor's number may be that of another link."""
+        self._descriptor = None
         self.transport.close()
         self._decoder = _NOTHING_COMES
         while self._descriptors:

@@ -582,10 +582,12 @@ class Node(Layered):
         """Whether ``peer`` is how this very node sees a member: several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
-    def is_gone(self, name: str) -> bool:
-        """Was there a member of that name, and is it there no more? One that is not known may come yet."""
+    def is_gone(self, name: str, incarnation: str) -> bool:
+        """Was there that incarnation of a member, and is it there no more? One that is not known may come yet."""
         peer = self._peers.get(name)
-        return peer is not None and peer.broken
+        if peer is not None and peer.incarnation == incarnation:
+            return peer.broken
+        return self._is_over(incarnation)
 
     def numbered(self, member: int) -> Peer | None:
         """The member of this number (``Peer.member``), in whatever state the node and the link to it are.

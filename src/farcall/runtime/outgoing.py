@@ -408,6 +408,7 @@ class Outgoing(Room):
     def forget(self) -> None:
         """After ``close``: drop what is queued, once nobody writes."""
         with self._write_lock:
+            self._descriptor = None
             self._unsent.clear()
             self._outbox.clear()
 

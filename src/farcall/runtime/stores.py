@@ -287,7 +287,9 @@ def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threa
 
 def _unreachable(place: MeetingPlace, error: Exception) -> InitError:
     if place.hosted_by_agent:
-        return InitError(f"cannot reach the store of torchrun's agent at {place.name}: {error}")
+        return InitError(
+            f"cannot reach the store of who started this process (torchrun, or farcall run) at {place.name}: {error}"
+        )
     if place.rank == 0:
         return InitError(f"port {place.port} is in use here, but no store answers at {place.name}: {error}")
     return MissingPeers(

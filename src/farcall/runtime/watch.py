@@ -126,9 +126,8 @@ class Watch:
         self._stopped = True
 
     def is_trusted(self, life: int) -> bool:
-        """Is that one a member whom nobody suspects? From any thread."""
-        entry = self._machine.table.entries.get(life)
-        return entry is not None and entry.status is Status.ALIVE
+        """Do others hear from that one, as far as is known? From any thread."""
+        return self._machine.is_trusted(life, monotonic())
 
     # ------------------------------------------------------------------ on the I/O thread
 

@@ -70,6 +70,16 @@ def test_promise_about_descriptors(many: float, held: bool) -> None:
     assert verdict_of(results, "descriptors of a node").held is held
 
 
+@pytest.mark.parametrize(("meanwhile_us", "held"), [([150, 30], True), ([151, 31], False)])
+def test_promise_about_calls_while_others_die_and_join(meanwhile_us: list[float], held: bool) -> None:
+    results = Results(CASES.values())
+    for quiet_us, disturbed_us in zip([100, 20], meanwhile_us, strict=True):
+        results.record(CASES["no-op, nobody dies or joins"], "farcall", {"p50": 1, "p99": quiet_us})
+        results.record(CASES["no-op, others die and join"], "farcall", {"p50": 1, "p99": disturbed_us})
+    assert verdict_of(results, "no-op p99 while others die and join").held is held
+    assert verdict_of(results, "no-op p50 while others die and join").held is True
+
+
 def test_promise_of_a_failed_case_is_broken_and_of_a_missing_one_unknown() -> None:
     results = results_of("no-op", "p50", stock=[100])
     results.fail(CASES["no-op"], "farcall", "it broke")

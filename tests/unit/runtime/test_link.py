@@ -12,7 +12,7 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Frame, encode_frame, encode_small
 from farcall.runtime.link import Link
-from farcall.runtime.loop import Loop
+from farcall.runtime.loop import NEVER, Loop
 from farcall.transport.memory import memory_pair
 
 PATIENCE_S = 20.0
@@ -96,6 +96,33 @@ def test_a_descriptor_is_watched_before_anybody_reads_it(monkeypatch: pytest.Mon
     assert done == ["watch", "read"]
     end.close()
     far.close()
+
+
+def test_a_dead_link_leaves_the_descriptor_it_had_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another link may have the number since, and whoever silences that one makes it deaf for good.
+    near, far = memory_pair()
+    end = End("dead", near)
+    touched: list[str] = []
+    monkeypatch.setattr(end.link, "_descriptor", 99)
+    monkeypatch.setattr(end.link.outgoing, "_descriptor", 99)
+    end.link.close()
+    for name in ("silence", "listen", "forget", "want_write"):
+        monkeypatch.setattr(end.loop, name, lambda *_, name=name: touched.append(name))
+    with pytest.raises(PeerDead):
+        end.link.exchange(small(1), Never(), NEVER)
+    end.link.help_until(Never(), NEVER)
+    end.link.outgoing.write()
+    end.link.close()
+    assert touched == []
+    monkeypatch.undo()
+    end.close()
+    far.close()
+
+
+class Never:
+    """An answer that does not come."""
+
+    arrived = False
 
 
 def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:

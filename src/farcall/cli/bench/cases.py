@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from farcall.cli.bench.contenders import CallSystem, Contender, Transport
+from farcall.cli.bench.churn import amid, latency_amid_us
+from farcall.cli.bench.contenders import CallSystem, Contender, Farcall, Transport
 from farcall.cli.bench.floor import Floor
 from farcall.cli.bench.functions import Layer, Service, discard, echo, noop, weight_of
 from farcall.cli.bench.measure import (
@@ -44,6 +45,8 @@ class Case:
     floor: Callable[[Floor], Operation] | None = None
     size: int = 2
     transport: Transport = "local"
+    only: str | None = None
+    """The name of the one contender that can do this."""
 
     def operation(self, contender: Contender) -> Operation | None:
         """What ``contender`` has to do, or None where the case says nothing about it."""
@@ -167,6 +170,12 @@ TEAM_SIZES = (2, 4, 8, 16)
 # peers.
 COUNTED_TEAM_SIZES = (4, 8, 16)
 
+CHURN = {
+    "no-op, nobody dies or joins": None,
+    "no-op, others die and join elsewhere": "elsewhere",
+    "no-op, others die and join": "here",
+}
+
 
 def _cases() -> list[Case]:
     cases = [
@@ -209,6 +218,9 @@ def _cases() -> list[Case]:
     ]
     for size in TEAM_SIZES:
         cases.append(Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size))
+    for name, where in CHURN.items():
+        measure = latency_amid_us
+        cases.append(Case(name, "us", "lower", amid(where), measure, size=3, transport="dynamic", only=Farcall.name))
     for size in COUNTED_TEAM_SIZES:
         cases.append(Case(f"descriptors, {size} nodes", "open", "lower", open_descriptors, count_once, size=size))
     return cases

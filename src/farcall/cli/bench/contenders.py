@@ -7,16 +7,19 @@ other.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from time import sleep
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from farcall.cli.bench.functions import owned_by_farcall, owned_by_stock
 
-Transport = Literal["local", "tcp"]
+Transport = Literal["local", "tcp", "dynamic"]
+"""How members reach each other; "dynamic" is "local" in a group without a fixed size."""
 RPC_TIMEOUT_S = 120.0
 
 
@@ -38,6 +41,8 @@ class CallSystem(Contender):
     """A system of remote calls: member 0 calls, the others are called."""
 
     own_name: str
+    init_method: str
+    """Where the members met."""
     peers: list[str]
     rpc_sync: Callable[..., Any]
     rpc_async: Callable[..., Any]
@@ -53,7 +58,8 @@ class CallSystem(Contender):
         names = [f"member{index}" for index in range(size)]
         self.own_name = names[rank]
         self.peers = names[:rank] + names[rank + 1 :]
-        self.join(rank, size, f"file://{directory}/rendezvous", transport)
+        self.init_method = f"file://{directory}/rendezvous"
+        self.join(rank, size, self.init_method, transport)
 
     @abstractmethod
     def join(self, rank: int, size: int, init_method: str, transport: Transport) -> None: ...
@@ -115,7 +121,12 @@ class Farcall(CallSystem):
             rpc_timeout=RPC_TIMEOUT_S,
             transports=["tcp"] if transport == "tcp" else None,
         )
-        farcall.init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
+        world_size = None if transport == "dynamic" else size
+        if transport == "dynamic":
+            logging.getLogger("farcall").setLevel(logging.ERROR)  # members die there, and on purpose
+        farcall.init_rpc(self.own_name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        while len(farcall.members()) < size:
+            sleep(0.01)  # the driver bounds this
         self.rpc_sync = farcall.rpc_sync
         self.rpc_async = farcall.rpc_async
         self.owned = owned_by_farcall

@@ -51,7 +51,7 @@ def _run_shape(
     on_progress: Progress,
 ) -> None:
     def takes_part(name: str, case: Case) -> bool:
-        return name != Floor.name or case.floor is not None
+        return case.only in (None, name) and (name != Floor.name or case.floor is not None)
 
     teams: dict[str, Team] = {}
     try:

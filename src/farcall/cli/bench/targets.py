@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from farcall.cli.bench.cases import CASES, CHAIN_LENGTHS, COUNTED_TEAM_SIZES
+from farcall.cli.bench.cases import CASES, CHAIN_LENGTHS, CHURN, COUNTED_TEAM_SIZES
 from farcall.cli.bench.contenders import Farcall, Stock
 from farcall.cli.bench.floor import Floor
 from farcall.cli.bench.results import Results
@@ -90,6 +90,18 @@ def linear_growth(text: str, at_most: float) -> Target:
     return Target(text, f"at most {at_most:.3g}x", cases, value, lambda value: value <= at_most)
 
 
+def undisturbed(text: str, statistic: str, at_most: float) -> Target:
+    """How much longer calls take while others die and join."""
+    quiet, _, disturbed = CHURN
+
+    def value(results: Results) -> float | None:
+        before, meanwhile = (results.rounds(case, Farcall.name, statistic) for case in (quiet, disturbed))
+        return median(b / a for a, b in zip(before, meanwhile, strict=True)) if before and meanwhile else None
+
+    wanted = f"at most {at_most:.3g}x as long"
+    return Target(text, wanted, (quiet, disturbed), value, lambda value: value <= at_most)
+
+
 TARGETS: tuple[Target, ...] = (
     better_than_stock("no-op p50", "no-op", "p50", 5),
     near_the_floor("no-op p50 against a raw ping-pong", "no-op", "p50", 2),
@@ -111,6 +123,8 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("20 calls in a chain, then backward", "backward through 20 calls", "p50", 3),
     linear_growth("a further call in a long chain against one in a short chain", 1.5),
     descriptors_per_peer("descriptors of a node", 2),
+    undisturbed("no-op p50 while others die and join", "p50", 1.5),
+    undisturbed("no-op p99 while others die and join", "p99", 1.5),
 )
 
 

@@ -157,6 +157,16 @@ class MembershipMachine:
         self._timers.run_due(now)
         return self._outbox.collect()
 
+    def is_trusted(self, life: int, now: float) -> bool:
+        """Is that one a member that others hear from? One suspicion too young for a refutation says nothing.
+
+        From any thread.
+        """
+        entry = self.table.entries.get(life)
+        if entry is None or entry.status >= Status.DEAD:
+            return False
+        return entry.status is Status.ALIVE or self._suspicions.age_s(life, now) < 2 * self._options.probe_timeout_s
+
     @property
     def _is_up(self) -> bool:
         return self.state is State.MEMBER or self.state is State.LEAVING

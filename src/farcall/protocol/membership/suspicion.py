@@ -63,6 +63,11 @@ class Suspicions:
     def stands(self, life: int) -> bool:
         return life in self._suspicions
 
+    def age_s(self, life: int, now: float) -> float:
+        """For how long ``life`` has been suspected; 0 if it is not. From any thread."""
+        suspicion = self._suspicions.get(life)
+        return 0.0 if suspicion is None else now - suspicion.since
+
     def renew(self, life: int, now: float) -> None:
         """It was heard, or our own eyes are not to be trusted: all its time again."""
         suspicion = self._suspicions.get(life)

@@ -280,6 +280,23 @@ def test_a_suspicion_of_oneself_is_refuted_in_the_answer() -> None:
     assert Update(1, Status.ALIVE, 5, RECORDS[0]) in ack.message.updates
 
 
+def test_a_young_suspicion_does_not_cost_trust_and_an_old_one_does() -> None:
+    """It takes a moment until a refutation is here: whoever looks meanwhile must not give up one that others hear."""
+    bench = member()
+    bench.receive(2, suspect(3))
+    assert bench.machine.is_trusted(3, bench.now)
+    bench.hear_all_but(3, 1.5 * OPTIONS.probe_timeout_s)
+    assert bench.machine.is_trusted(3, bench.now)
+    bench.hear_all_but(3, OPTIONS.probe_timeout_s)
+    assert status(bench, 3) is Status.SUSPECTED
+    assert not bench.machine.is_trusted(3, bench.now)
+    bench.receive(2, Gossip((Update(3, Status.ALIVE, 1, RECORDS[2]),)))
+    assert bench.machine.is_trusted(3, bench.now)
+    bench.receive(2, Gossip((Update(3, Status.DEAD, 1),)))
+    assert not bench.machine.is_trusted(3, bench.now)
+    assert not bench.machine.is_trusted(99, bench.now)
+
+
 def test_a_suspected_member_is_told_in_every_message_to_it() -> None:
     bench = member()
     bench.receive(2, suspect(3))

@@ -1,0 +1,111 @@
+"""Network namespaces for tests: hosts that have a network of their own, whose links can be cut one by one.
+
+Each host is a namespace with the address ``10.199.0.<number + 1>``; a hub, in a namespace of its own, joins them. A
+link is cut by giving one host a wrong hardware address of another: what it sends there is lost without a word, as on a
+real network, and nobody else is disturbed. Directions are cut one by one: one alone makes a half-open link.
+
+Needs root and ``ip``; where that is missing, `hosts` skips the test and says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+__all__ = ["Hosts", "hosts"]
+
+CLONE_NEWNET = 0x40000000
+NOBODY = "02:00:00:00:00:99"
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+class Hosts:
+    """The namespaces ``0 .. size-1``."""
+
+    def __init__(self, size: int) -> None:
+        self._spaces = [f"farcall-{os.getpid()}-{number}" for number in range(size)]
+        self._hub = f"farcall-{os.getpid()}-hub"
+        self._made: list[str] = []
+        self._cut: set[tuple[int, int]] = set()
+
+    @property
+    def spaces(self) -> list[str]:
+        """Their names, for `enter`."""
+        return self._spaces
+
+    def make(self) -> None:
+        for space in (self._hub, *self._spaces):
+            _ip("netns", "add", space)
+            self._made.append(space)
+            _ip("-n", space, "link", "set", "lo", "up")
+        _ip("-n", self._hub, "link", "add", "hub0", "type", "bridge")
+        _ip("-n", self._hub, "link", "set", "hub0", "up")
+        for number, space in enumerate(self._spaces):
+            _ip("-n", self._hub, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("-n", space, "addr", "add", f"{address(number)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            _ip("-n", self._hub, "link", "set", f"port{number}", "master", "hub0", "up")
+
+    def cut_direction(self, sender: int, receiver: int) -> None:
+        """Lose what one sends to the other."""
+        space, to = self._spaces[sender], address(receiver)
+        _ip("-n", space, "neigh", "replace", to, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        self._cut.add((sender, receiver))
+
+    def cut(self, one: int, other: int) -> None:
+        """Lose all between the two."""
+        self.cut_direction(one, other)
+        self.cut_direction(other, one)
+
+    def heal(self) -> None:
+        """Lose nothing any more."""
+        while self._cut:
+            sender, receiver = self._cut.pop()
+            _ip("-n", self._spaces[sender], "neigh", "del", address(receiver), "dev", "eth0")
+
+    def remove(self) -> None:
+        for space in self._made:
+            _ip("netns", "del", space)
+
+
+def address(number: int) -> str:
+    return f"10.199.0.{number + 1}"
+
+
+def enter(space: str) -> None:
+    """Move this thread, and those it starts from now on, into a namespace."""
+    library = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{space}", os.O_RDONLY)
+    try:
+        if library.setns(descriptor, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {space}")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def hosts(size: int) -> Iterator[Hosts]:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` here: network namespaces cannot be made")
+    if os.geteuid() != 0:
+        pytest.skip("only root may make network namespaces")
+    found = Hosts(size)
+    try:
+        try:
+            found.make()
+        except OSError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield found
+    finally:
+        found.remove()

@@ -1,0 +1,245 @@
+"""Members on hosts whose links are really cut: one bad link is no death, a host that nobody reaches is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import pytest
+from tests.faults.namespaces import Hosts, address, enter, hosts
+
+import farcall
+from farcall.cli.team import Team
+from farcall.errors import RpcError
+from farcall.testing.faults import Faults
+
+BOUND_S = 40.0
+LATE_S = 3.0
+CALL_S = 30.0
+SUSPICION_S = 1.0
+QUICK: dict[str, Any] = {
+    "probe_interval_s": 0.3,
+    "probe_timeout_s": 0.25,
+    "suspicion_s": SUSPICION_S,
+    "reconnect_s": 1.0,
+}
+LONG_S = 3 * SUSPICION_S
+"""A cut that outlasts every time above."""
+
+ran: list[str] = []
+
+
+def execute(call_id: str) -> str:
+    ran.append(call_id)
+    return call_id
+
+
+class Ended(NamedTuple):
+    """How a call ended: its result, or the class of its error and what that says of its delivery; after how long."""
+
+    result: str | None
+    error: str
+    delivery: str
+    took_s: float
+
+
+class Seat:
+    """In a member's process: what the test asks of it."""
+
+    def __init__(self, node: farcall.Node) -> None:
+        self.node = node
+        self.seen: list[tuple[str, str]] = []
+        self.calls: dict[str, tuple[farcall.Future[str], float]] = {}
+        node.on_member(lambda event: self.seen.append((event.kind, event.worker.name)))
+
+    def begin(self, call_id: str, to: str, timeout_s: float) -> None:
+        self.calls[call_id] = (self.node.rpc_async(to, execute, (call_id,), timeout=timeout_s), monotonic())
+
+    def end(self, call_id: str) -> Ended:
+        future, since = self.calls.pop(call_id)
+        try:
+            return Ended(future.wait(), "", "", monotonic() - since)
+        except RpcError as error:
+            return Ended(None, type(error).__name__, getattr(error, "delivery", ""), monotonic() - since)
+
+    def events(self) -> list[tuple[str, str]]:
+        return self.seen
+
+    def ran(self) -> list[str]:
+        return ran
+
+    def running(self) -> bool:
+        return self.node.running
+
+    def reset(self, to: str) -> None:
+        """Have the connection to ``to`` end for both sides."""
+        faults = self.node.options.faults
+        assert isinstance(faults, Faults)
+        faults.cut(to=to).wait_hits()
+
+
+@contextmanager
+def member(
+    rank: int, size: int, directory: str, spaces: list[str], is_static: bool
+) -> Iterator[Callable[[tuple[Any, ...]], Any]]:
+    enter(spaces[rank])
+    options = farcall.RpcBackendOptions(
+        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), faults=Faults(), **QUICK
+    )
+    node = farcall.Node(f"w{rank}", rank, size if is_static else None, options)
+    node.start()
+    deadline = monotonic() + BOUND_S
+    while len(node.workers()) < size:
+        assert monotonic() < deadline
+        sleep(0.01)
+    seat = Seat(node)
+    try:
+        yield lambda request: getattr(seat, request[0])(*request[1:])
+    finally:
+        node.shutdown(graceful=False)
+
+
+class Cluster:
+    def __init__(self, team: Team, network: Hosts) -> None:
+        self.team = team
+        self.network = network
+
+    def ask(self, rank: int, *request: Any) -> Any:
+        return self.team.ask(rank, request, BOUND_S)
+
+    def call(self, rank: int, call_id: str, to: str, timeout_s: float = CALL_S) -> Ended:
+        self.ask(rank, "begin", call_id, to, timeout_s)
+        return Ended(*self.ask(rank, "end", call_id))
+
+    def wait_for(self, rank: int, kind: str, name: str) -> None:
+        wait_until(lambda: (kind, name) in self.ask(rank, "events"))
+
+    def deaths(self, size: int) -> list[tuple[int, str]]:
+        return [(rank, name) for rank in range(size) for kind, name in self.ask(rank, "events") if kind == "dead"]
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = monotonic() + BOUND_S
+    while not condition():
+        assert monotonic() < deadline, "it did not come true in time"
+        sleep(0.02)
+
+
+def stay_for(seconds: float) -> None:
+    """A cut has a length: there is nothing else to wait for."""
+    sleep(seconds)
+
+
+@contextmanager
+def cluster(size: int, is_static: bool = False) -> Iterator[Cluster]:
+    with hosts(size) as network:
+        team = Team(member, size, network.spaces, is_static)
+        try:
+            yield Cluster(team, network)
+            network.heal()
+            team.stop()
+        except BaseException:
+            team.kill()
+            raise
+
+
+@pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynamic"])
+def test_one_cut_link_is_no_death(is_static: bool) -> None:
+    """Though it lasts longer than any verdict takes: a third member reaches both. Calls wait, and then go on."""
+    with cluster(3, is_static) as found:
+        assert found.call(0, "before", "w1").result == "before"
+        found.network.cut(0, 1)
+        found.ask(0, "begin", "waits", "w1", CALL_S)
+        found.ask(1, "begin", "waits too", "w0", CALL_S)
+        timed_out = found.call(0, "times out", "w1", 1.0)
+        assert timed_out.error == "RpcTimeout"
+        assert timed_out.took_s < 1.0 + LATE_S
+        stay_for(LONG_S)
+        for rank in (0, 1):
+            assert found.call(rank, f"past {rank}", "w2").result == f"past {rank}"
+        found.network.heal()
+        assert Ended(*found.ask(0, "end", "waits")).result == "waits"
+        assert Ended(*found.ask(1, "end", "waits too")).result == "waits too"
+        assert found.call(0, "after", "w1").result == "after"
+        assert found.deaths(3) == []
+        ran_there = found.ask(1, "ran")
+        assert all(ran_there.count(call_id) == 1 for call_id in ("before", "waits", "after"))
+        assert ran_there.count("times out") <= 1
+
+
+def test_a_connection_that_ends_while_its_link_is_cut_is_made_again_when_it_heals() -> None:
+    """It cannot be made again for longer than ``reconnect_s``, but a third member hears from both."""
+    with cluster(3) as found:
+        assert found.call(1, "before", "w0").result == "before"
+        found.network.cut(0, 1)
+        for rank in (0, 1):
+            found.ask(rank, "reset", f"w{1 - rank}")
+            found.ask(rank, "begin", f"waits {rank}", f"w{1 - rank}", CALL_S)
+        stay_for(LONG_S)
+        found.network.heal()
+        for rank in (0, 1):
+            assert Ended(*found.ask(rank, "end", f"waits {rank}")).result == f"waits {rank}"
+        assert found.deaths(3) == []
+        assert found.ask(1, "ran") == ["waits 0"]
+        assert found.ask(0, "ran") == ["before", "waits 1"]
+
+
+def test_a_half_open_link_is_no_death() -> None:
+    """What one sends is lost, what the other sends arrives: both wait, nobody is dead, and nothing runs twice."""
+    with cluster(3) as found:
+        assert found.call(0, "before", "w1").result == "before"
+        found.network.cut_direction(0, 1)
+        found.ask(0, "begin", "lost on its way", "w1", CALL_S)
+        found.ask(1, "begin", "answer lost", "w0", CALL_S)
+        wait_until(lambda: "answer lost" in found.ask(0, "ran"))
+        stay_for(LONG_S)
+        assert "lost on its way" not in found.ask(1, "ran")
+        found.network.heal()
+        assert Ended(*found.ask(0, "end", "lost on its way")).result == "lost on its way"
+        assert Ended(*found.ask(1, "end", "answer lost")).result == "answer lost"
+        assert found.deaths(3) == []
+        assert found.ask(0, "ran").count("answer lost") == 1
+        assert found.ask(1, "ran").count("lost on its way") == 1
+
+
+@pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynamic"])
+def test_a_host_that_nobody_reaches_is_dead_and_learns_it(is_static: bool) -> None:
+    with cluster(3, is_static) as found:
+        for rank in (0, 1):
+            found.network.cut(rank, 2)
+        since = monotonic()
+        found.ask(0, "begin", "to the lost", "w2", CALL_S)
+        found.ask(2, "begin", "from the lost", "w0", CALL_S)
+        for rank in (0, 1):
+            found.wait_for(rank, "dead", "w2")
+        assert monotonic() - since >= SUSPICION_S
+        ended = Ended(*found.ask(0, "end", "to the lost"))
+        # It was written, so it may yet arrive: the kernel goes on trying, also for one who has given up.
+        assert (ended.error, ended.delivery) == ("PeerDead", "unknown")
+        assert found.call(0, "goes on", "w1").result == "goes on"
+        found.network.heal()
+        wait_until(lambda: not found.ask(2, "running"))
+        ended = Ended(*found.ask(2, "end", "from the lost"))
+        assert ended.error in ("Expelled", "PeerDead")
+        assert found.ask(0, "running")
+        assert found.ask(1, "running")
+        assert found.ask(2, "ran").count("to the lost") <= 1
+        assert "from the lost" not in found.ask(0, "ran")
+
+
+def test_of_two_that_lost_each_other_one_stays() -> None:
+    """Each was alone, so each doubts itself longer; the one of lower rank is the cluster afterwards."""
+    with cluster(2) as found:
+        found.network.cut(0, 1)
+        for rank in (0, 1):
+            found.ask(rank, "begin", f"to {1 - rank}", f"w{1 - rank}", CALL_S)
+        for rank in (0, 1):
+            found.wait_for(rank, "dead", f"w{1 - rank}")
+            assert Ended(*found.ask(rank, "end", f"to {1 - rank}")).error == "PeerDead"
+        found.network.heal()
+        wait_until(lambda: not found.ask(1, "running"))
+        assert found.ask(0, "running")
+        assert len(found.ask(0, "ran")) <= 1
+        assert len(found.ask(1, "ran")) <= 1

@@ -1,0 +1,113 @@
+"""``farcall run --restart``: workers that die are started again, and come back into groups of either kind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+TIMEOUT_S = 90.0
+
+COMES_BACK = """
+    import os, signal, sys, threading, time
+    import farcall
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if __name__ == "__main__":
+        rank, again = int(os.environ["RANK"]), int(os.environ["FARCALL_RESTARTS"])
+        names = [f"worker{other}" for other in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
+        victim = f"worker{sys.argv[1]}"
+        survivors = [name for name in names if name != victim]
+        assert "WORLD_SIZE" not in os.environ
+        farcall.init_rpc(names[rank], rank=rank)
+        while len(farcall.members()) < len(names):
+            time.sleep(0.01)
+        if names[rank] != victim:
+            farcall._barrier(survivors)
+            if names[rank] == survivors[0]:
+                try:
+                    farcall.rpc_sync(victim, die)
+                except farcall.errors.PeerDead as error:
+                    print("lost", error.worker.name)
+            farcall._barrier(survivors)
+            retry = farcall.Retry(attempts=1000, longest_backoff_s=0.1)
+            print("answered by life", farcall.rpc_sync(victim, os.getenv, ("FARCALL_RESTARTS",), retry=retry))
+        elif not again:
+            threading.Event().wait()
+        farcall._barrier(names)
+        farcall.shutdown()
+"""
+
+FIXED = """
+    import os, signal, sys
+    import farcall
+
+    if __name__ == "__main__":
+        rank, again = int(os.environ["RANK"]), int(os.environ["FARCALL_RESTARTS"])
+        size = int(os.environ["LOCAL_WORLD_SIZE"])
+        victim = int(sys.argv[1])
+        while True:
+            farcall.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            try:
+                farcall._barrier([f"worker{other}" for other in range(size)])
+                if rank == victim and not again:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                print("life", farcall.rpc_sync(f"worker{victim}", os.getenv, ("FARCALL_RESTARTS",)))
+                farcall._barrier([f"worker{other}" for other in range(size)])
+                farcall.shutdown()
+                break
+            except farcall.errors.RpcError as error:
+                print(type(error).__name__)
+                farcall.shutdown(graceful=False)
+"""
+
+FAILS = """
+    import os, sys, time
+
+    if __name__ == "__main__":
+        print("life", os.environ["FARCALL_RESTARTS"])
+        if os.environ["RANK"] == "1":
+            sys.exit(7)
+        time.sleep(600)
+"""
+
+
+def run(tmp_path: Path, program: str, *arguments: str) -> tuple[int, str]:
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "-m", "farcall", "run", *arguments[:4], str(path), *arguments[4:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_killed_worker_comes_back_under_its_name(tmp_path: Path) -> None:
+    """Rank 0, which nobody can spare where it has the store."""
+    code, output = run(tmp_path, COMES_BACK, "--workers", "3", "--restart", "2", "0")
+    assert code == 0, output
+    assert "worker 0 was ended by SIGKILL; starting it again (1 of 2)" in output
+    assert re.findall(r"answered by life (\d)", output) == ["1", "1"], output
+
+
+def test_a_group_of_fixed_size_forms_anew_with_the_restarted_worker(tmp_path: Path) -> None:
+    """It lets nobody in, but those who are left may leave it, and meet again."""
+    code, output = run(tmp_path, FIXED, "--workers", "3", "--restart", "1", "0")
+    assert code == 0, output
+    assert output.count("life 1") == 3, output
+
+
+def test_who_fails_too_often_ends_all(tmp_path: Path) -> None:
+    code, output = run(tmp_path, FAILS, "--workers", "2", "--restart", "1")
+    assert code == 7, output
+    assert re.findall(r"1 \| life (\d)", output) == ["0", "1", "1"], output  # the last one is what is shown again
+    assert "(1 of 1)" in output
+    assert "the first to fail: worker 1 ended with exit code 7" in output
