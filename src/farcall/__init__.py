@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.observe.cluster import profile as profile
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.remote import functions as functions
     from farcall.remote.future import Future as Future
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Future": "farcall.remote.future",
-    "Node": "farcall.remote.node",
+    "Node": "farcall.api",
     "RRef": "farcall.remote.reference",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
@@ -57,6 +58,7 @@ _HOMES = {
     "init_rpc": "farcall.api",
     "nn": "farcall",
     "optim": "farcall",
+    "profile": "farcall.observe.cluster",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
@@ -80,6 +82,7 @@ __all__ = [
     "init_rpc",
     "nn",
     "optim",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

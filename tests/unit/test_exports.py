@@ -25,6 +25,7 @@ PUBLIC = [
     "init_rpc",
     "nn",
     "optim",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

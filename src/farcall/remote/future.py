@@ -137,6 +137,8 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
         self.arrived = True
         self._node.executor.submit(_Completion(self, error))
 
