@@ -171,6 +171,13 @@ class Call:
         )
 
 
+class _Here(threading.local):
+    """The part of a run that the calling thread runs."""
+
+    part: Span | None = None
+    captures = False
+
+
 class Run(Collector):
     """A request, or a part of a backward pass, that runs here; a `RunProfile`."""
 
@@ -182,42 +189,44 @@ class Run(Collector):
         super().__init__(options, number, wanted is not None and wanted.home)
         self._worker = worker
         self._own: list[Span] = []
-        self._capturing = threading.local()
+        self._here = _Here()
         self.harvest.names[worker.id] = worker.name
 
     def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         outside, THREAD.collector = THREAD.collector, self
-        part = Span(RUN, self._worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
-        self._resume()
+        here = self._here
+        here.part = Span(RUN, self._worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
+        self.resume()
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.pause()
-            part.end_ns = PROFILING.clock_ns()
-            self._own.append(part)
             THREAD.collector = outside
 
     def steps(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         return _Steps(self, coroutine)
 
     def pause(self) -> None:
-        if getattr(self._capturing, "on", False):
-            self._capturing.on = False
-            records = capture.stop()
-            self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
-            for recorder in tuple(_recorders):
-                recorder.take_records(records)
+        self.suspend()
+        part, self._here.part = self._here.part, None
+        if part is not None:
+            part.end_ns = PROFILING.clock_ns()
+            self._own.append(part)
 
     def suspend(self) -> bool:
-        """Somebody's own profiler wants this thread; True: `resume` is wanted afterwards."""
-        captured = getattr(self._capturing, "on", False)
-        self.pause()
-        return bool(captured)
+        """Record no operators on this thread for now; True: they were recorded."""
+        if not self._here.captures:
+            return False
+        self._here.captures = False
+        records = capture.stop()
+        self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
+        for recorder in tuple(_recorders):
+            recorder.take_records(records)
+        return True
 
-    def _resume(self) -> None:
-        self._capturing.on = capture.start(self.options)
-
-    resume = _resume
+    def resume(self) -> None:
+        """Record the operators of this thread."""
+        self._here.captures = capture.start(self.options)
 
     def finish(self, name: str) -> bytes:
         own, self._own = self._own, []

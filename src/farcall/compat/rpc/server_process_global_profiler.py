@@ -77,3 +77,7 @@ class _server_process_global_profile(profiler_legacy.profile):
         events._build_tree()
         self.function_events = events
         return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, such as ``rref.rpc_sync().__enter__()`` sends back, has what was found, and records nothing."""
+        return {name: value for name, value in self.__dict__.items() if name != "_everything"}
