@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.processes.test_calls import wait_until
 from tests.processes.trace_reader import Slice, Trace
 
 import farcall
 import farcall.autograd as autograd
 from farcall.observe.profile import THREAD
+from farcall.runtime.node import current_node
 from farcall.runtime.profiling import PROFILING, is_profiled
-from farcall.testing.cluster import run_cluster
+from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
 SECOND_NS = 1_000_000_000
 
@@ -51,6 +54,11 @@ async def in_steps(to: str, x: torch.Tensor) -> torch.Tensor:
 @farcall.functions.async_execution
 def later(to: str, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return farcall.rpc_async(to, twice, (x,))
+
+
+@farcall.functions.async_execution
+def with_callback(to: str, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return farcall.rpc_async(to, twice, (x,)).then(lambda future: future.value().exp())
 
 
 class Keeper:
@@ -198,6 +206,8 @@ def ways(rank: int) -> dict[str, list[Any]] | None:
 
     note("steps", lambda: farcall.rpc_sync("w1", in_steps, ("w2", x)))
     note("later", lambda: farcall.rpc_async("w1", later, ("w2", x)).wait())
+    note("callback there", lambda: farcall.rpc_sync("w1", with_callback, ("w2", x)))
+    note("callback here", lambda: farcall.rpc_async("w1", twice, (x,)).then(lambda future: future.value().exp()).wait())
     note("self", lambda: farcall.rpc_sync("w0", twice, (x,)))
     keeper = farcall.remote("w1", Keeper, (x,))
     note("method", lambda: keeper.rpc_sync().doubled())
@@ -221,6 +231,8 @@ def test_every_way_to_call_brings_its_events_home() -> None:
         True,
     ) in found["later"]
     assert ("rpc_async#later(w0 -> w1)", 0, False) in found["later"]
+    assert ("rpc_sync#with_callback(w0 -> w1)#remote_op: aten::exp", 1, True) in found["callback there"]
+    assert any(name == "aten::exp" and not is_remote for name, _, is_remote in found["callback here"])
     assert ("rpc_sync#twice(w0 -> w0)#remote_op: aten::add", 0, True) in found["self"]
     assert ("rpc_sync#doubled(w0 -> w1)#remote_op: aten::mul", 1, True) in found["method"]
     assert any(name == "to_here#(w0)->(w1)" for name, _, _ in found["to_here"])
@@ -246,6 +258,69 @@ def many_at_once(rank: int) -> int | None:
 
 def test_requests_are_profiled_at_the_same_time_each_for_itself() -> None:
     assert run_cluster(2, many_at_once)[0] == 200
+
+
+def abandoned_member(rank: int, url: str) -> None:
+    farcall.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=2,
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=url),
+    )
+    if rank == 0:
+        farcall.profile().__enter__()
+        wait_until(lambda: farcall.rpc_sync("w1", recordings) == 1, "w1 records")
+        farcall.shutdown(graceful=False)
+        return
+    wait_until(lambda: recordings() == 1, "w0 has this worker record")
+    wait_until(lambda: recordings() == 0, "this worker stops when w0 is gone")
+    farcall.shutdown(graceful=False)
+
+
+def recordings() -> int:
+    return PROFILING.everywhere
+
+
+def test_a_recording_ends_with_whoever_asked_for_it() -> None:
+    finish(start_processes(2, abandoned_member, temporary_file_url()))
+
+
+def worker_gone(rank: int, url: str) -> tuple[list[str], list[str]] | None:
+    farcall.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=3,
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=url),
+    )
+    if rank == 2:
+        wait_until(lambda: recordings() == 1, "w0 has this worker record")
+        farcall.shutdown(graceful=False)
+        return None
+    found = None
+    if rank == 0:
+        with farcall.profile() as prof:
+            farcall.rpc_sync("w1", twice, (torch.ones(2),))
+            wait_until(lambda: current_node().peer("w2").broken, "w2 has left")
+        found = ([event.name for event in prof.events()], list(prof.missing))
+        farcall.rpc_sync("w1", say_done)
+    else:
+        assert Done.event.wait(60)
+    farcall.shutdown(graceful=False)
+    return found
+
+
+class Done:
+    event = threading.Event()
+
+
+def say_done() -> None:
+    Done.event.set()
+
+
+def test_a_worker_that_is_gone_is_missing_and_the_others_are_not() -> None:
+    names, missing = finish(start_processes(3, worker_gone, temporary_file_url()))[0]
+    assert missing == ["w2"]
+    assert "rpc_sync#twice(w0 -> w1)#remote_op: aten::add" in names
 
 
 def nothing_left(rank: int) -> int:

@@ -46,6 +46,7 @@ class Recording:
         self.options = options
         self._worker = worker
         self.collector = Collector(options, home=False)
+        self.collector.worker = worker
         self.collector.harvest.names[worker.id] = worker.name
         add_recorder(self)
 
@@ -155,7 +156,11 @@ class profile:
         self._others = [worker for worker in node.workers() if worker.id != node.info.id]
         for worker in self._others:
             node.part(Clocks).ask(node.peer(worker.id))
-        self._ask_others(start_recording, (self._name, node.info.id, self._options))
+        try:
+            self._ask_others(start_recording, (self._name, node.info.id, self._options))
+        except BaseException:  # Ctrl-C
+            self._ask_others(stop_recording, (self._name,))
+            raise
         self._recording = Recording(node.info, self._options)
         THREAD.collector = self._recording.collector
         self._captures = capture.start(self._options)

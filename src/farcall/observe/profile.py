@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from threading import get_native_id
@@ -97,7 +98,7 @@ class Collector:
         self.options = options
         self.inside = inside
         self.home = home  # do callees send what they record back?
-        self.worker: int | None = None  # whose calls these are, once there is one
+        self.worker: WorkerInfo | None = None  # whose calls these are, once there is one
         self.harvest = Harvest([], [], {})
         self.open: dict[int, Call] = {}  # by number
 
@@ -132,7 +133,7 @@ class Call:
     def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
         self._details["request_bytes"] = len(payload) + sum(buffer.nbytes for buffer in buffers)
         collector = self._collector
-        collector.worker = self._node.info.id
+        collector.worker = self._node.info
         collector.open[self._number] = self
         return ProfileWanted(self._number, collector.options, collector.home)
 
@@ -228,11 +229,17 @@ class Run(Collector):
         """Record the operators of this thread."""
         self._here.captures = capture.start(self.options)
 
-    def finish(self, name: str) -> bytes:
+    def take_own(self, name: str) -> list[Span]:
+        """What was done here for it, called ``name``."""
         own, self._own = self._own, []
         for span in own:
             if span.kind == RUN:
                 span.name = name
+        return own
+
+    def finish(self, name: str) -> bytes:
+        self.pause()  # a callback that completes a future answers the request from inside of the run
+        own = self.take_own(name)
         for recorder in tuple(_recorders):
             recorder.take_harvest(self._worker, Harvest(own, [], {self._worker.id: self._worker.name}))
         if not self.home:
@@ -294,5 +301,38 @@ def _begin_run(worker: WorkerInfo, wanted: ProfileWanted | None) -> Run:
     return Run(worker, wanted)
 
 
+def _carry(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``callback``, to be profiled for whom this thread works, on whatever thread it will run."""
+    collector = THREAD.collector
+    if collector is None:
+        return callback
+
+    def run(future: Any) -> Any:
+        worker = collector.worker
+        if THREAD.collector is collector or worker is None:
+            return callback(future)
+        if isinstance(collector, Run):
+            return collector.run(callback, (future,))
+        part = Run(worker, ProfileWanted(collector.inside, collector.options, collector.home))
+        part.harvest, part.open = collector.harvest, collector.open  # its calls are the collector's
+        try:
+            return part.run(callback, (future,))
+        finally:
+            collector.harvest.spans += part.take_own(getattr(callback, "__qualname__", "callback"))
+
+    return run
+
+
+def _after_fork() -> None:
+    """Recordings belong to the parent."""
+    global _lock
+    _lock = threading.Lock()
+    _recorders.clear()
+    PROFILING.everywhere = 0
+
+
 PROFILING.begin_call = _begin_call
 PROFILING.begin_run = _begin_run
+PROFILING.carry = _carry
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -95,7 +95,7 @@ def _export(original: Callable[..., Any], self: Any, path: Any, *args: Any, **kw
         file = Path(path)
         trace = json.loads(file.read_text())
         if isinstance(trace, dict):  # and not the bare list of a torch without Kineto
-            add_to_trace(trace, session.everything(), session.worker, os.getpid())
+            add_to_trace(trace, session.everything(), session.worker.id, os.getpid())
             file.write_text(json.dumps(trace))
     return result
 
@@ -131,7 +131,7 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
     if isinstance(session, Session) and session.worker is not None:
         began = capture.start_record(records)
         base_ns = capture.start_ns(began)
-        events += function_events(session.everything(), session.worker, base_ns, began.thread_id())
+        events += function_events(session.everything(), session.worker.id, base_ns, began.thread_id())
         events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
     return events
 

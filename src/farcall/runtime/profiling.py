@@ -52,7 +52,7 @@ class RunProfile(Protocol):
 class _Profiling:
     """What `farcall.observe` has put in; nothing, where it is not loaded."""
 
-    __slots__ = ("begin_call", "begin_run", "clock_ns", "everywhere")
+    __slots__ = ("begin_call", "begin_run", "carry", "clock_ns", "everywhere")
 
     def __init__(self) -> None:
         self.clock_ns: Callable[[], int] = time.time_ns
@@ -63,6 +63,8 @@ class _Profiling:
         self.begin_call: Callable[[Any, Any, str, Any, Any], CallProfile | None] = lambda *_: None
         # (the worker that runs, what its caller wants)
         self.begin_run: Callable[[Any, ProfileWanted | None], RunProfile | None] = lambda *_: None
+        # A callback of a future, which runs later and elsewhere, becomes one that is profiled as this thread is.
+        self.carry: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda callback: callback
 
 
 PROFILING: Final = _Profiling()
