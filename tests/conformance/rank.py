@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -75,6 +76,8 @@ class Rank:
         faulthandler.enable(all_threads=True)
         # chain: after the stacks comes what the signal did before, which is to end the process.
         faulthandler.register(SHOW_STACKS_AND_DIE, all_threads=True, chain=True)
+        # A crash shows its stacks; a core file would land in the directory of whoever runs the tests.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # Should the server be killed, nobody is left to keep the bound.
         signal.alarm(int(self.bound_s) + 30)
 

@@ -189,7 +189,10 @@ class Server:
             self._waiting.append((request["test"], float(request["bound_s"])))
 
     def say(self, message: dict[str, Any]) -> None:
-        self._results.write(json.dumps(message).encode() + b"\n")
+        try:
+            self._results.write(json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            self._open = False  # whoever asked is gone
 
     def _stop(self) -> None:
         for running in self._running:

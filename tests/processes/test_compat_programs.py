@@ -90,6 +90,43 @@ def test_children_started_in_each_way_have_farcall(tmp_path: Path, method: str) 
     assert run(tmp_path, program, method) == ["[2.0, 2.0] True"]
 
 
+def test_a_program_is_compiled_for_itself(tmp_path: Path) -> None:
+    # Not with the __future__ of whoever runs it: then annotations would be text.
+    program = """
+        def typed(x: int):
+            pass
+
+        say(typed.__annotations__)
+    """
+    assert run(tmp_path, program) == ["{'x': <class 'int'>}"]
+
+
+def test_a_peer_that_is_quicker_may_gather_at_once(tmp_path: Path) -> None:
+    program = """
+        def work(rank):
+            if rank == 0:  # the leader of gathers: not done with init_rpc when the other is
+                go_on = rpc.api._init_rpc_states
+
+                def wait(agent):
+                    rpc.api._init_rpc_states = go_on
+                    while not rpc.api._all_gather_sequence_id_to_states:
+                        os.sched_yield()
+                    go_on(agent)
+
+                rpc.api._init_rpc_states = wait
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            rpc.shutdown(timeout=20)
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            sys.exit(child.exitcode)
+    """
+    assert run(tmp_path, program) == []
+
+
 def test_torch_multiprocessing_spawn(tmp_path: Path) -> None:
     program = """
         import torch.multiprocessing as mp
@@ -355,12 +392,14 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
     program = f"""
         import site
         site.addsitedir({str(SOURCES)!r})
+        site.addsitedir({str(SOURCES)!r})  # as in an environment made with --system-site-packages
+        assert importlib.util.find_spec("torch") is not None  # as programs ask that can do without
         assert "torch" not in sys.modules, "nobody has asked for torch yet"
         from torch.distributed.rpc import rpc_sync
         print(rpc_sync.__module__)
     """
     path = tmp_path / "program.py"
-    path.write_text("import sys\n" + textwrap.dedent(program))
+    path.write_text("import importlib.util, sys\n" + textwrap.dedent(program))
     for value, expected in (("1", "farcall.compat.rpc.api"), ("0", "torch.distributed.rpc.api")):
         done = subprocess.run(
             [sys.executable, str(path)],
@@ -371,6 +410,32 @@ def test_installed_by_a_variable(tmp_path: Path) -> None:
             timeout=TIMEOUT_S,
         )
         assert done.stdout.split() == [expected]
+
+
+def test_what_torch_loaded_meanwhile_is_its_own_after_uninstall(tmp_path: Path) -> None:
+    program = """
+        import warnings
+        import farcall.compat
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's optimizers are TorchScript
+            import torch.distributed.nn, torch.distributed.optim
+            from torch.distributed._shard.sharded_tensor import api as sharded
+            assert sharded.rpc is rpc
+            assert torch.distributed.optim.DistributedOptimizer is farcall.optim.DistributedOptimizer
+            farcall.compat.uninstall()
+        assert sharded.rpc is torch.distributed.rpc is sys.modules["torch.distributed.rpc"]
+        say(
+            sharded.rpc.__name__,
+            torch.distributed.nn.RemoteModule.__module__,
+            torch.distributed.nn.api.remote_module.__name__,
+            torch.distributed.optim.DistributedOptimizer.__module__,
+            torch.distributed.optim.optimizer.__name__,
+        )
+        farcall.compat.install()
+        assert torch.distributed.optim.DistributedOptimizer is farcall.optim.DistributedOptimizer
+    """
+    modules = ["rpc", "nn.api.remote_module", "nn.api.remote_module", "optim.optimizer", "optim.optimizer"]
+    assert run(tmp_path, program) == [" ".join(f"torch.distributed.{name}" for name in modules)]
 
 
 HIDE_RPC = """
@@ -438,6 +503,7 @@ def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
             farcall.compat.uninstall()
             assert not stock.is_available() and not hasattr(stock, "init_rpc")
             assert not hasattr(distributed, "RRef") and not hasattr(torch._jit_internal, "RRef")
+            assert not hasattr(torch.distributed.nn, "RemoteModule")
             print("served")
     """
     path = tmp_path / "program.py"

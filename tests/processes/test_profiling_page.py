@@ -32,14 +32,8 @@ def test_every_block_runs(tmp_path: Path) -> None:
     example = tmp_path / "example.py"
     example.write_text("\n\n".join(blocks) + PROGRAM)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(example)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, *launcher, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for promised in re.findall(r"`(\d rpc_sync#.*?)`", PAGE.read_text()):
         assert promised in done.stdout

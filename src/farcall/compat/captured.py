@@ -10,12 +10,13 @@ can be undone.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["AFTER_IMPORT", "Undo", "complete", "rebind", "setting"]
+__all__ = ["AFTER_IMPORT", "Undo", "complete", "give_back", "rebind", "setting"]
 
 Undo = Callable[[], None]
 _MISSING = object()
@@ -71,6 +72,35 @@ def _is_of(value: object, replacements: Mapping[str, object]) -> bool:
         return False
     home = getattr(value, "__module__", None)
     return isinstance(home, str) and home in replacements
+
+
+def give_back(replaced: Mapping[str, str]) -> None:
+    """Give torch's own modules that were loaded meanwhile what they would have had; ours are out of the way by now."""
+    homes: dict[int, tuple[str, str]] = {}
+    for old_name, new_name in replaced.items():
+        new = sys.modules.get(new_name)
+        if new is not None:
+            homes[id(new)] = (old_name, "")
+            homes.update({id(value): (old_name, name) for name, value in vars(new).items() if _is_ours(value)})
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("torch.") or not issubclass(type(module), ModuleType):
+            continue
+        for name, value in list(object.__getattribute__(module, "__dict__").items()):
+            if id(value) in homes:
+                _give_back(module, name, *homes[id(value)])
+
+
+def _give_back(module: ModuleType, name: str, home: str, name_there: str) -> None:
+    try:
+        found: object = importlib.import_module(home)
+        setattr(module, name, getattr(found, name_there) if name_there else found)
+    except (ImportError, AttributeError):  # a torch without RPC has no such thing
+        delattr(module, name)
+
+
+def _is_ours(value: object) -> bool:
+    home = getattr(value, "__module__", None) if isinstance(value, FunctionType | type) else None
+    return isinstance(home, str) and home.startswith("farcall.")
 
 
 # ---------------------------------------------------------------------- what a torch without RPC never had

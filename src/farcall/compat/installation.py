@@ -95,7 +95,7 @@ def _find_and_add(
     fullname: str, path: Sequence[str] | None, after: Callable[[ModuleType], list[captured.Undo]]
 ) -> importlib.machinery.ModuleSpec | None:
     """The module as it is, with our names added once it is loaded."""
-    return find_and_then(fullname, path, lambda module: _undo.extend(after(module)))
+    return find_and_then(_finder, fullname, path, lambda module: _undo.extend(after(module)))
 
 
 _finder = _Finder()
@@ -151,6 +151,7 @@ def uninstall() -> None:
             raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
         while _undo:
             _undo.pop()()
+        captured.give_back(REPLACED)
         _installed = False
 
 

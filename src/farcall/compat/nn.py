@@ -67,7 +67,7 @@ class _RemoteModule(farcall_module.RemoteModule):
 
     def _take_shape(self, remote_device: Any, module_rref: RRef[nn.Module]) -> None:
         if not is_agent_set():
-            raise AssertionError("RemoteModule only works in RPC.")
+            raise AssertionError("a RemoteModule needs RPC: call init_rpc first")
         where = parse_remote_device(remote_device)
         agent = current_agent()
         device_map = agent._get_device_map(agent.get_worker_info(where.worker))

@@ -50,4 +50,5 @@ def run_program(arguments: Sequence[str]) -> None:
     main.__file__ = os.path.abspath(path)
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    exec(compile(source, main.__file__, "exec"), main.__dict__)
+    # Compiled for itself: it has not asked for the __future__ of this module.
+    exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from farcall.compat.rpc.unserved import find_unserved
 from farcall.errors import RpcError
 from farcall.remote import proxy
 from farcall.remote.reference import RRef
@@ -29,6 +30,7 @@ def replacements() -> dict[str, Callable[..., Any]]:
         "remote": _remote,
         "_get_profiling_future": _get_profiling_future,
         "_set_profiling_future": _set_profiling_future,
+        "_deserialize": find_unserved(__name__, "_deserialize"),
     }
 
 

@@ -17,10 +17,14 @@ __all__ = ["find_and_then", "install_when_torch_comes"]
 
 
 def find_and_then(
-    fullname: str, path: Sequence[str] | None, then: Callable[[ModuleType], object]
+    asking: importlib.abc.MetaPathFinder,
+    fullname: str,
+    path: Sequence[str] | None,
+    then: Callable[[ModuleType], object],
 ) -> importlib.machinery.ModuleSpec | None:
-    """The module as it is found in files; ``then`` is called with it once it is loaded."""
-    spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+    """The module as all finders but ``asking`` find it; ``then`` is called with it once it is loaded."""
+    found = (finder.find_spec(fullname, path) for finder in sys.meta_path if finder is not asking)
+    spec = next((spec for spec in found if spec is not None), None)
     if spec is None or spec.loader is None:
         return None
     load = spec.loader.exec_module
@@ -37,13 +41,16 @@ class _WaitingForTorch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        return find_and_then(fullname, path, _install)
+        # Stays until torch is there: many a program only asks whether it could be found, or tries again.
+        return find_and_then(self, fullname, path, self._install) if fullname == "torch" else None
+
+    def _install(self, torch: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        _install()
 
 
-def _install(torch: ModuleType) -> None:
+def _install() -> None:
     from farcall.compat.installation import install
 
     install()
@@ -52,6 +59,7 @@ def _install(torch: ModuleType) -> None:
 def install_when_torch_comes() -> None:
     """Have farcall in place from the moment on at which torch is imported."""
     if "torch" in sys.modules:
-        _install(sys.modules["torch"])
-    else:
+        _install()
+    # Once: in an environment that sees another one's packages, Python reads each .pth file twice.
+    elif not any(isinstance(finder, _WaitingForTorch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WaitingForTorch())

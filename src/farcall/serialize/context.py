@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from farcall.errors import SerializationError
 from farcall.serialize.policy import REDUCERS
 
 if TYPE_CHECKING:
-    import torch
-
     from farcall.serialize.recording import Recording
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
@@ -141,6 +141,9 @@ def seed(function: Function) -> Function:
     return function
 
 
+_Tensor = torch.Tensor
+
+
 class Encoding(pickle.Pickler):
     """One message being written."""
 
@@ -155,6 +158,7 @@ class Encoding(pickle.Pickler):
         "peer",
         "records",
         "storages",
+        "temporaries",
         "tensors",
         "undo",
     )
@@ -163,6 +167,8 @@ class Encoding(pickle.Pickler):
     """Whom the message is for; reducers of references need it."""
     tensors: list[torch.Tensor] | None
     """Every tensor met, in the order in which the reader meets them; None when nobody asked."""
+    temporaries: bool
+    """May a reducer have made objects that nobody else holds, and whose end is more than freed memory?"""
 
     def __init__(self, fallback: Fallback) -> None:
         self.chunks = _Chunks()
@@ -175,6 +181,7 @@ class Encoding(pickle.Pickler):
         self.storages: dict[int, int | StorageRecord] = {}
         self.records: list[StorageRecord] = []
         self.inline_count = 0
+        self.temporaries = False
         self.kept: list[Any] = []
         self.notes: list[Any] = []
         self.undo: list[Callable[[], None]] = []
@@ -182,7 +189,10 @@ class Encoding(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Called by the pickler for everything that is not a builtin value."""
-        reducer = REDUCERS.get(type(value))
+        kind = type(value)
+        if kind is not _Tensor:
+            self.temporaries = True
+        reducer = REDUCERS.get(kind)
         if reducer is not None:
             self.contextual = True
             return reducer(value, self)
@@ -200,9 +210,16 @@ class Encoding(pickle.Pickler):
 
     def reset(self) -> None:
         """Forget the message."""
+        # What reducers made for this message lives in the memo alone. While pickle empties that, nothing may die:
+        # whoever collects garbage then, in a destructor or because one let go of the interpreter (as those of tensors
+        # do), would look at freed entries.
+        held = self.memo.copy() if self.temporaries else None
         # A new small table each time: clearing the old one would cost as much as the largest message ever
         # sent.
         self.memo = SEEDS.memo
+        if held is not None:
+            self.temporaries = False
+            del held
         self.chunks.clear()
         if self.undo:
             self.undo = []

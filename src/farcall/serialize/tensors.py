@@ -169,6 +169,7 @@ def _reduce_special(tensor: torch.Tensor, encoding: Encoding) -> Any:
         raise SerializationError(
             f"a tensor on {tensor.device} needs a device map to be sent; without one, send tensor.cpu()"
         )
+    encoding.temporaries = True
     function, arguments, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     marker = None if encoding.tensors is None else _Recorded(tensor)
     return (rebuild_special, (function, arguments, tensor.requires_grad, marker), *rest)

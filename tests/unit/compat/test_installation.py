@@ -115,19 +115,15 @@ def test_every_name_of_the_package_is_there(installed: None, module_name: str) -
 DUNDER = {"__annotations__", "__file__", "__path__", "__cached__"}
 
 NOT_OURS = {
-    *("T", "_P", "_R", "GenericWithOneTypeVar"),
-    # Inner parts of RemoteModule and of the optimizer.
-    *("_ScriptLocalOptimizer", "_ScriptLocalOptimizerInterface", "_LocalOptimizer", "_new_local_optimizer"),
-    *("_local_optimizer_step", "_new_script_local_optimizer", "_script_local_optimizer_step", "_wait_for_all"),
-    *("functional_optim_map", "jit", "_NON_SCRIPTABLE_REMOTE_MODULE_MODULE", "_SerializedRemoteModule"),
-    *("_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING", "_instantiate_template", "_create_module", "_param_rrefs"),
-    *("_create_module_with_interface", "_remote_module_receiver", "_remote_module_reducer", "_grad_t"),
-    *("_recursive_script_module_receiver", "_recursive_script_module_reducer", "_raise_not_supported"),
-    # Device maps are checked elsewhere.
-    *("_validate_device_maps", "_create_device_list", "_create_reverse_mapping", "_get_device_infos"),
-    *("_set_devices_and_reverse_device_map", "_tensorpipe_exchange_and_check_all_device_maps"),
-    *("_tensorpipe_validate_devices", "_init_process_group", "_backend_type_repr", "_backend_type_doc"),
+    *("T", "_P", "_R", "GenericWithOneTypeVar", "_grad_t"),  # variables for types
+    *("_backend_type_repr", "_backend_type_doc"),
 }
+
+
+@pytest.mark.parametrize("name", ["_get_profiling_future", "_set_profiling_future", "_deserialize"])
+def test_methods_of_references_that_are_not_served_say_so(installed: None, name: str) -> None:
+    with pytest.raises(farcall.errors.RpcError, match="farcall does not have: "):
+        getattr(torch.distributed.rpc.RRef, name)()
 
 
 def test_all_is_as_before_after_uninstall() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +33,10 @@ def test_options_of_another_type_are_refused() -> None:
         rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         rpc.TensorPipeRpcBackendOptions(init_method=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(RuntimeError, match="must be positive"):
         rpc.TensorPipeRpcBackendOptions(num_worker_threads=0)
+    with pytest.raises(RuntimeError, match="must not be negative"):
+        rpc.TensorPipeRpcBackendOptions(rpc_timeout=-1)
 
 
 def test_device_maps() -> None:
@@ -65,9 +69,10 @@ def test_backends_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_registry, "BackendType", backend_registry.BackendType)
     assert backend_registry.backend_registered("TENSORPIPE")
     before = rpc.BackendType.TENSORPIPE
+    names = {kind.name for kind in rpc.BackendType}  # whoever loaded the faulty agent registered that, too
     made = backend_registry.register_backend("OWN", lambda timeout, url: (timeout, url), lambda **kwargs: kwargs)
     assert repr(made) == "BackendType.OWN"
-    assert {kind.name for kind in backend_registry.BackendType} == {"TENSORPIPE", "OWN"}
+    assert {kind.name for kind in backend_registry.BackendType} == {*names, "OWN"}
     assert backend_registry.construct_rpc_backend_options(made, 3, "env://") == (3, "env://")
     assert backend_registry.init_backend(made, name="a") == {"name": "a"}
     assert rpc.BackendType is backend_registry.BackendType
@@ -75,6 +80,40 @@ def test_backends_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backend_registry.is_member("TENSORPIPE")
     with pytest.raises(RuntimeError, match=r"^RPC backend OWN: already registered$"):
         backend_registry.register_backend("OWN", dict, dict)
+
+
+def test_the_agent_of_another_backend_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_registry, "BackendType", backend_registry.BackendType)
+    said: list[str] = []
+
+    class Agent(rpc.RpcAgent):  # type: ignore[name-defined,misc]
+        def get_worker_info(self, worker: object = None) -> FarcallWorkerInfo:
+            return FarcallWorkerInfo("a", 0)
+
+        def get_worker_infos(self) -> list[FarcallWorkerInfo]:
+            return [self.get_worker_info()]
+
+        def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+            said.append(f"join {shutdown} {timeout}")
+
+        def shutdown(self) -> None:
+            said.append("shutdown")
+
+    made = backend_registry.register_backend("OWN", rpc.RpcBackendOptions, lambda **_: Agent())
+    for graceful, expected in ((True, ["join True 7", "shutdown"]), (False, ["shutdown"])):
+        said.clear()
+        options = rpc.RpcBackendOptions(init_method=f"file://{tempfile.mktemp()}")
+        rpc.init_rpc("a", backend=made, rank=0, world_size=1, rpc_backend_options=options)
+        rpc.shutdown(graceful, timeout=7)
+        assert said == expected
+        assert not rpc._is_current_rpc_agent_set()
+
+
+def test_a_name_that_cannot_be(tmp_path: Path) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/meeting")
+    with pytest.raises(RuntimeError, match="Worker name must match"):
+        rpc.init_rpc("a*", rank=0, world_size=1, rpc_backend_options=options)
+    assert not rpc._is_current_rpc_agent_set()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import functools
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -395,3 +397,32 @@ def test_failing_pickler_is_named():
 
     with use_rpc_pickler(Failing()), pytest.raises(SerializationError, match=r"Failing.*OSError: no disk"):
         encode_call(1)
+
+
+COLLECTS_WHILE_A_MESSAGE_IS_FORGOTTEN = """
+import gc
+from farcall.serialize import encode
+
+class Part:
+    def __del__(self):
+        gc.collect()
+
+class Whole:
+    def __reduce__(self):
+        return rebuild, ([Part(), Part()], [[number] for number in range(50)])
+
+def rebuild(parts, more):
+    return Whole()
+
+gc.collect()
+gc.freeze()  # so that each of the many collections is a quick one
+for _ in range(20):
+    encode([Whole(), Whole()])
+print("alive")
+"""
+
+
+def test_garbage_may_be_collected_while_a_message_is_forgotten():
+    # In a process of its own: what is tested against is a segmentation fault.
+    done = subprocess.run([sys.executable, "-c", COLLECTS_WHILE_A_MESSAGE_IS_FORGOTTEN], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr

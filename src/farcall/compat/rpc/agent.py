@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from farcall import api as farcall_api
 from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
+from farcall.compat.rpc.worker_info import WorkerInfo as CheckedWorkerInfo
 from farcall.errors import NotInitialized, RpcError, UnknownWorker
 from farcall.ids import WorkerInfo
 
@@ -30,12 +31,18 @@ _ATTRIBUTE = "_agent_of_old"
 
 
 class RpcAgent:
-    """What every agent can be asked."""
+    """What every agent can be asked, and told."""
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         raise NotImplementedError
 
     def get_worker_infos(self) -> list[WorkerInfo]:
+        raise NotImplementedError
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
         raise NotImplementedError
 
 
@@ -52,8 +59,14 @@ class TensorPipeAgent(RpcAgent):
         reverse_device_maps: Any = None,
         devices: Any = None,
     ) -> None:
+        from farcall.compat.rpc import api
+
+        if isinstance(name, str):
+            CheckedWorkerInfo(name, rank)  # a RuntimeError, where farcall's own init_rpc raises a ValueError
         self._options = rpc_backend_options
         self.store = store
+        if not is_agent_set():
+            api._forget_gathers()
         with _meeting_at(store, rpc_backend_options.init_method) as init_method:
             options = to_farcall(rpc_backend_options, init_method)
             # 0 was "not given" in programs written before there were groups without a size.

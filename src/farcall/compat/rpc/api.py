@@ -130,7 +130,7 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
 def _checked(to: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """``args`` as a tuple: anything that can be unpacked was good enough. Raises for what was refused at once."""
     if not isinstance(to, str | int | WorkerInfo):
-        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
     arguments = () if args is None else tuple(args)
     if func.__class__ is ScriptFunction:
         check_arguments(func, arguments, kwargs or {})
@@ -163,7 +163,7 @@ def _to_worker_info(to: Any) -> Any:
         return to
     if isinstance(to, str | int):
         return get_worker_info(to)
-    raise ValueError(f"Cannot get WorkerInfo from name {to}")
+    raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
 
 
 def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
@@ -214,13 +214,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _init_rpc_states(agent: Any) -> None:
-    """A new agent: its workers, and no gather yet."""
-    global _ALL_WORKER_NAMES
-    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+def _forget_gathers() -> None:
+    """Those of the agent before. Before there is a new one: a quick peer may take part in a gather at once."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
+
+
+def _init_rpc_states(agent: Any) -> None:
+    """A new agent, and its workers."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -230,10 +234,10 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
     with _all_gather_dict_lock:
         worker_names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in worker_names:
-            raise AssertionError(f"{worker_name} is not expected by leader.")
+            raise AssertionError(f"{worker_name} is not part of this gather, which is of {sorted(worker_names)}")
         states = _all_gather_sequence_id_to_states[sequence_id]
         if worker_name in states.gathered_objects:
-            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+            raise AssertionError(f"{worker_name} has given its object for gather {sequence_id} before")
         states.gathered_objects[worker_name] = obj  # type: ignore[index]
         if worker_names == set(states.gathered_objects):
             states.proceed_signal.set()
@@ -244,7 +248,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) ->
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     if states.proceed_signal.is_set():
-        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+        raise AssertionError(f"the result of gather {sequence_id} has come before")
     states.gathered_objects = objects_map
     states.proceed_signal.set()
 
@@ -317,7 +321,7 @@ def _tell_followers(sequence_id: str, states: AllGatherStates, followers: set[st
             errors[follower] = error
     if errors:
         raise RpcError(
-            f"Followers {list(errors)} timed out in _all_gather after {timeout_s:.2f} seconds. The first exception is "
+            f"{', '.join(errors)} failed or timed out in _all_gather after {timeout_s:.2f} seconds; the first said: "
             f"{next(iter(errors.values()))}"
         )
 
@@ -328,7 +332,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
-        logger.exception("Failed to complete barrier")
+        logger.exception("the barrier was not reached by all")
 
 
 @_require_initialized
@@ -337,7 +341,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     try:
         _all_gather(None, timeout=timeout)
     except RuntimeError:
-        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        logger.exception("not all workers came to the shutdown")
         raise
 
 
@@ -349,7 +353,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the cluster; graceful: when all workers have called this and all work everywhere is done."""
     agent = _get_current_rpc_agent()
     if not isinstance(agent, TensorPipeAgent):
-        _reset_current_rpc_agent()
+        _shut_down_foreign(agent, graceful, timeout)
         return
     if not graceful:
         farcall_api.shutdown(graceful=False)
@@ -375,6 +379,16 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         farcall_api.shutdown(agreed, timeout)
     if failures:
         raise failures[0]
+
+
+def _shut_down_foreign(agent: Any, graceful: bool, timeout: float) -> None:
+    """An agent that is not farcall's ends itself."""
+    try:
+        if graceful:
+            agent.join(shutdown=True, timeout=timeout)
+        agent.shutdown()
+    finally:
+        _reset_current_rpc_agent()
 
 
 def _finalize_shutdown() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from farcall.compat.rpc import constants
+from farcall.compat.rpc.unserved import find_unserved
 
 __all__ = [
     "BackendType",
@@ -108,7 +109,7 @@ def _tensorpipe_init_backend_handler(
     from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
 
     if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"`store` must be a c10d::Store. {store}")
+        raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
     agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
@@ -119,3 +120,7 @@ def _tensorpipe_init_backend_handler(
 BackendType = _make_type(
     {"TENSORPIPE": BackendValue(_tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)}
 )
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

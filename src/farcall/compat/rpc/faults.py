@@ -186,7 +186,7 @@ def _init_backend(
     from farcall.compat.rpc import api
 
     if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"`store` must be a c10d::Store. {store}")
+        raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
     agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)

@@ -14,6 +14,7 @@ import torch
 
 from farcall import options as farcall_options
 from farcall.compat.rpc import constants
+from farcall.errors import RpcError
 
 __all__ = ["TensorPipeRpcBackendOptions"]
 
@@ -31,6 +32,8 @@ class RpcBackendOptions:
     ) -> None:
         _check("rpc_timeout", rpc_timeout, int | float)
         _check("init_method", init_method, str)
+        if rpc_timeout < 0:
+            raise RpcError(f"rpc_timeout must not be negative, got {rpc_timeout}")
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
 
@@ -57,7 +60,7 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         super().__init__(rpc_timeout, init_method)
         _check("num_worker_threads", num_worker_threads, int)
         if num_worker_threads < 1:
-            raise ValueError(f"num_worker_threads must be positive, got {num_worker_threads}")
+            raise RpcError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, DeviceMap] = {name: dict(map_) for name, map_ in (device_maps or {}).items()}
         self.devices: list[torch.device] = list(devices or ())

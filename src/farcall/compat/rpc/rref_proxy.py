@@ -6,6 +6,7 @@ from typing import Any
 
 from farcall.compat.rpc import api
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
+from farcall.compat.rpc.unserved import find_unserved
 from farcall.remote import proxy
 from farcall.remote.reference import RRef
 
@@ -24,3 +25,7 @@ class RRefProxy(proxy.Proxy):
 
 def _invoke_rpc(rref: RRef[Any], rpc_api: Any, func_name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
     return getattr(RRefProxy(rref, rpc_api, timeout), func_name)(*args, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)

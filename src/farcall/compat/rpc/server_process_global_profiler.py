@@ -13,6 +13,7 @@ from typing import Any
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList
 
+from farcall.compat.rpc.unserved import find_unserved
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
 from farcall.observe.profile import Collector, add_recorder, remove_recorder
@@ -81,3 +82,7 @@ class _server_process_global_profile(profiler_legacy.profile):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, such as ``rref.rpc_sync().__enter__()`` sends back, has what was found, and records nothing."""
         return {name: value for name, value in self.__dict__.items() if name != "_everything"}
+
+
+def __getattr__(name: str) -> Any:
+    return find_unserved(__name__, name)
