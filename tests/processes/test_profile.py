@@ -123,11 +123,12 @@ def check_job(trace: Trace, home: str) -> None:
         call = next(each for each in told if each.args["call"] == parts[0].args["call"])
         assert all(call.contains(part) for part in parts)
         assert any(outermost(each) in parts for each in trace.named("MmBackward0", process))
-    arrows = {(arrow.name, arrow.start.name, arrow.end.name) for arrow in trace.arrows}
-    for call in (first, second):
-        assert ("request", call.name, "onward") in arrows
-        assert ("answer", "onward", call.name) in arrows
-    assert any(name == "request" and end == "backward" for name, _, end in arrows)
+    for call, run in ((first, runs["w1"]), (second, runs["w2"])):
+        assert any((arrow.name, arrow.start, arrow.end) == ("request", call, run) for arrow in trace.arrows)
+        assert any(
+            (arrow.name, arrow.start.parent, arrow.end.parent) == ("answer", run, call) for arrow in trace.arrows
+        )
+    assert any(arrow.name == "request" and arrow.end.name == "backward" for arrow in trace.arrows)
 
 
 # ---------------------------------------------------------------------- one trace

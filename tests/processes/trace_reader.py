@@ -1,7 +1,8 @@
 """A strict reader of Chrome traces: what Perfetto's importer would put in the wrong place, or drop, is an error here.
 
-Perfetto builds a stack of slices for each thread, so slices of a thread must nest or be apart; it ties each end of an
-arrow to the slice around it, so there must be one; and it names a row by its metadata.
+The rules are those of its trace processor (v52), as seen at work on such files. It builds a stack of slices for each
+thread, so slices of a thread must nest or be apart; it ties each end of an arrow to the slice that began last, and has
+it point to the later one of the two; it knows arrows by numbers only; and a row has the first name that it is given.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Trace:
         names: dict[Any, str] = {}
         for event in events:
             if event["ph"] == "M" and event["name"] == "process_name":
+                assert event["pid"] not in names, f"a second name: {event}"  # the first would count
                 names[event["pid"]] = event["args"]["name"]
         assert len(set(names.values())) == len(names), f"two rows have one name: {names}"
         return names
@@ -108,6 +110,8 @@ class Trace:
         ends: dict[tuple[Any, Any], dict[str, Any]] = defaultdict(dict)
         for event in events:
             if event["ph"] in "sf":
+                assert isinstance(event["id"], int), event  # others are dropped
+                assert 0 <= event["id"] < 1 << 53, event
                 key = (event["cat"], event["id"])
                 assert event["ph"] not in ends[key], f"two ends of one kind: {event}"
                 ends[key][event["ph"]] = event
@@ -116,18 +120,18 @@ class Trace:
             assert set(pair) == {"s", "f"}, f"an arrow without an end: {key}"
             assert pair["f"]["bp"] == "e" or key[0] != "farcall"
             assert pair["s"]["ts"] <= pair["f"]["ts"] + ROUNDING_US, f"an arrow into the past: {pair}"
-            arrows.append(Arrow(pair["s"]["name"], self._around(pair["s"]), self._around(pair["f"])))
+            arrow = Arrow(pair["s"]["name"], self._around(pair["s"]), self._around(pair["f"]))
+            assert arrow.start.start_us <= arrow.end.start_us + ROUNDING_US, f"it would point the other way: {arrow}"
+            arrows.append(arrow)
         return arrows
 
     def _around(self, event: Any) -> Slice:
-        """The innermost slice at the moment of an arrow's end."""
-        when = event["ts"]
-        around = [
+        """The slice that began last at the moment of an arrow's end; it must not be over."""
+        begun = [
             each
             for each in self._by_thread.get((event["pid"], event["tid"]), ())
-            if each.start_us - ROUNDING_US <= when < each.end_us + ROUNDING_US
+            if each.start_us <= event["ts"] + ROUNDING_US
         ]
-        assert around, f"no slice around {event}"
-        if event["cat"] == "farcall":  # such an arrow touches a call or a run, whatever begins at the same moment
-            around = [each for each in around if "call" in each.args]
-        return max(around, key=lambda each: each.start_us)
+        assert begun, f"no slice before {event}"
+        assert event["ts"] < begun[-1].end_us + ROUNDING_US, f"{begun[-1].name} is over before {event}"
+        return begun[-1]

@@ -208,22 +208,30 @@ class Run(Collector):
         return _Steps(self, coroutine)
 
     def pause(self) -> None:
-        self.suspend()
+        records = self._stop_capture()
         part, self._here.part = self._here.part, None
         if part is not None:
-            part.end_ns = PROFILING.clock_ns()
+            part.end_ns = PROFILING.clock_ns()  # before the records are read, which takes longer than many a function
             self._own.append(part)
+        self._take(records)
 
     def suspend(self) -> bool:
         """Record no operators on this thread for now; True: they were recorded."""
+        records = self._stop_capture()
+        self._take(records)
+        return records is not None
+
+    def _stop_capture(self) -> capture.Records | None:
         if not self._here.captures:
-            return False
+            return None
         self._here.captures = False
-        records = capture.stop()
-        self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
-        for recorder in tuple(_recorders):
-            recorder.take_records(records)
-        return True
+        return capture.stop()
+
+    def _take(self, records: capture.Records | None) -> None:
+        if records is not None:
+            self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
+            for recorder in tuple(_recorders):
+                recorder.take_records(records)
 
     def resume(self) -> None:
         """Record the operators of this thread."""

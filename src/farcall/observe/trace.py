@@ -7,7 +7,8 @@ Owns the form of the file, which Perfetto, ``chrome://tracing`` and TensorBoard 
     an operator, a run       the thread it ran on          a slice; operators lie inside their run
     a call that waits        the caller's thread           a slice; the run on the other worker lies inside its time
     a call that does not     a lane of the caller's own    a slice; calls of one lane do not overlap
-    request, answer          from one slice to the other   an arrow
+    request                  from call to run              an arrow
+    answer                   from run to call              an arrow, between slices at the ends of the two
 
 Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
 """
@@ -25,6 +26,9 @@ __all__ = ["add_to_trace", "chrome_trace"]
 _FIRST_PROCESS: Final = 1 << 22
 """Workers' rows are numbered from here: above the process ids of a system, since workers on two hosts may share one."""
 _FIRST_LANE: Final = 1 << 25
+_FIRST_ARROW: Final = 1 << 52
+"""Perfetto takes numbers only, and JSON no larger ones than twice this; torch's own are small."""
+MOMENT_NS: Final = 100
 _CATEGORIES = {OPERATOR: "cpu_op", CALL: "farcall", RUN: "farcall"}
 Event = dict[str, Any]
 
@@ -44,8 +48,12 @@ def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | Non
     if process is not None:
         rows[origin] = process
     added = _Drawing(rows, offsets, int(trace.get("baseTimeNanoseconds", 0)))
+    named = {event["pid"]: event for event in trace["traceEvents"] if event.get("name") == "process_name"}
     for worker, name in sorted(harvest.names.items()):
-        added.name_process(worker, name)
+        if rows[worker] in named:
+            named[rows[worker]]["args"]["name"] = name  # of two names Perfetto takes the first
+        else:
+            added.name_process(worker, name)
     calls = [span for span in harvest.spans if span.kind == CALL]
     waiting = [span for span in calls if span.details.get("kind") == "sync"]
     lanes = _lanes([span for span in calls if span.details.get("kind") != "sync"], offsets)
@@ -132,19 +140,28 @@ class _Drawing:
             served = sorted(parts[call.call], key=lambda part: part.start_ns)
             first, last = served[0], served[-1]
             mine = threads[call.call]
-            self._arrow(f"{call.call}:request", (call, mine, call.start_ns), (first, first.thread, first.start_ns))
+            start, end = (call, mine, call.start_ns), (first, first.thread, first.start_ns)
+            self._arrow("request", _FIRST_ARROW + 2 * call.call, start, end)
             if "unanswered" not in call.details:
-                # An arrow belongs to the slice around it, and at its end a slice is over.
-                leaves_ns, arrives_ns = max(last.end_ns - 1, last.start_ns), max(call.end_ns - 1, call.start_ns)
-                self._arrow(f"{call.call}:answer", (last, last.thread, leaves_ns), (call, mine, arrives_ns))
+                start, end = self._last_moment(last, last.thread), self._last_moment(call, mine)
+                self._arrow("answer", _FIRST_ARROW + 2 * call.call + 1, start, end)
 
-    def _arrow(self, name: str, start: tuple[Span, int, int], end: tuple[Span, int, int]) -> None:
+    def _last_moment(self, span: Span, thread: int) -> tuple[Span, int, int]:
+        """A slice of its own at the end of ``span``, for an arrow.
+
+        Perfetto ties an arrow to the slice that began last before it, and lets it point to the later one of two.
+        """
+        start_ns = span.end_ns - min(MOMENT_NS, (span.end_ns - span.start_ns) // 4)
+        self.slice(Span(RUN, span.worker, thread, "answer", start_ns, span.end_ns, span.call), thread)
+        return span, thread, start_ns
+
+    def _arrow(self, name: str, number: int, start: tuple[Span, int, int], end: tuple[Span, int, int]) -> None:
         for phase, (span, thread, when_ns) in (("s", start), ("f", end)):
             event: Event = {
                 "ph": phase,
                 "cat": "farcall",
-                "name": name.partition(":")[2],
-                "id": name,
+                "name": name,
+                "id": number,
                 "pid": self._rows[span.worker],
                 "tid": thread,
                 "ts": self._us(span.worker, when_ns),

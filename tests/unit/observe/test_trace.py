@@ -39,13 +39,13 @@ def test_arrows_go_from_the_call_to_the_first_part_and_back_from_the_last(tmp_pa
         Span(CALL, 0, 1, "call", 0, 100 * US, 1, 0, {"kind": "sync"}),
         Span(RUN, 1, 2, "first", 20 * US, 30 * US, 1),
         Span(RUN, 1, 3, "last", 40 * US, 60 * US, 1),
-        Span(OPERATOR, 1, 3, "aten::add", 40 * US, 60 * US, 1),
+        Span(OPERATOR, 1, 3, "aten::add", 41 * US, 59 * US, 1),
     ]
     trace = read(chrome_trace(Harvest(spans, [], {0: "w0", 1: "w1"}), 0), tmp_path)
-    assert [(arrow.name, arrow.start.name, arrow.end.name) for arrow in trace.arrows] == [
-        ("request", "call", "first"),
-        ("answer", "last", "call"),
-    ]
+    request, answer = trace.arrows
+    assert (request.start.name, request.end.name) == ("call", "first")
+    assert answer.start.parent == trace.only("last")
+    assert answer.end.parent == trace.only("call")
 
 
 def test_what_has_no_time_is_not_drawn_and_what_is_missing_is_said(tmp_path: Path) -> None:
