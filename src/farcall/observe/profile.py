@@ -188,7 +188,7 @@ class Run(Collector):
         for recorder in tuple(_recorders):
             options |= recorder.options
         super().__init__(options, number, wanted is not None and wanted.home)
-        self._worker = worker
+        self._worker = self.worker = worker
         self._own: list[Span] = []
         self._here = _Here()
         self.harvest.names[worker.id] = worker.name
@@ -305,7 +305,9 @@ def _begin_call(node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call 
     return None if collector is None else Call(node, peer, kind, what, collector)
 
 
-def _begin_run(worker: WorkerInfo, wanted: ProfileWanted | None) -> Run:
+def _begin_run(worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
+    if not _recorders and (wanted is None or not wanted.home):
+        return None  # its caller keeps what it records, and nobody does here
     return Run(worker, wanted)
 
 
