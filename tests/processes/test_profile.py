@@ -270,12 +270,21 @@ def abandoned_member(rank: int, url: str) -> None:
     )
     if rank == 0:
         farcall.profile().__enter__()
-        wait_until(lambda: farcall.rpc_sync("w1", recordings) == 1, "w1 records")
+        wait_until(lambda: farcall.rpc_sync("w1", has_seen_it), "w1 records, and has seen that it does")
         farcall.shutdown(graceful=False)
         return
     wait_until(lambda: recordings() == 1, "w0 has this worker record")
+    Seen.event.set()
     wait_until(lambda: recordings() == 0, "this worker stops when w0 is gone")
     farcall.shutdown(graceful=False)
+
+
+class Seen:
+    event = threading.Event()
+
+
+def has_seen_it() -> bool:
+    return Seen.event.is_set()
 
 
 def recordings() -> int:
@@ -303,19 +312,10 @@ def worker_gone(rank: int, url: str) -> tuple[list[str], list[str]] | None:
             farcall.rpc_sync("w1", twice, (torch.ones(2),))
             wait_until(lambda: current_node().peer("w2").broken, "w2 has left")
         found = ([event.name for event in prof.events()], list(prof.missing))
-        farcall.rpc_sync("w1", say_done)
     else:
-        assert Done.event.wait(60)
+        wait_until(lambda: current_node().peer("w0").broken, "w0 is done")
     farcall.shutdown(graceful=False)
     return found
-
-
-class Done:
-    event = threading.Event()
-
-
-def say_done() -> None:
-    Done.event.set()
 
 
 def test_a_worker_that_is_gone_is_missing_and_the_others_are_not() -> None:
