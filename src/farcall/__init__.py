@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.observe.cluster import profile as profile
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.remote import functions as functions
     from farcall.remote.future import Future as Future
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Future": "farcall.remote.future",
     "MemberEvent": "farcall.runtime.changes",
-    "Node": "farcall.remote.node",
+    "Node": "farcall.api",
     "RRef": "farcall.remote.reference",
     "Retry": "farcall.remote.retry",
     "RpcBackendOptions": "farcall.options",
@@ -67,6 +68,7 @@ _HOMES = {
     "nn": "farcall",
     "on_member": "farcall.api",
     "optim": "farcall",
+    "profile": "farcall.observe.cluster",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
@@ -95,6 +97,7 @@ __all__ = [
     "nn",
     "on_member",
     "optim",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -19,6 +19,7 @@ import torch
 
 from farcall.errors import NotInitialized, RpcError
 from farcall.ids import WorkerInfo
+from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.options import RpcBackendOptions
 from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
 from farcall.remote.future import Future

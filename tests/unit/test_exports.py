@@ -30,6 +30,7 @@ PUBLIC = [
     "nn",
     "on_member",
     "optim",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

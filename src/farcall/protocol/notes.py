@@ -11,10 +11,18 @@ import msgspec
 
 from farcall.protocol.references.messages import Fork
 
-__all__ = ["KEEP", "Notes", "decode_notes", "encode_notes", "without_creation"]
+__all__ = ["KEEP", "Notes", "ProfileWanted", "decode_notes", "encode_notes", "without_creation"]
 
 KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
+
+
+class ProfileWanted(msgspec.Struct, array_like=True, frozen=True):
+    """A profiled caller's wish: to know what its callee does. What the bits mean is told in observe/capture.py."""
+
+    number: int  # of the call, unique in the cluster
+    options: int = 0
+    home: bool = True  # send what was recorded home with the answer, and do not only keep it
 
 
 class Notes(msgspec.Struct, array_like=True, frozen=True):
@@ -25,6 +33,8 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     origin: str = ""  # where the program created it, if it asked to have that recorded
     context_id: int = 0  # the distributed autograd context of the message
     message_id: int = 0  # names the tensors in the payload that need a gradient, within that context
+    profile: ProfileWanted | None = None  # of a request
+    profiled: bytes = b""  # of an answer: what was recorded, see observe/spans.py
 
 
 encode_notes = msgspec.msgpack.Encoder().encode

@@ -99,6 +99,8 @@ class Creation(PendingCall):
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
         name = self.peer.info.name
         if isinstance(error, RpcTimeout):
             self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")

@@ -25,6 +25,7 @@ from farcall.protocol.frames import REQUEST, Arrived
 from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import CallProfile
 from farcall.runtime.role import abdicate
 
 
@@ -42,6 +43,7 @@ class PendingCall:
     deadline: float
     timeout_s: float
     call_id: int
+    profile: CallProfile | None = None
 
     def on_answer(self, frame: Arrived) -> None:
         """The answer came."""

@@ -45,7 +45,7 @@ from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.notes import Notes, decode_notes
+from farcall.protocol.notes import Notes, ProfileWanted, decode_notes
 from farcall.runtime import shield
 from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
@@ -59,6 +59,7 @@ from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.profiling import PROFILING
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
@@ -76,6 +77,7 @@ RELEASE_DELAY_S = 0.01
 STOP_S = 5.0
 HANDLED_ANYWHERE = (
     messages.BlocksReleased,
+    messages.ClockAsked,
     messages.FramesReceived,
     messages.SegmentAccepted,
     messages.SegmentOffered,
@@ -185,6 +187,10 @@ class Node:
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
             messages.FramesReceived: lambda peer, message: peer.link.session.on_acknowledged(message.count),
+            messages.ClockAsked: lambda peer, message: peer.control(
+                messages.ClockTold(message.sent_ns, PROFILING.clock_ns())
+            ),
+            messages.ClockTold: lambda peer, message: None,
             messages.DepartureReport: self._on_departure,
             messages.DepartureProbe: self._on_departure,
             messages.DepartureStatus: self._on_departure,
@@ -685,6 +691,8 @@ class Node:
                 message = noted
             if notes.context_id:
                 message = self.find_recording(message, notes)
+            if notes.profile is not None:
+                message = _with_profile(message, notes.profile)
         if message[0] == REQUEST:
             self.server.accept(peer, message)
             return
@@ -693,6 +701,9 @@ class Node:
             return
         call = self.calls.claim(message[2])
         if call is not None:
+            if call.profile is not None:
+                # Before whoever waits goes on: it may be about to look at what was recorded.
+                call.profile.ended(notes.profiled if message[4] else b"", _size_of(message))
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
@@ -791,6 +802,19 @@ class Node:
             in_flight = len(self.calls) + served + sum(count() for count in self._unsettled)
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity
+
+
+def _with_profile(message: Arrived, wanted: ProfileWanted) -> Arrived:
+    """``message`` with what its profiled caller wants to know."""
+    buffers = message[6]
+    if not isinstance(buffers, Annotated):
+        buffers = Annotated(buffers, [])
+    buffers.profile = wanted
+    return (*message[:6], buffers)
+
+
+def _size_of(message: Arrived) -> int:
+    return len(message[5]) + sum(buffer.nbytes for buffer in message[6])
 
 
 def _after_fork() -> None:

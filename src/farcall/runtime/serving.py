@@ -31,13 +31,16 @@ import torch
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.notes import Notes, ProfileWanted, encode_notes
 from farcall.runtime.executor import Executor
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, RunProfile
 from farcall.serialize import (
     RECORDING,
     Annotated,
     Encoded,
+    Recording,
     decode,
     decode_function,
     encode,
@@ -223,15 +226,21 @@ class Request:
         "frame",
         "function_name",
         "peer",
+        "profile",
         "recording",
         "server",
         "started_at",
         "thread_id",
+        "wanted",
     )
 
     def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
         # The distributed autograd context that the function runs in, and that records its result.
-        self.recording = frame[6].recording if frame[6].__class__ is Annotated else None
+        self.recording: Recording | None = None
+        self.wanted: ProfileWanted | None = None  # what its caller, being profiled, wants to know
+        if frame[6].__class__ is Annotated:
+            self.recording, self.wanted = frame[6].recording, frame[6].profile
+        self.profile: RunProfile | None = None
         self.server = server
         self.peer = peer
         self.frame = frame
@@ -253,6 +262,8 @@ class Request:
             return
         recording = self.recording
         outside = None if recording is None else recording.enter()
+        if self.wanted is not None or PROFILING.everywhere:
+            self.profile = PROFILING.begin_run(server.worker, self.wanted)
         _, _, _, function, _, payload, buffers = self.frame
         self.thread_id = threading.get_ident()
         started = self.started_at = perf_counter()
@@ -271,7 +282,10 @@ class Request:
                 buffers.clear()  # the reader's frames further up the stack hold the same list
             del buffers, payload
             # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
-            outcome = [func(*args, **kwargs) if kwargs else func(*args)]
+            if self.profile is not None:
+                outcome = [self.profile.run(func, args, kwargs)]
+            else:
+                outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
             if _answers_later(func, outcome[0]):
                 self._answer_later(func, outcome[0])
@@ -331,8 +345,11 @@ class Request:
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
         # To its caller an answer belongs to a context only if gradients may come back for it.
         notes = b""
+        profiled = b"" if self.profile is None else self.profile.finish(self.function_name)
         if buffers.__class__ is Annotated and (buffers.message_id or buffers.notes):
-            notes = notes_of(buffers)
+            notes = notes_of(buffers, profiled=profiled)
+        elif profiled:
+            notes = encode_notes(Notes(profiled=profiled))
         try:
             self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
         except RpcError as error:
@@ -351,7 +368,7 @@ class Request:
         if result.__class__ is MarkedResult:
             result = result.value
         if inspect.iscoroutine(result):
-            self.server.run_coroutine(result, self._on_done)
+            self.server.run_coroutine(result if self.profile is None else self.profile.steps(result), self._on_done)
         elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
             result.add_done_callback(self._on_done)
         else:
@@ -385,7 +402,8 @@ class _Resumption:
         recording = request.recording
         outside = None if recording is None else recording.enter()
         try:
-            outcome = [self._finish()]
+            profile = request.profile
+            outcome = [self._finish() if profile is None else profile.run(self._finish)]
             if _answers_later(self._finish, outcome[0]):
                 request._answer_later(self._finish, outcome[0])
                 return

@@ -13,6 +13,8 @@ from farcall.protocol import membership, messages, references
 from farcall.protocol.messages import (
     BlocksReleased,
     CallCancelled,
+    ClockAsked,
+    ClockTold,
     DepartureAcknowledged,
     DepartureProbe,
     DepartureReleased,
@@ -49,6 +51,8 @@ EXAMPLES = [
     DepartureStatus(late=[(1, "has not called shutdown")], unnamed_count=2),
     DepartureReleased(),
     DepartureAcknowledged(),
+    ClockAsked(sent_ns=2**62),
+    ClockTold(sent_ns=2**62, clock_ns=1),
     references.Register([FORK]),
     references.Confirm([(FORK.ref, FORK.fork_id)]),
     references.Accept([FORK.fork_id]),

@@ -1,0 +1,1 @@
+"""What a cluster does, seen from outside of it: profiles and traces."""
