@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -26,6 +27,7 @@ from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
+from farcall.runtime.tallies import LOST, TIMED_OUT, Tally, tally_of
 
 
 class PendingCall:
@@ -39,9 +41,14 @@ class PendingCall:
     """Need the function not begin once nobody waits for this call any more?"""
     peer: Peer
     what: Callable[..., Any]
+    started_at: float
     deadline: float
     timeout_s: float
     call_id: int
+    tally: Tally
+    """Where its end is counted; set when it is sent."""
+    thread_id: int = 0
+    """The thread that waits for it, as far as that is known."""
 
     def on_answer(self, frame: Arrived) -> None:
         """The answer came."""
@@ -55,15 +62,30 @@ class PendingCall:
 class SyncCall(PendingCall):
     """A call whose caller sleeps on a lock until it is done."""
 
-    __slots__ = ("arrived", "call_id", "deadline", "error", "frame", "lock", "peer", "timeout_s", "what")
+    __slots__ = (
+        "arrived",
+        "call_id",
+        "deadline",
+        "error",
+        "frame",
+        "lock",
+        "peer",
+        "started_at",
+        "tally",
+        "thread_id",
+        "timeout_s",
+        "what",
+    )
 
     def __init__(self, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
+        self.thread_id = get_ident()
         self.frame: Arrived | None = None
         self.error: RpcError | None = None
         self.lock = threading.Lock()
@@ -115,8 +137,12 @@ class CallTable:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def register(self, call: PendingCall) -> int:
+    def register(self, call: PendingCall, function: bytes = b"") -> int:
         """Give ``call`` its id and put it into the table."""
+        try:
+            call.tally = call.peer.called[function]
+        except KeyError:
+            call.tally = tally_of(call.peer.called, function)
         call.call_id = call_id = self._next_id()
         self._pending[call_id] = call
         self.last_id = call_id  # after the line above: whoever sees the old number may believe the table
@@ -169,7 +195,7 @@ class CallTable:
             self._executor.park(worker)
         peer = call.peer
         try:
-            call_id = self.register(call)
+            call_id = self.register(call, function)
             peer.send(REQUEST, 0, call_id, function, notes, payload, buffers, call.deadline, False, call)
             if not call.arrived:
                 if peer.broken:
@@ -202,7 +228,7 @@ class CallTable:
     ) -> None:
         """Send the request of ``call``, whose outcome somebody else waits for; a failure leaves nothing behind."""
         try:
-            call_id = self.register(call)
+            call_id = self.register(call, function)
             call.peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
@@ -220,10 +246,12 @@ class CallTable:
     def _fail_lost(self, call: PendingCall) -> None:
         """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""
         if self.claim(call.call_id) is not None:
+            call.tally[LOST] += 1
             call.on_failure(call.peer.lost(Delivery.UNKNOWN))
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
+        call.tally[TIMED_OUT] += 1
         name = getattr(call.what, "__qualname__", None) or repr(call.what)
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
@@ -236,6 +264,7 @@ class CallTable:
         for call in list(self._pending.values()):
             if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
                 failed += 1
+                call.tally[LOST] += 1
                 call.on_failure(error(call))
         return failed
 

@@ -19,6 +19,7 @@ import os
 import secrets
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -40,7 +41,7 @@ from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
+from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.notes import Notes, decode_notes
 from farcall.runtime import shield
@@ -56,6 +57,7 @@ from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
+from farcall.runtime.tallies import BOUNDS_S, FAILED
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
 
@@ -509,6 +511,9 @@ class Node:
             return
         call = self.calls.claim(message[2])
         if call is not None:
+            call.tally[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
+            if message[0] == FAILURE:
+                call.tally[FAILED] += 1
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()

@@ -47,6 +47,7 @@ from farcall.runtime.executor import Task
 from farcall.runtime.link import Awaited, Link
 from farcall.runtime.loop import NEVER
 from farcall.runtime.role import role
+from farcall.runtime.tallies import Tallies
 
 logger = logging.getLogger("farcall")
 
@@ -57,9 +58,16 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "info")
+    __slots__ = ("__weakref__", "called", "info", "served")
 
     info: WorkerInfo
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
+        self.called: Tallies = {}
+        """How calls to this peer ended."""
+        self.served: Tallies = {}
+        """How functions ended that ran for this peer."""
 
     def send(
         self,
@@ -115,7 +123,7 @@ class SelfPeer(Peer):
     __slots__ = ("_memory", "_on_message", "ended")
 
     def __init__(self, info: WorkerInfo, on_message: Callable[[Peer, Arrived], None], memory: ReceivePool) -> None:
-        self.info = info
+        super().__init__(info)
         self._on_message = on_message
         self._memory = memory
         self.ended: RpcError | None = None
@@ -175,6 +183,8 @@ class RemotePeer(Peer):
         "leaving",
         "link",
         "segments",
+        "shared_bytes_received",
+        "shared_bytes_sent",
     )
 
     def __init__(
@@ -186,7 +196,7 @@ class RemotePeer(Peer):
         write_later: Callable[[Callable[[], None]], None],
     ) -> None:
         """``write_later`` runs a write that may have to wait on some worker thread."""
-        self.info = info
+        super().__init__(info)
         self._write_later = write_later
         self.incarnation = incarnation
         self.leaving = False
@@ -196,6 +206,8 @@ class RemotePeer(Peer):
         self._takes_segments = True
         self._accepted: set[int] = set()
         self._descriptors: deque[int] = deque()
+        self.shared_bytes_sent = 0  # about: it is counted without a lock
+        self.shared_bytes_received = 0
 
     def send(
         self,
@@ -222,6 +234,7 @@ class RemotePeer(Peer):
                 for index in range(len(buffers)):
                     placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
                 pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+                self.shared_bytes_sent += sum(one.size_bytes for one in placed if one.__class__ is Ticket)
                 if len(pieces) > 1:
                     self._send_pieces(pieces, deadline, kind == REQUEST)
                 elif awaited is None:
@@ -427,6 +440,7 @@ class RemotePeer(Peer):
         views: list[memoryview] = []
         for buffer in buffers:
             if isinstance(buffer, Ticket):
+                self.shared_bytes_received += buffer.size_bytes
                 if buffer.segment_id & YOURS and self._pool is not None:
                     views.append(
                         self._pool.take_back(buffer.segment_id ^ YOURS, buffer.offset, buffer.size_bytes, self)

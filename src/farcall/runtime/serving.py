@@ -21,6 +21,7 @@ import inspect
 import itertools
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
@@ -34,6 +35,7 @@ from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
 from farcall.runtime.executor import Executor
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
+from farcall.runtime.tallies import BOUNDS_S, FAILED, tally_of
 from farcall.serialize import (
     RECORDING,
     Annotated,
@@ -138,6 +140,7 @@ class Server:
                     self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
+        request.queued_at = perf_counter()
         self._executor.submit(request)
 
     def _ban(self, function: bytes) -> None:
@@ -223,6 +226,7 @@ class Request:
         "frame",
         "function_name",
         "peer",
+        "queued_at",
         "recording",
         "server",
         "started_at",
@@ -238,6 +242,7 @@ class Request:
         self.cancelled = False
         self.deferred = False  # it returned, and will answer later
         self.function_name = ""
+        self.queued_at = 0.0  # if a worker was to run it
         self.started_at = 0.0
         self.thread_id = 0
 
@@ -280,8 +285,13 @@ class Request:
             self._fail(error)
             return
         finally:
+            took_s = perf_counter() - started
+            try:
+                tally = self.peer.served[function]
+            except KeyError:
+                tally = tally_of(self.peer.served, function)
+            tally[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                took_s = perf_counter() - started
                 if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
                     server._quick[function] = 2
                     if function in server._banned:
@@ -323,6 +333,7 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
+            tally_of(self.peer.served, self.frame[3])[FAILED] += 1
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)
