@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
     from farcall.api import init_rpc as init_rpc
+    from farcall.api import metrics as metrics
     from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
     from farcall.api import rpc_sync as rpc_sync
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.observe.node import Node as Node
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.remote import functions as functions
     from farcall.remote.future import Future as Future
-    from farcall.remote.node import Node as Node
     from farcall.remote.reference import RRef as RRef
 
 _HOMES = {
     "Future": "farcall.remote.future",
-    "Node": "farcall.remote.node",
+    "Node": "farcall.observe.node",
     "RRef": "farcall.remote.reference",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
@@ -55,6 +56,7 @@ _HOMES = {
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
+    "metrics": "farcall.api",
     "nn": "farcall",
     "optim": "farcall",
     "remote": "farcall.api",
@@ -78,6 +80,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "metrics",
     "nn",
     "optim",
     "remote",

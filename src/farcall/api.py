@@ -19,11 +19,12 @@ import torch
 
 from farcall.errors import NotInitialized, RpcError
 from farcall.ids import WorkerInfo
+from farcall.observe.metrics import Metrics, collect
+from farcall.observe.node import Node
 from farcall.options import RpcBackendOptions
 from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
 from farcall.remote.future import Future
 from farcall.remote.gather import gather
-from farcall.remote.node import Node
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences, call_remote
 from farcall.runtime import node as runtime_node
@@ -115,6 +116,11 @@ def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
     """The `WorkerInfo` of a name or rank; without one, of this process itself."""
     node = current_node()
     return node.info if worker is None else node.peer(worker).info
+
+
+def metrics() -> Metrics:
+    """What this worker has done so far, and what it has now: calls, latencies, bytes, queues, references."""
+    return collect(current_node())
 
 
 def rpc_sync(

@@ -23,6 +23,7 @@ PUBLIC = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "metrics",
     "nn",
     "optim",
     "remote",

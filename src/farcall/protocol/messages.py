@@ -10,7 +10,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     20-29   calls                   runtime/calls.py
     30-39   departure               protocol/departure.py
     40-49   references              protocol/references
-    50-     free: membership and gradients take the next tens
+    50-69   membership              protocol/membership (not sent yet)
+    70-79   observing               protocol/observing.py
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.protocol import observing
 from farcall.protocol.references import messages as references
 
 __all__ = [
@@ -170,6 +172,7 @@ Message = (
     | DepartureReleased
     | DepartureAcknowledged
     | references.Message
+    | observing.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

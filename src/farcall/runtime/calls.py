@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any
@@ -27,7 +28,11 @@ from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
+from farcall.runtime.shield import Gate
 from farcall.runtime.tallies import LOST, TIMED_OUT, Tally, tally_of
+
+EXPLAIN_S = 0.5
+"""An error is never held up for longer than this to say more."""
 
 
 class PendingCall:
@@ -133,6 +138,9 @@ class CallTable:
         self._lock = threading.Lock()
         self._next_deadline = NEVER
         self.last_id = 0
+        self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
+        """Finds out, from any thread, what the callee does with a call whose time is up, and calls the second argument
+        with it, once, on the I/O thread, within EXPLAIN_S. Set by the layer above."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -176,9 +184,13 @@ class CallTable:
             self._next_deadline = min(self._next_deadline, nearest)
         for call in overdue:
             if self.claim(call.call_id) is not None:
+                error = self.timed_out(call)
+                if self.explain is None:
+                    call.on_failure(error)
+                else:
+                    self.explain(call, partial(_fail_explained, call, error))
                 if call.cancellable:
                     call.peer.cancel(call.call_id)
-                call.on_failure(self.timed_out(call))
         return nearest
 
     def waiting(self) -> Waiting:
@@ -204,7 +216,7 @@ class CallTable:
                 bound = -1 if remaining == NEVER else max(0.0, min(remaining, threading.TIMEOUT_MAX))
                 if not call.lock.acquire(True, bound):
                     if self.claim(call.call_id) is not None:
-                        raise self.timed_out(call)
+                        raise self._explained(call)
                     call.lock.acquire()  # claimed a moment ago by another thread, which is about to release it
         except BaseException:
             # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
@@ -258,6 +270,22 @@ class CallTable:
             f"{call.peer.info.name} has not answered {name}()"
         )
 
+    def _explained(self, call: SyncCall) -> RpcTimeout:
+        """The same, with what the callee does; the calling thread, which is not the I/O thread, waits for that."""
+        error = self.timed_out(call)
+        if self.explain is not None:
+            told = Gate()
+            texts: list[str] = []
+
+            def take(text: str) -> None:
+                texts.append(text)
+                told.open()
+
+            self.explain(call, take)
+            told.wait(EXPLAIN_S)
+            _add(error, "".join(texts))
+        return error
+
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (or to anybody); how many there were."""
         failed = 0
@@ -271,3 +299,13 @@ class CallTable:
     def snapshot(self) -> list[PendingCall]:
         """The calls waiting now, oldest first."""
         return list(self._pending.values())
+
+
+def _add(error: RpcTimeout, text: str) -> None:
+    if text:
+        error.args = (f"{error}; {text}",)
+
+
+def _fail_explained(call: PendingCall, error: RpcTimeout, text: str) -> None:
+    _add(error, text)
+    call.on_failure(error)

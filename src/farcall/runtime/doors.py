@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Role
+from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Role, is_observer
 from farcall.runtime.loop import NEVER, Loop
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
@@ -51,6 +51,8 @@ class Door:
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
         """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
+        self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
+        """Gets whoever proved that it may look on."""
         failure: ListenFailed | None = None
         for address in addresses:
             try:
@@ -121,7 +123,7 @@ class Door:
                 raise DialFailed("it closed the connection before it proved anything")
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
             if established is not None:
-                why_not = self._admit(established.peer)
+                why_not = None if is_observer(established.peer) else self._admit(established.peer)
                 if why_not is not None:
                     raise HandshakeRefused(why_not)
             if reply and guest.transport.send((reply,)) < len(reply):
@@ -140,7 +142,7 @@ class Door:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            self._on_member(guest.transport, established)
+            (self.on_observer if is_observer(established.peer) else self._on_member)(guest.transport, established)
 
     def _let_go(self, transport: Transport) -> None:
         descriptor = transport.fileno()

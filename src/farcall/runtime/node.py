@@ -44,6 +44,7 @@ from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.notes import Notes, decode_notes
+from farcall.protocol.observing import Ask
 from farcall.runtime import shield
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
@@ -53,6 +54,7 @@ from farcall.runtime.leaving import Leaving
 from farcall.runtime.link import Link
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.mesh import Mesh
+from farcall.runtime.onlooker import Onlooker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
@@ -152,6 +154,9 @@ class Node:
         """The same message, with its distributed autograd context. Set by the layer above."""
         self._unsettled: list[Callable[[], int]] = []
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
+        self._onlookers: set[Onlooker] = set()
+        self.on_question: Callable[[Onlooker, Ask], None] | None = None
+        """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
@@ -187,6 +192,7 @@ class Node:
         if self._state != "new":
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
+        self.started_at = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
@@ -237,6 +243,7 @@ class Node:
             lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
         )
         assert self._door is not None
+        self._door.on_observer = self._on_observer
         for ticker in (self.calls, self.executor, self._leaving, self._door, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
@@ -273,6 +280,16 @@ class Node:
         self._remotes[info.id] = peer
         peer.link.start(established.leftover)
         self._linked.open()
+
+    def _on_observer(self, transport: Transport, established: Established) -> None:
+        """Somebody who may look on is connected."""
+        if self.on_question is None:
+            transport.close()
+            return
+        logger.info("%s: an observer is connected over %s", self._name, transport.describe())
+        onlooker = Onlooker(transport, self._loop, self.on_question, self._onlookers.discard)
+        self._onlookers.add(onlooker)
+        onlooker.start(established.leftover)
 
     def _fail_unsent(self, call_id: int, why: str) -> None:
         """A request was not sent after all: have its caller told, from any thread."""
@@ -323,6 +340,10 @@ class Node:
                     part = self._parts[kind] = kind(self)
         return part
 
+    def part_if_made(self, kind: Callable[[Node], P]) -> P | None:
+        """The same, or None if it was never used."""
+        return self._parts.get(kind)
+
     def wait_for(self, count: Callable[[], int]) -> None:
         """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
         self._unsettled.append(count)
@@ -366,6 +387,10 @@ class Node:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
 
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the I/O thread as soon as possible; it must not run user code."""
+        self._loop.call_soon(function)
+
     def _end(self, why: Cancelled, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
         shield.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
@@ -407,6 +432,8 @@ class Node:
         if hasattr(self, "server"):
             self.server.stop(STOP_S)
         self._loop.stop()
+        for onlooker in list(self._onlookers):
+            onlooker.close(f"{self._name} ended")
         for peer in remotes:
             peer.close()
         if self._door is not None:
@@ -425,6 +452,8 @@ class Node:
             self.membership.close()
         for peer in self._remotes.values():
             peer.link.close_after_fork()
+        for onlooker in self._onlookers:
+            onlooker.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
         self._loop.close_after_fork()
@@ -442,6 +471,16 @@ class Node:
         _thread.node = self
 
     # ------------------------------------------------------------------ members
+
+    @property
+    def state(self) -> str:
+        """One of the states in the table above."""
+        return self._state
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this member can be reached."""
+        return self.membership.me.addresses
 
     @property
     def running(self) -> bool:
@@ -473,6 +512,15 @@ class Node:
     def other(self, rank: int) -> RemotePeer | None:
         """The other member of this rank, in whatever state the node and the link to it are."""
         return self._remotes.get(rank)
+
+    @property
+    def myself(self) -> SelfPeer:
+        """This member, as the target of its own calls."""
+        return self._myself
+
+    def others(self) -> list[RemotePeer]:
+        """All other members, in whatever state the links to them are."""
+        return list(self._remotes.values())
 
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank."""

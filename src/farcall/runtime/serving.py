@@ -119,6 +119,10 @@ class Server:
         """Requests that have come and are not answered yet."""
         return list(self._active.values())
 
+    def find(self, peer: Peer, call_id: int) -> Request | None:
+        """The request of that number, if it is not answered yet."""
+        return self._active.get((peer.info.id, call_id))
+
     @property
     def awaited(self) -> int:
         """How many requests are unanswered, less those that have no thread and nobody who waits for their answer.
