@@ -14,10 +14,13 @@ from farcall.observe.answering import Answering
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
+from farcall.observe.prometheus import MetricsServer
 from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
 from farcall.protocol.handshake import observer_key
 from farcall.remote import node
+from farcall.runtime.calls import CallTable
 from farcall.runtime.rendezvous import Membership
 
 __all__ = ["Node"]
@@ -35,20 +38,38 @@ class Node(node.Node):
         options: see `RpcBackendOptions`.
     """
 
+    _telemetry: Telemetry | None = None
+    metrics_port: int | None = None
+    """Where metrics are served for Prometheus, if they are."""
+
     def start(self) -> None:
         """Meet the other members and connect to each; raises within the options' start timeout."""
         log_as_told(self.options.log)
+        if self.options.opentelemetry:
+            self._telemetry = Telemetry(self._name)
         super().start()
 
     def __enter__(self) -> Node:
         super().__enter__()
         return self
 
+    def _make_calls(self) -> CallTable:
+        if self._telemetry is None:
+            return super()._make_calls()
+        return TracedCalls(self._loop, self.executor, self._telemetry)
+
     def _become_member(self, membership: Membership) -> None:
         super()._become_member(membership)
+        if self._telemetry is not None:
+            self.server.wrap = self._telemetry.traced
         self.part(Answering)
         if self.options.observable:
             self._show(membership)
+        if self.options.metrics_port is not None:
+            server = MetricsServer(self, self.options.metrics_host, self.options.metrics_port)
+            self.on_end(server.close)
+            self.metrics_port = server.port
+            logger.info("%s: metrics are served at port %d", self.info.name, server.port)
 
     def _show(self, membership: Membership) -> None:
         """Leave a file by which commands find this node."""

@@ -25,6 +25,7 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     origin: str = ""  # where the program created it, if it asked to have that recorded
     context_id: int = 0  # the distributed autograd context of the message
     message_id: int = 0  # names the tensors in the payload that need a gradient, within that context
+    telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
 
 
 encode_notes = msgspec.msgpack.Encoder().encode

@@ -208,7 +208,7 @@ class Node:
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.calls = CallTable(self._loop, self.executor)
+        self.calls = self._make_calls()
         self._door: Door | None = None
         try:
             shield.unseal()
@@ -226,6 +226,10 @@ class Node:
         self._state = "running"
         self.executor.start()
         logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(membership.members))
+
+    def _make_calls(self) -> CallTable:
+        """The table of calls; a layer above may want another one."""
+        return CallTable(self._loop, self.executor)
 
     def _become_member(self, membership: Membership) -> None:
         self.membership = membership

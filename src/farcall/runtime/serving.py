@@ -32,7 +32,7 @@ import torch
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
-from farcall.runtime.executor import Executor
+from farcall.runtime.executor import Executor, Task
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
 from farcall.runtime.tallies import BOUNDS_S, FAILED, tally_of
@@ -113,6 +113,8 @@ class Server:
         """Called after each answer; set once the node is leaving."""
         self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
         """Makes the request of a frame with flags, whose result is not for the caller; set by the layer above."""
+        self.wrap: Callable[[Request], Task] | None = None
+        """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
@@ -137,15 +139,16 @@ class Server:
         self._active[peer.info.id, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
+        task: Task = request if self.wrap is None else self.wrap(request)
         if self._quick.get(function) == 2 and function not in self._banned:
-            kept = peer.run_inline(request)
+            kept = peer.run_inline(task)
             if kept is not None:
                 if not kept:
                     self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
         request.queued_at = perf_counter()
-        self._executor.submit(request)
+        self._executor.submit(task)
 
     def _ban(self, function: bytes) -> None:
         """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
