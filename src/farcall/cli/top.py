@@ -7,6 +7,7 @@ worker. Sorted by rank; sixteen workers fit a screen of 80 by 24.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +18,7 @@ from rich.text import Text
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 from farcall.observe.observer import Heard, Observer
 
-__all__ = ["Row", "rows", "show_once", "watch"]
+__all__ = ["Row", "page", "rows", "show_once", "watch"]
 
 _BUSIEST = 5
 
@@ -94,28 +95,39 @@ def _troubles(one: Metrics) -> int:
     return sum(call.failed + call.timed_out + call.lost for call in one.called)
 
 
-def _table(heard: Heard[Metrics], found: list[Row]) -> Table:
+Cell = Callable[[Row], str | Text]
+_WIDE: dict[str, Cell] = {
+    "calls/s": lambda row: _rate(row.called_per_s),
+    "served/s": lambda row: _rate(row.served_per_s),
+    "p50": lambda row: _duration(row.latency.percentile(50)),
+    "p99": lambda row: _duration(row.latency.percentile(99)),
+    "out/s": lambda row: _size(row.sent_per_s),
+    "in/s": lambda row: _size(row.received_per_s),
+    "flight": lambda row: f"{row.in_flight}/{row.serving}",
+    "queue": lambda row: Text(str(row.queued), style="bold red" if row.queued else ""),
+    "threads": lambda row: f"{row.busy}/{row.threads}",
+    "refs": lambda row: f"{row.owned}/{row.used}",
+    "errors": lambda row: Text(str(row.troubles) if row.troubles else "", style="red"),
+}
+_NARROW: dict[str, Cell] = {
+    **{title: _WIDE[title] for title in ("calls/s", "p50", "p99")},
+    "bytes/s": lambda row: _size(row.sent_per_s + row.received_per_s),
+    **{title: _WIDE[title] for title in ("queue", "refs")},
+}
+"""What fits where there are not ENOUGH_COLUMNS."""
+ENOUGH_COLUMNS = 112
+
+
+def _table(heard: Heard[Metrics], found: list[Row], columns: int) -> Table:
+    cells = _WIDE if columns >= ENOUGH_COLUMNS else _NARROW
     table = Table(box=None, pad_edge=False, expand=False, header_style="bold")
     table.add_column("worker", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for title in ("calls/s", "served/s", "p50", "p99", "out/s", "in/s", "flight", "queue", "threads", "refs", "errors"):
+    for title in cells:
         table.add_column(title, justify="right", no_wrap=True)
     for row in found:
-        table.add_row(
-            Text(row.worker),
-            Text(row.state, style="green" if row.state == "running" else "yellow"),
-            _rate(row.called_per_s),
-            _rate(row.served_per_s),
-            _duration(row.latency.percentile(50)),
-            _duration(row.latency.percentile(99)),
-            _size(row.sent_per_s),
-            _size(row.received_per_s),
-            f"{row.in_flight}/{row.serving}",
-            Text(str(row.queued), style="bold red" if row.queued else ""),
-            f"{row.busy}/{row.threads}",
-            f"{row.owned}/{row.used}",
-            Text(str(row.troubles) if row.troubles else "", style="red"),
-        )
+        state = Text(row.state, style="green" if row.state == "running" else "yellow")
+        table.add_row(Text(row.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
         table.add_row(Text(worker.name), Text("gone" if worker.gone else "silent", style="bold red"))
     return table
@@ -146,17 +158,18 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     return table
 
 
-def _page(heard: Heard[Metrics], before: list[Metrics]) -> RenderableType:
+def page(heard: Heard[Metrics], before: list[Metrics], columns: int) -> RenderableType:
+    """All that is shown, on a terminal with so many columns."""
     head = Text(f"cluster {heard.cluster_id}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
-    return Group(head, _table(heard, rows(before, heard.answers)), foot, _busiest(before, heard.answers))
+    return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
 
 
 def show_once(console: Console, observer: Observer, every_s: float) -> None:
     """Look twice, ``every_s`` apart, and print what happened in between."""
     before = observer.metrics().answers
     time.sleep(every_s)
-    console.print(_page(observer.metrics(), before))
+    console.print(page(observer.metrics(), before, console.width))
 
 
 def watch(console: Console, observer: Observer, every_s: float) -> None:
@@ -165,7 +178,7 @@ def watch(console: Console, observer: Observer, every_s: float) -> None:
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
             heard = observer.metrics()
-            live.update(_page(heard, before), refresh=True)
+            live.update(page(heard, before, console.width), refresh=True)
             before = heard.answers
             time.sleep(every_s)
 
@@ -177,6 +190,8 @@ def _rate(per_s: float) -> str:
 def _duration(seconds: float) -> str:
     if seconds == 0:
         return "-"
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

@@ -97,10 +97,9 @@ class Answering:
 
     def _on_observer_asks(self, onlooker: Onlooker, ask: Ask) -> None:
         node = self._node
-        workers = [WorkerState(node.info.name, node.info.id)]
-        others = sorted(node.others(), key=lambda peer: peer.info.id) if ask.everyone else []
-        for peer in others:
-            workers.append(WorkerState(peer.info.name, peer.info.id, self._why_gone(peer)))
+        others = node.others() if ask.everyone else []
+        members = node.membership.members if ask.everyone else [node.membership.me]
+        workers = [WorkerState(one.name, one.rank, self._why_gone(one.rank)) for one in members]
         onlooker.tell(Roster(ask.number, node.membership.cluster_id, workers))
         deadline = monotonic() + FORGET_S
         for peer in others:
@@ -111,7 +110,10 @@ class Answering:
         node.attend_by(deadline)
         onlooker.tell(Told(ask.number, node.info.name, self.answer(None, ask.subject, ask.argument)))
 
-    def _why_gone(self, peer: RemotePeer) -> str:
+    def _why_gone(self, rank: int) -> str:
+        peer = self._node.other(rank)
+        if peer is None:
+            return "" if rank == self._node.info.id else "it is not connected yet"
         if not peer.broken:
             return ""
         return "it has left" if peer.leaving else str(peer.link.broken)

@@ -47,6 +47,10 @@ class MetricsServer:
         self._server.server_close()
         self._thread.join(_STOP_S)
 
+    def close_after_fork(self) -> None:
+        """In a forked child: the port is the parent's."""
+        self._server.socket.close()
+
 
 class _Collector:
     """What prometheus-client asks for the numbers."""

@@ -225,7 +225,13 @@ class Node:
             raise
         self._state = "running"
         self.executor.start()
-        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(membership.members))
+        logger.info(
+            "%s is up: rank %d of %d, at %s",
+            self._name,
+            self.info.id,
+            len(membership.members),
+            " and ".join(self.addresses),
+        )
 
     def _make_calls(self) -> CallTable:
         """The table of calls; a layer above may want another one."""

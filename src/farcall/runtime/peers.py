@@ -234,7 +234,10 @@ class RemotePeer(Peer):
                 for index in range(len(buffers)):
                     placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
                 pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
-                self.shared_bytes_sent += sum(one.size_bytes for one in placed if one.__class__ is Ticket)
+                if self._pool is not None:
+                    for one in placed:
+                        if isinstance(one, Ticket):
+                            self.shared_bytes_sent += one.size_bytes
                 if len(pieces) > 1:
                     self._send_pieces(pieces, deadline, kind == REQUEST)
                 elif awaited is None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from bisect import bisect_right
 
+import msgspec
 import pytest
+from rich.console import Console
 
-from farcall.cli.top import rows
+from farcall.cli.top import page, rows
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
+from farcall.observe.observer import Heard
 from farcall.observe.snapshot import PoolView
+from farcall.protocol.observing import WorkerState
 from farcall.runtime.tallies import BOUNDS_S, MOST_FUNCTIONS, OTHERS, Tallies, tally_of
 
 
@@ -103,6 +108,24 @@ def test_rates_between_two_looks() -> None:
 def test_a_first_look_compares_with_the_start() -> None:
     (row,) = rows([], [metrics(2.0, histogram(1e-3, 0.1), 1000)])
     assert (row.called_per_s, row.sent_per_s) == (1.0, 500.0)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_sixteen_workers_fit_a_terminal(columns: int) -> None:
+    busy = Histogram({60: 90_000, 40: 10_000})
+    found = [
+        msgspec.structs.replace(metrics(2.0, busy, 3 << 30), worker=f"trainer{rank}", owned_references=1234)
+        for rank in range(16)
+    ]
+    text = io.StringIO()
+    Console(file=text, width=columns).print(page(Heard("id", found, [WorkerState("lost", 16, "gone")]), [], columns))
+    lines = text.getvalue().splitlines()
+    assert len(lines) <= 23
+    assert "…" not in text.getvalue()
+    for rank in range(16):
+        assert lines[2 + rank].startswith(f"trainer{rank} ")
+        assert "1234/6" in lines[2 + rank]
+    assert lines[18].split() == ["lost", "gone"]
 
 
 def test_prometheus_text() -> None:
