@@ -1,8 +1,9 @@
 """A node's answers to questions about it, and its own questions to others.
 
 Owns which subjects there are, the questions that it passed on for observers, and those that it asks for itself: what
-a peer does with a call whose time is up. Everything runs on the I/O thread but ``explain``, so there is no lock;
-nothing here waits, and no answer needs a worker thread. An answer that does not come is given up at its bound.
+a peer does with a call whose time is up. Everything runs on the I/O thread but ``explain`` and the end of the node, and
+whoever pops a question from its table ends it, so there is no lock. Nothing here waits, and no answer needs a worker
+thread. An answer that does not come is given up at its bound.
 
 An observer is told of all workers: the asked member passes the question on over its links, and each answer back.
 """
@@ -142,6 +143,9 @@ class Answering:
         self._own[number] = _Own(peer, now + bound_s, done)
         peer.control(Ask(number, subject, argument))
         self._node.attend_by(now + bound_s)
+        # After it is in the table: if the node ends in this moment, one of the two sees the other.
+        if not self._node.running and self._own.pop(number, None) is not None:
+            done(b"")
 
     def explain(self, call: PendingCall, done: Callable[[str], None]) -> None:
         """Find out what the callee does with ``call``, whose time is up. From any thread."""
@@ -157,10 +161,12 @@ class Answering:
                 lambda data: done(explaining.say(call.peer.info.name, data, bound_s)),
             )
 
-        if self._node.running:
-            self._node.call_soon(begin)
-        else:
+        if not self._node.running:
             done("")  # the I/O thread may have ended
+        elif self._node.on_io_thread():
+            begin()  # at once, so that nothing is left behind if this is the thread's last round
+        else:
+            self._node.call_soon(begin)
 
     # ------------------------------------------------------------------ bounds
 
@@ -170,8 +176,8 @@ class Answering:
         for number, own in list(self._own.items()):
             if own.deadline <= now:
                 self._silent_until[own.peer.info.id] = now + SILENT_S
-                del self._own[number]
-                self._end_own(own, b"")
+                if self._own.pop(number, None) is not None:
+                    self._end_own(own, b"")
             else:
                 nearest = min(nearest, own.deadline)
         for number, passed_on in list(self._passed_on.items()):
@@ -187,5 +193,7 @@ class Answering:
 
     def _give_up_all(self) -> None:
         """The node ends: whoever waits for an answer gets his error without it."""
-        while self._own:
-            self._own.popitem()[1].done(b"")
+        for number in list(self._own):
+            own = self._own.pop(number, None)
+            if own is not None:
+                own.done(b"")

@@ -397,6 +397,10 @@ class Node:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
 
+    def on_io_thread(self) -> bool:
+        """Is the caller the I/O thread?"""
+        return self._loop.on_thread()
+
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the I/O thread as soon as possible; it must not run user code."""
         self._loop.call_soon(function)
