@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,13 +16,15 @@ import pytest
 
 import farcall
 from farcall.errors import RpcTimeout
+from farcall.observe import explaining
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.snapshot import WorkerSnapshot, find_troubles
 from farcall.options import RpcBackendOptions
-from farcall.runtime import executor
+from farcall.runtime import calls, executor
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 ANSWER_S = 30.0
+SHORT_S = 1.5
 LOCK = threading.Lock()
 OPENED = threading.Event()
 
@@ -142,20 +145,20 @@ def test_a_worker_with_every_thread_blocked_answers(tmp_path: Path) -> None:
     members = start_cluster(2, blocked, str(done), runtime_directory=str(directory), num_worker_threads=2)
     try:
         with _observer(directory) as observer:
-            found = _snapshots_when(observer, lambda found: sum(len(one.served) for one in found) >= 6)
+            found = _snapshots_when(observer, lambda found: any(map(_runs_two_of_six, found)))
             busy = next(one for one in found if one.worker == "w1")
             assert {call.function for call in busy.served} == {"wait_for_file"}
-            running = [call for call in busy.served if call.thread_id]
-            assert running
-            for call in running:
-                thread = busy.thread(call.thread_id)
-                assert thread is not None
-                assert any(frame.function == "wait_for_file" for frame in thread.stack)
             waiting = next(one for one in found if one.worker == "w0")
             assert {(call.to, call.function) for call in waiting.calls} == {("w1", "wait_for_file")}
     finally:
         done.touch()
         finish(members)
+
+
+def _runs_two_of_six(one: WorkerSnapshot) -> bool:
+    stacks = [thread.stack for call in one.served if (thread := one.thread(call.thread_id)) is not None]
+    inside = [stack for stack in stacks if any(frame.function == "wait_for_file" for frame in stack)]
+    return len(one.served) == 6 and len(inside) >= 2
 
 
 def wait_for_file(path: str) -> str:
@@ -169,6 +172,12 @@ def blocked(rank: int, done: str) -> None:
         assert [future.wait() for future in futures] == ["there"] * 6
 
 
+def _be_patient() -> None:
+    """A machine that is busy with other things must not make a test fail: wait for the callee's word."""
+    calls.EXPLAIN_S = ANSWER_S
+    explaining.bound_s = lambda timeout_s: ANSWER_S
+
+
 def sleep_until_opened() -> None:
     OPENED.wait(ANSWER_S)
 
@@ -178,19 +187,18 @@ def call_on(to: str) -> None:
 
 
 def timeouts_explained(rank: int) -> list[str]:
+    _be_patient()
     texts = []
     if rank == 0:
         for make in (
-            lambda: farcall.rpc_sync("w1", sleep_until_opened, timeout=0.4),
-            lambda: farcall.rpc_async("w1", sleep_until_opened, timeout=0.4).wait(),
-            lambda: farcall.rpc_sync("w1", call_on, args=("w2",), timeout=0.4),
-            lambda: farcall.rpc_sync("w0", sleep_until_opened, timeout=0.4),
+            lambda: farcall.rpc_sync("w1", sleep_until_opened, timeout=SHORT_S),
+            lambda: farcall.rpc_async("w1", sleep_until_opened, timeout=SHORT_S).wait(),
+            lambda: farcall.rpc_sync("w1", call_on, args=("w2",), timeout=SHORT_S),
+            lambda: farcall.rpc_sync("w0", sleep_until_opened, timeout=SHORT_S),
         ):
-            begun = time.monotonic()
             with pytest.raises(RpcTimeout) as raised:
                 make()
             texts.append(str(raised.value))
-            texts.append(str(time.monotonic() - begun))
         for worker in ("w0", "w1", "w2"):
             farcall.rpc_sync(worker, opened)
     return texts
@@ -198,22 +206,22 @@ def timeouts_explained(rank: int) -> list[str]:
 
 def test_a_timeout_says_what_the_callee_was_doing() -> None:
     texts = run_cluster(3, timeouts_explained)[0]
-    for sync, worker in ((texts[0], "w1"), (texts[2], "w1"), (texts[6], "w0")):
-        assert sync.startswith("RPC ran for more than set timeout (400 ms): ")
-        assert f"{worker} has been running it for 0." in sync
-        assert f"on thread farcall-worker-{worker}" in sync
-        assert "test_stacks.py" in sync or "threading.py" in sync
-    assert "where it has waited 0." in texts[4]
-    assert "for w2 to answer sleep_until_opened()" in texts[4]
+    for text, worker in zip(texts, ("w1", "w1", "w1", "w0"), strict=True):
+        assert text.startswith(f"RPC ran for more than set timeout ({SHORT_S * 1000:.0f} ms): ")
+        assert re.search(
+            f"{worker} has been running it for [0-9.]+ s, on thread farcall-worker-{worker}, now at /", text
+        )
+    assert re.search(r"where it has waited [0-9.]+ s for w2 to answer sleep_until_opened\(\)", texts[2])
 
 
 def queued_explained(rank: int, done: str) -> str:
+    _be_patient()
     executor.STALLED_S = 10 * ANSWER_S  # the pool is not to grow
     farcall._barrier(["w0", "w1"])
     if rank == 0:
         first = farcall.rpc_async("w1", wait_for_file, args=(done,), timeout=ANSWER_S)
         with pytest.raises(RpcTimeout) as raised:
-            farcall.rpc_sync("w1", take_lock, timeout=0.3)
+            farcall.rpc_sync("w1", take_lock, timeout=SHORT_S)
         Path(done).touch()
         first.wait()
         return str(raised.value)
@@ -222,7 +230,7 @@ def queued_explained(rank: int, done: str) -> str:
 
 def test_a_timeout_says_that_the_pool_was_exhausted(tmp_path: Path) -> None:
     text = run_cluster(2, queued_explained, str(tmp_path / "done"), num_worker_threads=1)[0]
-    assert "it has been waiting on w1 for a thread for 0." in text
+    assert "it has been waiting on w1 for a thread for " in text
     assert "1 functions hold the 1 threads there" in text
 
 
