@@ -27,6 +27,7 @@ PUBLIC = [
     "init_rpc",
     "member_events",
     "members",
+    "metrics",
     "nn",
     "on_member",
     "optim",

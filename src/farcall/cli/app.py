@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from farcall.observe.observer import Observer
 
 app = typer.Typer(
     name="farcall",
@@ -52,6 +57,63 @@ def run(
     from farcall.cli.run import run_cluster
 
     raise typer.Exit(run_cluster(_console(), workers, program))
+
+
+_Connect = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="A worker of a cluster elsewhere; needs FARCALL_SECRET.")
+]
+_Cluster = Annotated[str, typer.Option(help="Which cluster on this host: how its id, or a worker's name, begins.")]
+
+
+@contextmanager
+def _observer(connect: str, cluster: str) -> Iterator[Observer]:
+    """The cluster to look at; what goes wrong with it is told in one line."""
+    from farcall.errors import RpcError
+    from farcall.observe.observer import Observer
+
+    try:
+        with Observer.connect_with_secret(connect) if connect else Observer.find(cluster) as observer:
+            yield observer
+    except (RpcError, ConnectionError, ValueError) as error:
+        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def stacks(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
+    between: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks: who has not moved is stuck.")
+    ] = 0.3,
+) -> None:
+    """Who waits for whom, on which line; exits with 1 if something is stuck for good."""
+    from farcall.cli.stacks import show
+
+    with _observer(connect, cluster) as observer:
+        stuck = show(_console(), observer, between, full)
+    raise typer.Exit(1 if stuck else 0)
+
+
+@app.command()
+def top(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end: for scripts.")] = False,
+) -> None:
+    """Workers, calls per second, latencies, bytes, queues and references, live."""
+    from farcall.cli.top import show_once, watch
+
+    with _observer(connect, cluster) as observer:
+        if once:
+            show_once(_console(), observer, every)
+            return
+        try:
+            watch(_console(), observer, every)
+        except KeyboardInterrupt:
+            pass
 
 
 @app.command()

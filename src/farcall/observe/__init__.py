@@ -1,1 +1,1 @@
-"""What a cluster does, seen from outside of it: profiles and traces."""
+"""What a cluster does, seen from inside and outside: counters, who waits for whom, logs, profiles and traces."""

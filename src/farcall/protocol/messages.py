@@ -11,7 +11,7 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     30-39   departure               protocol/departure.py
     40-49   references              protocol/references
     50-69   membership              protocol/membership
-    70-79   observation             observe/clocks.py
+    70-79   observation             observe/clocks.py, protocol/observing.py
     80-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
@@ -23,6 +23,7 @@ from __future__ import annotations
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.protocol import observing
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.references import messages as references
 
@@ -202,6 +203,7 @@ Message = (
     | ClockTold
     | references.Message
     | membership.Message
+    | observing.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

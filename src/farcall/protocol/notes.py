@@ -35,6 +35,7 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     message_id: int = 0  # names the tensors in the payload that need a gradient, within that context
     profile: ProfileWanted | None = None  # of a request
     profiled: bytes = b""  # of an answer: what was recorded, see observe/spans.py
+    telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
 
 
 encode_notes = msgspec.msgpack.Encoder().encode

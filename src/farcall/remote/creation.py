@@ -56,6 +56,8 @@ class Creation(PendingCall):
         "keeps",
         "outcome",
         "peer",
+        "started_at",
+        "tally",
         "timeout_s",
         "what",
     )
@@ -77,7 +79,8 @@ class Creation(PendingCall):
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
         self.keeps = keeps  # what the call needs at the owner: it must not be released before the answer

@@ -12,6 +12,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable, Generator
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -53,13 +54,15 @@ class Future(torch.futures.Future[T], PendingCall):
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
 
     def wait(self) -> T:
         """Block until the call is done; return its result or raise its error."""
         if not self.done():
+            self.thread_id = get_ident()
             with self._node.calls.waiting():
                 if not self.arrived:
                     self.peer.help_until(self, self.deadline)

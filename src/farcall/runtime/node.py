@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from time import monotonic
 from typing import Any, ClassVar, TypeVar, get_args
@@ -41,16 +42,18 @@ from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.frames import CONTROL, LETTER, REQUEST, Arrived, Frame
+from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.notes import Notes, ProfileWanted, decode_notes
+from farcall.protocol.observing import Ask
 from farcall.runtime import shield
 from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
+from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED, Chronicle
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
@@ -58,6 +61,7 @@ from farcall.runtime.leaving import Leaving, Withdrawing
 from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.onlooker import Onlooker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 from farcall.runtime.profiling import PROFILING
 from farcall.runtime.reconnect import Reconnecting
@@ -65,6 +69,7 @@ from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
+from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST
 from farcall.runtime.watch import Watch, as_record, chosen
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
@@ -172,8 +177,14 @@ class Node:
         """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
+        self.chronicle = Chronicle()
+        self.peers_lost = 0
+        """Members whose link has died although they did not say that they leave."""
         self._unsettled: list[Callable[[], int]] = []
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
+        self._onlookers: set[Onlooker] = set()
+        self.on_question: Callable[[Onlooker, Ask], None] | None = None
+        """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
@@ -216,6 +227,7 @@ class Node:
         if self._state != "new":
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
+        self.started_at = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
@@ -231,7 +243,7 @@ class Node:
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.calls = CallTable(self._loop, self.executor)
+        self.calls = self._make_calls()
         self._door: Door | None = None
         try:
             shield.unseal()
@@ -255,7 +267,12 @@ class Node:
         if self._why_ended is not None:  # expelled before it was up
             self._end(self._why_ended)
             raise self._why_ended
-        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
+        places = " and ".join(self.addresses)
+        logger.info("%s is up: rank %d of %d, at %s", self._name, self.info.id, len(self.workers()), places)
+
+    def _make_calls(self) -> CallTable:
+        """The table of calls; a layer above may want another one."""
+        return CallTable(self._loop, self.executor)
 
     def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:
         """Who the members are, as far as that is known before there is any connection."""
@@ -271,6 +288,7 @@ class Node:
         self.membership = membership
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
+        self.server.chronicle = self.calls.chronicle = self.chronicle
         self._changes = Changes(self.executor)
         faults = self.options.faults
         deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
@@ -279,6 +297,8 @@ class Node:
         self.reconnecting = Reconnecting(
             identity, membership.secret, self.options.reconnect_s, self._ways_to, self._loop, self._wrapped
         )
+        self.reconnecting.lost_hooks.append(lambda info, why: self.chronicle.note(INTERRUPTED, info.name, text=why))
+        self.reconnecting.back_hooks.append(lambda info: self.chronicle.note(RECONNECTED, info.name))
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
         self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
@@ -325,6 +345,7 @@ class Node:
         else:
             self._leaving = Withdrawing(self._name, self._loop, self._local_state)
         assert self._door is not None
+        self._door.on_observer = self._on_observer
         for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
@@ -370,12 +391,23 @@ class Node:
         self._acquaintances.connected(transport, established, dialled)
         self._linked.open()
 
+    def _on_observer(self, transport: Transport, established: Established) -> None:
+        """Somebody who may look on is connected."""
+        if self.on_question is None:
+            transport.close()
+            return
+        logger.info("%s: an observer is connected over %s", self._name, transport.describe())
+        onlooker = Onlooker(transport, self._loop, self.on_question, self._onlookers.discard)
+        self._onlookers.add(onlooker)
+        onlooker.start(established.leftover)
+
     def _fail_unsent(self, call_id: int, why: str) -> None:
         """A request was not sent after all: have its caller told, from any thread."""
 
         def fail() -> None:
             call = self.calls.claim(call_id)
             if call is not None:
+                call.tally[LOST] += 1
                 call.on_failure(NetworkError(why, Delivery.NOT_SENT))
 
         self._loop.call_soon(fail)
@@ -428,6 +460,10 @@ class Node:
                 if part is None:
                     part = self._parts[kind] = kind(self)
         return part
+
+    def part_if_made(self, kind: Callable[[Node], P]) -> P | None:
+        """The same, or None if it was never used."""
+        return self._parts.get(kind)
 
     def wait_for(self, count: Callable[[], int]) -> None:
         """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
@@ -494,6 +530,10 @@ class Node:
     def attend_by(self, when: float) -> None:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
+
+    def on_io_thread(self) -> bool:
+        """Is the caller the I/O thread?"""
+        return self._loop.on_thread()
 
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
@@ -567,6 +607,8 @@ class Node:
         if hasattr(self, "server"):
             self.server.stop(STOP_S)
         self._loop.stop()
+        for onlooker in list(self._onlookers):
+            onlooker.close(f"{self._name} ended")
         for peer in remotes:
             peer.close()
         if self._door is not None:
@@ -586,6 +628,8 @@ class Node:
         if hasattr(self, "reconnecting"):
             self._acquaintances.close_after_fork()
             self.reconnecting.close_after_fork()
+        for onlooker in self._onlookers:
+            onlooker.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
         self._loop.close_after_fork()
@@ -603,6 +647,16 @@ class Node:
         _thread.node = self
 
     # ------------------------------------------------------------------ members
+
+    @property
+    def state(self) -> str:
+        """One of the states in the table above."""
+        return self._state
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this member can be reached."""
+        return self.membership.me.addresses
 
     @property
     def running(self) -> bool:
@@ -659,6 +713,10 @@ class Node:
         """This node, as a peer of itself."""
         return self._myself
 
+    def others(self) -> list[RemotePeer]:
+        """All other members, in whatever state the links to them are."""
+        return list(self._remotes.values())
+
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank; where members come and go, those that are there now."""
         return self._acquaintances.workers()
@@ -701,6 +759,9 @@ class Node:
             return
         call = self.calls.claim(message[2])
         if call is not None:
+            call.tally[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
+            if message[0] == FAILURE:
+                call.tally[FAILED] += 1
             if call.profile is not None:
                 # Before whoever waits goes on: it may be about to look at what was recorded.
                 call.profile.ended(notes.profiled if message[4] else b"", _size_of(message))
@@ -748,6 +809,7 @@ class Node:
         """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
         logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
+        self.chronicle.note(kind, record.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
             self._entry.on_change()
         self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
@@ -758,6 +820,7 @@ class Node:
         if peer.leaving:
             logger.info("%s: %s has left", self._name, peer.info.name)
         elif self._state in ("running", "starting", "leaving"):
+            self.peers_lost += 1
             logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
         how = "has left" if peer.leaving else f"is gone: {reason}"
 

@@ -21,6 +21,7 @@ import inspect
 import itertools
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
@@ -32,10 +33,12 @@ from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
 from farcall.protocol.notes import Notes, ProfileWanted, encode_notes
-from farcall.runtime.executor import Executor
+from farcall.runtime import chronicle
+from farcall.runtime.executor import Executor, Task
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, RunProfile
+from farcall.runtime.tallies import BOUNDS_S, FAILED, tally_of
 from farcall.serialize import (
     RECORDING,
     Annotated,
@@ -46,6 +49,7 @@ from farcall.serialize import (
     encode,
     encode_failure,
     encode_recorded,
+    in_one_line,
 )
 
 logger = logging.getLogger("farcall")
@@ -99,6 +103,7 @@ class Server:
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
         self._active: dict[tuple[int, int], Request] = {}
+        self.chronicle = chronicle.Chronicle()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
@@ -114,11 +119,17 @@ class Server:
         """Called after each answer; set once the node is leaving."""
         self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
         """Makes the request of a frame with flags, whose result is not for the caller; set by the layer above."""
+        self.wrap: Callable[[Request], Task] | None = None
+        """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
         """Requests that have come and are not answered yet."""
         return list(self._active.values())
+
+    def find(self, peer: Peer, call_id: int) -> Request | None:
+        """The request of that number, if it is not answered yet."""
+        return self._active.get((peer.member, call_id))
 
     @property
     def awaited(self) -> int:
@@ -134,14 +145,16 @@ class Server:
         self._active[peer.member, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
+        task: Task = request if self.wrap is None else self.wrap(request)
         if self._quick.get(function) == 2 and function not in self._banned:
-            kept = peer.run_inline(request)
+            kept = peer.run_inline(task)
             if kept is not None:
                 if not kept:
                     self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
-        self._executor.submit(request)
+        request.queued_at = perf_counter()
+        self._executor.submit(task)
 
     def _ban(self, function: bytes) -> None:
         """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
@@ -227,6 +240,7 @@ class Request:
         "function_name",
         "peer",
         "profile",
+        "queued_at",
         "recording",
         "server",
         "started_at",
@@ -247,6 +261,7 @@ class Request:
         self.cancelled = False
         self.deferred = False  # it returned, and will answer later
         self.function_name = ""
+        self.queued_at = 0.0  # if a worker was to run it
         self.started_at = 0.0
         self.thread_id = 0
 
@@ -294,8 +309,13 @@ class Request:
             self._fail(error)
             return
         finally:
+            took_s = perf_counter() - started
+            try:
+                tally = self.peer.served[function]
+            except KeyError:
+                tally = tally_of(self.peer.served, function)
+            tally[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                took_s = perf_counter() - started
                 if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
                     server._quick[function] = 2
                     if function in server._banned:
@@ -337,9 +357,13 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
+            tally_of(self.peer.served, self.frame[3])[FAILED] += 1
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)
+            self.server.chronicle.note(
+                chronicle.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
+            )
         self._send(FAILURE, payload, buffers, False)
 
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
