@@ -117,6 +117,25 @@ def top(
 
 
 @app.command()
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long to record.")] = 5.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to; compressed if it ends with .gz.")] = Path(
+        "trace.json"
+    ),
+    shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of arguments.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Record memory.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks of operators.")] = False,
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+) -> None:
+    """Record what all workers of a running cluster do, into one trace for Perfetto."""
+    from farcall.cli.trace import write_trace
+
+    with _observer(connect, cluster) as observer:
+        write_trace(_console(), observer, seconds, output, shapes, memory, stacks)
+
+
+@app.command()
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: a glance, no proof.")] = False,
     only: Annotated[

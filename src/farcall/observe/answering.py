@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
@@ -40,8 +41,11 @@ FORGET_S = 30.0
 SILENT_S = 5.0
 """A peer that did not answer in time is not asked again for this long: errors must not be held up again and again."""
 
-Subject = Callable[[Peer | None, bytes], bytes]
-"""From who asks (None: an observer) and the argument to the answer. On the I/O thread: it must not block."""
+Subject = Callable[[Peer | None, bytes], bytes | Callable[[], bytes]]
+"""From who asks (None: an observer) and the argument to the answer. On the I/O thread: it must not block.
+
+An answer that takes long to write is given as a function, which runs on a thread of its own.
+"""
 
 
 class _PassedOn(NamedTuple):
@@ -83,20 +87,35 @@ class Answering:
 
     # ------------------------------------------------------------------ what others ask
 
-    def answer(self, peer: Peer | None, subject: str, argument: bytes) -> bytes:
-        """What this node says; nothing where it knows no such subject, or could not say."""
+    def answer(self, peer: Peer | None, subject: str, argument: bytes, tell: Callable[[bytes], None]) -> None:
+        """Tell what this node says, now or later; nothing where it knows no such subject, or cannot say."""
         handle = self.subjects.get(subject)
-        if handle is None:
-            return b""
         try:
-            return handle(peer, argument)
+            found = b"" if handle is None else handle(peer, argument)
         except Exception:
-            logger.exception("%s: a question about %r went wrong; please report this", self._node.info.name, subject)
-            return b""
+            self._went_wrong(subject)
+            found = b""
+        if isinstance(found, bytes):
+            tell(found)
+        else:
+            name = f"farcall-answer-{self._node.info.name}"
+            threading.Thread(target=self._write, args=(subject, found, tell), name=name, daemon=True).start()
+
+    def _write(self, subject: str, write: Callable[[], bytes], tell: Callable[[bytes], None]) -> None:
+        """On a thread of its own: work out an answer."""
+        data = b""
+        try:
+            data = write()
+        except Exception:
+            self._went_wrong(subject)
+        self._node.call_soon(lambda: tell(data))
+
+    def _went_wrong(self, subject: str) -> None:
+        logger.exception("%s: a question about %r went wrong; please report this", self._node.info.name, subject)
 
     def _on_member_asks(self, peer: RemotePeer, ask: Ask) -> None:
-        answer = self.answer(peer, ask.subject, ask.argument)
-        peer.control(Told(ask.number, self._node.info.name, answer))
+        me = self._node.info.name
+        self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
     def _on_observer_asks(self, onlooker: Onlooker, ask: Ask) -> None:
         node = self._node
@@ -110,7 +129,7 @@ class Answering:
                 self._passed_on[number] = _PassedOn(onlooker, ask.number, deadline)
                 peer.control(Ask(number, ask.subject, ask.argument))
         node.attend_by(deadline)
-        onlooker.tell(Told(ask.number, node.info.name, self.answer(None, ask.subject, ask.argument)))
+        self.answer(None, ask.subject, ask.argument, lambda data: onlooker.tell(Told(ask.number, node.info.name, data)))
 
     def _everyone(self) -> list[WorkerState]:
         """All members; where they come and go, those that are there."""
@@ -141,7 +160,7 @@ class Answering:
     def ask(self, peer: Peer, subject: str, argument: bytes, bound_s: float, done: Callable[[bytes], None]) -> None:
         """Ask ``peer``; ``done`` gets the answer, or nothing if none comes within ``bound_s``. On the I/O thread."""
         if isinstance(peer, SelfPeer):
-            done(self.answer(peer, subject, argument))
+            self.answer(peer, subject, argument, done)
             return
         now = monotonic()
         if peer.broken or self._silent_until.get(peer.member, 0.0) > now or not isinstance(peer, RemotePeer):

@@ -9,8 +9,6 @@ the end is named in ``missing``: the trace of the others is worth having.
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import secrets
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ from farcall.observe.clocks import Clocks
 from farcall.observe.events import function_events
 from farcall.observe.profile import THREAD, Collector, add_recorder, remove_recorder
 from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
-from farcall.observe.trace import chrome_trace
+from farcall.observe.trace import chrome_trace, write_json
 from farcall.remote.call import UNSET_TIMEOUT, call_async
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.peers import Peer
@@ -215,12 +213,7 @@ class profile:
 
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write the trace; compressed, if ``path`` ends with ``.gz``."""
-        text = json.dumps(self.trace())
-        if str(path).endswith(".gz"):
-            with gzip.open(path, "wt") as file:
-                file.write(text)
-        else:
-            Path(path).write_text(text)
+        write_json(self.trace(), path)
 
     def events(self) -> Any:
         """All calls and operators, as torch's ``EventList``."""

@@ -119,7 +119,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     contexts: int
     """Distributed autograd contexts that are alive here."""
     interruptions: int
-    """How often the connection to a live member broke."""
+    """How often the connection to a live member broke, if this end saw it before the other one came back."""
     reconnects: int
     """How often it was made again."""
     frames_sent_again: int

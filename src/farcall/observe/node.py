@@ -10,7 +10,6 @@ import logging
 import os
 import time
 
-from farcall.observe.answering import Answering
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
@@ -18,6 +17,7 @@ from farcall.observe.prometheus import MetricsServer
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
+from farcall.observe.tracing import Tracing
 from farcall.protocol.handshake import observer_key
 from farcall.remote import node
 from farcall.runtime.calls import CallTable
@@ -63,7 +63,7 @@ class Node(node.Node):
         super()._become_member(membership)
         if self._telemetry is not None:
             self.server.wrap = self._telemetry.traced
-        self.part(Answering)
+        self.part(Tracing)
         if self.options.observable:
             self._show(membership)
         if self.options.metrics_port is not None:

@@ -1,6 +1,6 @@
 """One Chrome trace of all workers: a process row for each, one clock, and arrows from call to run to answer.
 
-Owns the form of the file, which Perfetto, ``chrome://tracing`` and TensorBoard read. Sans-I/O: spans in, events out.
+Owns the form of the file, which Perfetto, ``chrome://tracing`` and TensorBoard read: spans in, events out.
 
     what                     row of                        drawn as
     a worker                 itself                        a process, by its name
@@ -15,13 +15,16 @@ Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from farcall.observe.events import offsets_of
 from farcall.observe.spans import CALL, OPERATOR, RUN, Harvest, Span
 
-__all__ = ["add_to_trace", "chrome_trace"]
+__all__ = ["add_to_trace", "chrome_trace", "write_json"]
 
 _FIRST_PROCESS: Final = 1 << 22
 """Workers' rows are numbered from here: above the process ids of a system, since workers on two hosts may share one."""
@@ -39,6 +42,16 @@ def chrome_trace(harvest: Harvest, origin: int) -> Event:
     trace: Event = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": []}
     add_to_trace(trace, harvest, origin)
     return trace
+
+
+def write_json(trace: Event, path: str | Path) -> None:
+    """Write a trace; compressed, if ``path`` ends with ``.gz``."""
+    text = json.dumps(trace)
+    if str(path).endswith(".gz"):
+        with gzip.open(path, "wt") as file:
+            file.write(text)
+    else:
+        Path(path).write_text(text)
 
 
 def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | None = None) -> None:
