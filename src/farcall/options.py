@@ -26,6 +26,7 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
+    "ENV_DASHBOARD_PORT",
     "ENV_LOG",
     "ENV_METRICS_PORT",
     "ENV_RUNTIME_DIRECTORY",
@@ -56,6 +57,7 @@ ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 ENV_LOG: Final = "FARCALL_LOG"
 ENV_RUNTIME_DIRECTORY: Final = "FARCALL_RUNTIME_DIRECTORY"
 ENV_METRICS_PORT: Final = "FARCALL_METRICS_PORT"
+ENV_DASHBOARD_PORT: Final = "FARCALL_DASHBOARD_PORT"
 
 TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
@@ -131,6 +133,9 @@ class RpcBackendOptions:
         metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
         metrics_host: the address to serve them on; there is no password on it.
+        dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
+            this node does not serve it; ``farcall dashboard`` can at any time.
+        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -160,6 +165,8 @@ class RpcBackendOptions:
     runtime_directory: str | None = field(default=None, kw_only=True)
     metrics_port: int | None = field(default=None, kw_only=True)
     metrics_host: str = field(default="127.0.0.1", kw_only=True)
+    dashboard_port: int | None = field(default=None, kw_only=True)
+    dashboard_host: str = field(default="127.0.0.1", kw_only=True)
     opentelemetry: bool = field(default=False, kw_only=True)
     log: str | None = field(default=None, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
@@ -188,7 +195,8 @@ class RpcBackendOptions:
         if directory is not None and not isinstance(directory, str):
             raise TypeError(f"runtime_directory must be a str, not {type(directory).__name__}")
         self._set("runtime_directory", directory)
-        self._set("metrics_port", _check_port(_from_environment(self.metrics_port, ENV_METRICS_PORT)))
+        for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
+            self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
@@ -249,15 +257,15 @@ def _check_positive(name: str, value: object) -> int:
     return value
 
 
-def _check_port(value: object) -> int | None:
+def _check_port(name: str, variable: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"metrics_port (or {ENV_METRICS_PORT}) must be an int, not {value!r}")
+        raise TypeError(f"{name} (or {variable}) must be an int, not {value!r}")
     if not 0 <= value <= 65535:
-        raise ValueError(f"metrics_port (or {ENV_METRICS_PORT}) must be a port, 0 to 65535, not {value}")
+        raise ValueError(f"{name} (or {variable}) must be a port, 0 to 65535, not {value}")
     return value
 
 

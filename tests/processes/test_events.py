@@ -61,7 +61,7 @@ def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(
             heard = eyes.metrics()
             assert [one.worker for one in heard.answers] == ["w0", "w1"]
             assert heard.silent == []
-            kinds = [(event.kind, event.worker) for event in eyes.events().answers[0]]
+            kinds = [(event.kind, event.worker) for event in eyes.events().answers[0].events]
             assert kinds == [("joined", "w1"), ("joined", "w2"), ("left", "w2")]
         assert nodes[0].metrics().peers_lost == 0
 
@@ -87,7 +87,7 @@ def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> Non
         with pytest.raises(RpcTimeout):
             nodes[0].rpc_sync("w1", sleep, (0.5,), timeout=0.05)
         with observer(tmp_path) as eyes:
-            mine, theirs = eyes.events().answers
+            mine, theirs = (one.events for one in eyes.events().answers)
         assert mine[-1][1:5] == ("timed out", "w1", "sleep", "after 0.05 s")
         assert theirs[-1][1:5] == ("failed", "w0", "fail", "ValueError: on purpose")
 

@@ -117,6 +117,22 @@ def top(
 
 
 @app.command()
+def dashboard(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    host: Annotated[
+        str, typer.Option(help="Where to serve it. Anything but loopback asks for FARCALL_SECRET.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+) -> None:
+    """A page for the browser: workers, calls, latencies, who calls whom, what waits and what went wrong, live."""
+    from farcall.cli.dashboard import serve
+
+    with _observer(connect, cluster) as observer:
+        serve(_console(), observer, connect, host, port)
+
+
+@app.command()
 def trace(
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long to record.")] = 5.0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to; compressed if it ends with .gz.")] = Path(

@@ -8,91 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from farcall.observe.metrics import CallMetrics, Histogram, Metrics
+from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Heard, Observer
+from farcall.observe.rates import Row, busiest, rows
 
-__all__ = ["Row", "page", "rows", "show_once", "watch"]
+__all__ = ["page", "show_once", "watch"]
 
 _BUSIEST = 5
-
-
-@dataclass(frozen=True)
-class Row:
-    """One worker, between two looks."""
-
-    worker: str
-    rank: int
-    state: str
-    called_per_s: float
-    served_per_s: float
-    latency: Histogram
-    """Of the calls that it made."""
-    sent_per_s: float
-    received_per_s: float
-    in_flight: int
-    serving: int
-    queued: int
-    busy: int
-    threads: int
-    owned: int
-    used: int
-    troubles: int
-    """Calls that failed, timed out or were lost."""
-
-
-def rows(before: list[Metrics], now: list[Metrics]) -> list[Row]:
-    """What happened between two looks; a worker that was not in the first is taken from its start."""
-    earlier = {(one.worker, one.process_id): one for one in before}
-    return [_row(earlier.get((one.worker, one.process_id)), one) for one in now]
-
-
-def _row(before: Metrics | None, now: Metrics) -> Row:
-    seconds = max(1e-3, now.up_s - (before.up_s if before is not None else 0.0))
-    called = _latency(now.called, before.called if before is not None else [])
-    served = _latency(now.served, before.served if before is not None else [])
-    sent = sum(one.sent_bytes for one in now.channels)
-    received = sum(one.received_bytes for one in now.channels)
-    if before is not None:
-        sent -= sum(one.sent_bytes for one in before.channels)
-        received -= sum(one.received_bytes for one in before.channels)
-    return Row(
-        worker=now.worker,
-        rank=now.rank,
-        state=now.state,
-        called_per_s=called.count / seconds,
-        served_per_s=served.count / seconds,
-        latency=called,
-        sent_per_s=max(0, sent) / seconds,
-        received_per_s=max(0, received) / seconds,
-        in_flight=now.calls_in_flight,
-        serving=now.served_in_flight,
-        queued=now.pool.queued,
-        busy=now.pool.busy,
-        threads=now.pool.threads,
-        owned=now.owned_references,
-        used=now.used_references,
-        troubles=_troubles(now) - (_troubles(before) if before is not None else 0),
-    )
-
-
-def _latency(now: list[CallMetrics], before: list[CallMetrics]) -> Histogram:
-    earlier = {(one.peer, one.function): one.latency for one in before}
-    total = Histogram({})
-    for one in now:
-        then = earlier.get((one.peer, one.function))
-        total += one.latency if then is None else one.latency - then
-    return total
-
-
-def _troubles(one: Metrics) -> int:
-    return sum(call.failed + call.timed_out + call.lost for call in one.called)
 
 
 Cell = Callable[[Row], str | Text]
@@ -107,7 +35,7 @@ _WIDE: dict[str, Cell] = {
     "queue": lambda row: Text(str(row.queued), style="bold red" if row.queued else ""),
     "threads": lambda row: f"{row.busy}/{row.threads}",
     "refs": lambda row: f"{row.owned}/{row.used}",
-    "errors": lambda row: Text(str(row.troubles) if row.troubles else "", style="red"),
+    "errors": lambda row: Text(str(row.errors) if row.errors else "", style="red"),
 }
 _NARROW: dict[str, Cell] = {
     **{title: _WIDE[title] for title in ("calls/s", "p50", "p99")},
@@ -135,26 +63,18 @@ def _table(heard: Heard[Metrics], found: list[Row], columns: int) -> Table:
 
 def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     """The functions that took most of the workers' time."""
-    earlier = {(one.worker, call.peer, call.function): call.latency for one in before for call in one.served}
-    total: dict[str, Histogram] = {}
-    for one in now:
-        for call in one.served:
-            then = earlier.get((one.worker, call.peer, call.function), Histogram({}))
-            total[call.function] = total.get(call.function, Histogram({})) + (call.latency - then)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("function", no_wrap=True)
     for title in ("runs", "p50", "p99", "in all"):
         table.add_column(title, justify="right", no_wrap=True)
-    ranked = sorted(total.items(), key=lambda item: item[1].total_s, reverse=True)
-    for function, latency in ranked[:_BUSIEST]:
-        if latency.count:
-            table.add_row(
-                Text(function),
-                str(latency.count),
-                _duration(latency.percentile(50)),
-                _duration(latency.percentile(99)),
-                _duration(latency.total_s),
-            )
+    for row in busiest(before, now)[:_BUSIEST]:
+        table.add_row(
+            Text(row.function),
+            str(row.latency.count),
+            _duration(row.latency.percentile(50)),
+            _duration(row.latency.percentile(99)),
+            _duration(row.latency.total_s),
+        )
     return table
 
 

@@ -23,12 +23,13 @@ from farcall.observe import explaining, metrics
 from farcall.observe.threads import take_snapshot
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls import PendingCall
+from farcall.runtime.chronicle import Event
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.onlooker import Onlooker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
 
-__all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject"]
+__all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject", "WorkerEvents"]
 
 logger = logging.getLogger("farcall")
 
@@ -48,6 +49,13 @@ An answer that takes long to write is given as a function, which runs on a threa
 """
 
 
+class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
+    """What has happened of late at one worker, the oldest first."""
+
+    worker: str
+    events: list[Event]
+
+
 class _PassedOn(NamedTuple):
     onlooker: Onlooker
     number: int
@@ -65,10 +73,11 @@ class Answering:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
-            SNAPSHOT: lambda peer, argument: msgspec.msgpack.encode(take_snapshot(node)),
-            METRICS: lambda peer, argument: msgspec.msgpack.encode(metrics.collect(node)),
-            EVENTS: lambda peer, argument: msgspec.msgpack.encode(node.chronicle.latest()),
+            SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
+            METRICS: lambda peer, argument: encode(metrics.collect(node)),
+            EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.chronicle.latest())),
             CALL: lambda peer, argument: explaining.describe_call(node, peer, argument),
         }
         """Other layers may add theirs, before the node starts."""

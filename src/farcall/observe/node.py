@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
+from farcall.observe.observer import Observer
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
 from farcall.observe.prometheus import MetricsServer
 from farcall.observe.snapshot import WorkerSnapshot
@@ -22,6 +24,9 @@ from farcall.protocol.handshake import observer_key
 from farcall.remote import node
 from farcall.runtime.calls import CallTable
 from farcall.runtime.rendezvous import Membership
+
+if TYPE_CHECKING:
+    from farcall.observe.dashboard.server import Dashboard
 
 __all__ = ["Node"]
 
@@ -40,8 +45,12 @@ class Node(node.Node):
 
     _telemetry: Telemetry | None = None
     _metrics_server: MetricsServer | None = None
+    _dashboard: Dashboard | None = None
     metrics_port: int | None = None
     """Where metrics are served for Prometheus, if they are."""
+
+    dashboard_url: str | None = None
+    """Where the live page is, if it is served."""
 
     def start(self) -> None:
         """Meet the other members and connect to each; raises within the options' start timeout."""
@@ -71,6 +80,22 @@ class Node(node.Node):
             self.on_end(server.close)
             self.metrics_port = server.port
             logger.info("%s: metrics are served at port %d", self.info.name, server.port)
+        if self.options.dashboard_port is not None:
+            self._serve_dashboard(membership, self.options.dashboard_port)
+
+    def _serve_dashboard(self, membership: Membership, port: int) -> None:
+        from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
+
+        me, key = membership.me, observer_key(membership.secret)
+
+        def connect() -> Observer:
+            return Observer.connect_any(me.addresses, key, membership.cluster_id, me.name)
+
+        self._dashboard = Dashboard(connect, self.options.dashboard_host, port, self.options.secret_bytes)
+        self._dashboard.start()
+        self.on_end(self._dashboard.close)
+        self.dashboard_url = self._dashboard.url
+        logger.info("%s: the dashboard is at %s", me.name, self.dashboard_url)
 
     def _show(self, membership: Membership) -> None:
         """Leave a file by which commands find this node."""
@@ -97,6 +122,8 @@ class Node(node.Node):
         super().close_after_fork()
         if self._metrics_server is not None:
             self._metrics_server.close_after_fork()
+        if self._dashboard is not None:
+            self._dashboard.close_after_fork()
 
     def metrics(self) -> Metrics:
         """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -22,9 +23,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from farcall.errors import InitError, NetworkError
-from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT
+from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
 from farcall.observe.metrics import Metrics
-from farcall.observe.presence import Presence, find_nodes, runtime_directory
+from farcall.observe.presence import find_nodes, runtime_directory
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Role, observer_identity, observer_key
@@ -37,7 +38,6 @@ from farcall.protocol.observing import (
     WorkerState,
     encode_framed,
 )
-from farcall.runtime.chronicle import Event
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
 
@@ -99,20 +99,21 @@ class Observer:
         failures = []
         for one in wanted:
             try:
-                return cls._dial_first(one)
+                return cls.connect_any(one.addresses, bytes.fromhex(one.key), one.cluster_id, one.name)
             except (TransportError, NetworkError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")
         raise NothingToObserve("no worker of the cluster could be reached: " + "; ".join(failures))
 
     @classmethod
-    def _dial_first(cls, one: Presence) -> Observer:
+    def connect_any(cls, addresses: Iterable[str], key: bytes, cluster_id: str, member: str) -> Observer:
+        """Connect to ``member`` of this host at the first of its addresses that works."""
         failure: TransportError | None = None
-        for address in sorted(one.addresses, key=lambda address: not address.startswith("unix:")):
+        for address in sorted(addresses, key=lambda address: not address.startswith("unix:")):
             try:
-                return cls.connect(address, bytes.fromhex(one.key), one.cluster_id, one.name)
+                return cls.connect(address, key, cluster_id, member)
             except TransportError as error:
                 failure = error
-        raise failure or DialFailed(f"{one.name} has no address")
+        raise failure or DialFailed(f"{member} has no address")
 
     @classmethod
     def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
@@ -157,6 +158,10 @@ class Observer:
         """End the connection."""
         self._transport.close()
 
+    def interrupt(self) -> None:
+        """Have a question that is being asked fail at once. From any thread."""
+        self._transport.interrupt()
+
     # ------------------------------------------------------------------ questions
 
     def snapshots(self, timeout_s: float = ANSWER_S) -> Heard[WorkerSnapshot]:
@@ -167,9 +172,9 @@ class Observer:
         """What every worker has done so far."""
         return self.ask(METRICS, Metrics, timeout_s)
 
-    def events(self, timeout_s: float = ANSWER_S) -> Heard[list[Event]]:
+    def events(self, timeout_s: float = ANSWER_S) -> Heard[WorkerEvents]:
         """What has happened of late at every worker: errors, deaths, connections that broke."""
-        return self.ask(EVENTS, list[Event], timeout_s)
+        return self.ask(EVENTS, WorkerEvents, timeout_s)
 
     def ask(self, subject: str, kind: type[A], timeout_s: float = ANSWER_S, argument: bytes = b"") -> Heard[A]:
         """Every worker's answer about ``subject``, of the ones that come within ``timeout_s``."""

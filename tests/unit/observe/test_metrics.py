@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from farcall.cli.top import page, rows
+from farcall.cli.top import page
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
 from farcall.observe.observer import Heard
+from farcall.observe.rates import rows
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.tallies import BOUNDS_S, MOST_FUNCTIONS, OTHERS, Tallies, tally_of
@@ -105,7 +106,7 @@ def test_rates_between_two_looks() -> None:
     assert row.called_per_s == 1.0
     assert row.latency.percentile(50) == pytest.approx(0.1, rel=0.1)
     assert row.sent_per_s == 2000
-    assert row.troubles == 3
+    assert row.errors == 3
 
 
 def test_a_first_look_compares_with_the_start() -> None:

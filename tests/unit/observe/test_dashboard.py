@@ -1,0 +1,241 @@
+"""What the live page is told, who may see it, and how it looks again and again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from tests.unit.observe.simulated import SimulatedObserver
+
+from farcall.errors import InitError, NetworkError
+from farcall.observe.dashboard import digest, looks
+from farcall.observe.dashboard.access import NONCE_S, REALM, Access, Denied
+from farcall.observe.dashboard.looks import Looks
+from farcall.observe.dashboard.server import Dashboard
+from farcall.observe.rates import rows
+
+SECRET = b"the cluster's secret"
+PATIENCE_S = 30.0
+
+
+# ---------------------------------------------------------------------- who may see it
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "localhost"])
+def test_on_loopback_a_loopback_name_is_enough(host: str) -> None:
+    Access(None).check("GET", "/", host, "", 0.0)
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "", "127.0.0.1.evil.example", "[::1", "10.0.0.1"])
+def test_on_loopback_other_names_are_refused(host: str) -> None:
+    """A page of the internet may have its own name lead to loopback, and read what it gets."""
+    with pytest.raises(Denied) as denied:
+        Access(None).check("GET", "/", host, "", 0.0)
+    assert denied.value.status == 403
+
+
+def proof(challenge: str, secret: bytes, target: str = "/", method: str = "GET", count: str = "00000001") -> str:
+    """What a browser sends."""
+    nonce = re.findall(r'nonce="([^"]*)"', challenge)[0]
+
+    def hashed(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
+    who = hashed(b"me:" + REALM.encode() + b":" + secret)
+    what = hashed(f"{method}:{target}".encode())
+    response = hashed(f"{who}:{nonce}:{count}:abc:auth:{what}".encode())
+    return (
+        f'Digest username="me", realm="{REALM}", nonce="{nonce}", uri="{target}", algorithm=SHA-256, '
+        f'response="{response}", qop=auth, nc={count}, cnonce="abc"'
+    )
+
+
+def challenge_of(access: Access, authorization: str = "", target: str = "/", now: float = 1000.0) -> str:
+    with pytest.raises(Denied) as denied:
+        access.check("GET", target, "anywhere", authorization, now)
+    assert denied.value.status == 401
+    return denied.value.challenge
+
+
+def test_elsewhere_the_secret_is_proved() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    assert "algorithm=SHA-256" in challenge
+    access.check("GET", "/", "anywhere", proof(challenge, SECRET), 1001.0)
+    access.check("GET", "/", "anywhere", proof(challenge, SECRET, count="00000002"), 1001.0)
+
+
+def test_what_proves_nothing() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    challenge_of(access, proof(challenge, b"another secret"))
+    challenge_of(access, proof(challenge, SECRET, target="/state.json"))  # of another address
+    challenge_of(access, proof(challenge, SECRET, method="POST"))
+    challenge_of(access, proof(challenge_of(Access(SECRET)), SECRET))  # of another server
+    challenge_of(access, "Basic bWU6c2VjcmV0")
+    challenge_of(access, "Digest")
+    challenge_of(access, 'Digest nonce="é"')
+
+
+def test_a_proof_is_good_once_and_for_a_while() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    access.check("GET", "/", "", proof(challenge, SECRET), 1001.0)
+    assert "stale=true" in challenge_of(access, proof(challenge, SECRET), now=1001.0)
+    assert "stale=true" in challenge_of(access, proof(challenge, SECRET, count="2"), now=1000.0 + NONCE_S + 1)
+
+
+# ---------------------------------------------------------------------- what it is told
+
+
+def test_what_one_look_says() -> None:
+    observer = SimulatedObserver(16)
+    before, heard = observer.metrics().answers, observer.metrics()
+    found = rows(before, heard.answers)
+    workers = digest.workers(found, heard)
+    assert [worker["rank"] for worker in workers] == list(range(16))
+    assert [worker["state"] for worker in workers[-3:]] == ["running", "silent", "gone"]
+    pairs = digest.pairs(before, heard.answers)
+    assert {pair[0] for pair in pairs} == set(observer.names[:-2])
+    calls = sum(one.latency.count for metrics in heard.answers for one in metrics.called)
+    assert sum(pair[3] for pair in pairs) == calls
+    sent = digest.channels(before, heard.answers)
+    assert [one["channel"] for one in sent] == ["shared memory", "tcp", "unix"]
+    point = digest.point(5.0, found, sent)
+    assert set(point["workers"]) == set(observer.names[:-2])
+    assert point["p50"] <= point["p90"] <= point["p99"]
+    assert point["calls"] == pytest.approx(sum(worker.get("calls", 0.0) for worker in workers))
+    functions = digest.functions(before, heard.answers, 1.0)
+    assert len(functions) == 4
+    assert functions[0]["threads"] >= functions[-1]["threads"] > 0
+    between = digest.functions_between(heard.answers, observer.names[0], "")
+    assert sum(one["calls"] for one in between) == sum(one.latency.count for one in heard.answers[0].called)
+
+
+def test_a_call_is_joined_from_both_ends() -> None:
+    observer = SimulatedObserver(16)
+    calls = digest.waiting(observer.snapshots().answers)
+    assert [call["for_s"] for call in calls] == sorted((call["for_s"] for call in calls), reverse=True)
+    assert {call["state"] for call in calls} == {"running"}
+    assert calls[0]["at_caller"]["frames"][0] == "/home/me/train.py:57 in step"
+    assert calls[0]["at_callee"]["frames"][0] == "/home/me/train.py:112 in main"
+
+
+# ---------------------------------------------------------------------- again and again
+
+
+def test_a_cluster_that_is_lost_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "EVERY_S", 0.01)
+    monkeypatch.setattr(looks, "RETRY_S", 0.01)
+    tries = iter([NetworkError("nobody there"), SimulatedObserver(8), None])
+    seen = threading.Event()
+
+    class Lost(SimulatedObserver):
+        def metrics(self) -> Any:
+            raise NetworkError("it closed the connection")
+
+    def connect() -> Any:
+        found = next(tries, None)
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            seen.set()
+            return Lost(8)
+        found.events = lambda: (_ for _ in ()).throw(NetworkError("gone"))  # type: ignore[method-assign]
+        return found
+
+    watched = Looks(connect)
+    assert watched.state(0)["error"]
+    watched.start()
+    assert seen.wait(PATIENCE_S)
+    watched.stop()
+    assert watched.state(0)["error"] == "it closed the connection"
+
+
+def test_points_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "EVERY_S", 0.01)
+    observer = SimulatedObserver(8)
+    enough = threading.Event()
+    look = observer.events
+
+    def counted() -> Any:
+        if len(watched._points) >= 3:
+            enough.set()
+        return look()
+
+    monkeypatch.setattr(observer, "events", counted)
+    watched = Looks(lambda: observer)  # type: ignore[arg-type, return-value]
+    watched.start()
+    assert enough.wait(PATIENCE_S)
+    watched.stop()
+    points = watched.state(0)["points"]
+    assert [point["number"] for point in points] == list(range(2, 2 + len(points)))
+    assert watched.state(points[1]["number"])["points"] == points[2:]
+
+
+# ---------------------------------------------------------------------- the server
+
+
+@contextmanager
+def served(host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Dashboard]:
+    page = Dashboard(lambda: SimulatedObserver(8), host, 0, secret)  # type: ignore[arg-type, return-value]
+    page.start()
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def get(address: str, **headers: str) -> tuple[int, Any, bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=PATIENCE_S) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_the_page_and_nothing_else_is_served() -> None:
+    with served() as page:
+        status, headers, body = get(page.url)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        for name in re.findall(r'(?:href|src)="([a-z.]+)"', body.decode()):
+            assert get(page.url + name)[0] == 200, name
+        assert json.loads(get(page.url + "state.json?since=nonsense")[2])["points"] == []
+        assert json.loads(get(page.url + "calls.json?from=nobody&to=")[2]) == []
+        for path in ("server.py", "page/app.js", "..%2fserver.py", "../server.py", "%2e%2e/access.py"):
+            assert get(page.url + path)[0] == 404, path
+        assert get(page.url, Host="evil.example")[0] == 403
+        request = urllib.request.Request(page.url, data=b"x", method="POST")
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+
+def test_elsewhere_it_is_behind_the_secret() -> None:
+    with pytest.raises(InitError, match="FARCALL_SECRET"):
+        Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, None)  # type: ignore[arg-type, return-value]
+    with served("0.0.0.0", SECRET) as page:
+        address = f"http://127.0.0.1:{page.port}/state.json"
+        status, headers, body = get(address)
+        assert status == 401
+        assert b"workers" not in body
+        known = proof(headers["WWW-Authenticate"], SECRET, "/state.json")
+        assert get(address, Authorization=known)[0] == 200
+        assert get(address, Authorization=known)[0] == 401
+
+
+def test_nothing_of_the_page_comes_from_elsewhere() -> None:
+    """Nor does it make markup of names: those are the user's."""
+    for file in (files("farcall.observe.dashboard") / "page").iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"(?m)^\s*//.*$|\s//\s.*$", "", text), file.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
