@@ -15,9 +15,9 @@ import base64
 import json
 import os
 import select
-import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
@@ -26,6 +26,16 @@ from urllib.parse import urlsplit
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE_S = 30.0
+
+
+# Chromium wants the pipe at 3 and 4, which may be something else here.
+_LAUNCH = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_chromium() -> str | None:
@@ -59,16 +69,24 @@ class Browser:
             *(["--no-sandbox"] if os.getuid() == 0 else []),
             "about:blank",
         ]
-        # It wants the pipe at 3 and 4, and those may be something else here.
-        command = f"exec {shlex.join([program, *options])} 3<&{his_reading} 4>&{his_writing}"
         with open(folder / "chromium.log", "wb") as log:
             self._process = subprocess.Popen(
-                ["sh", "-c", command], pass_fds=(his_reading, his_writing), stdout=log, stderr=log
+                [sys.executable, "-c", _LAUNCH, str(his_reading), str(his_writing), program, *options],
+                pass_fds=(his_reading, his_writing),
+                stdout=log,
+                stderr=log,
             )
         os.close(his_reading)
         os.close(his_writing)
         self._reading, self._writing = reading, writing
         self._session = ""
+        try:
+            self._attach(width, height)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, width: int, height: int) -> None:
         targets = self._until_answered("Target.getTargets")["targetInfos"]
         page = next(target for target in targets if target["type"] == "page")
         attached = self.command("Target.attachToTarget", targetId=page["targetId"], flatten=True)
@@ -93,6 +111,10 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser."""
         self._session = ""
         try:
             self.command("Browser.close")
