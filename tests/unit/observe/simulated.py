@@ -83,7 +83,7 @@ class SimulatedObserver:
                 channels=channels.get(rank, []),
                 calls_in_flight=self._random.randrange(12),
                 served_in_flight=self._random.randrange(12),
-                pool=PoolView(16, 16, self._random.randrange(17), self._random.randrange(4), 40 * (rank == 3)),
+                pool=PoolView(16, 16, 16 if rank == 3 else self._random.randrange(16), 0, 40 * (rank == 3)),
                 owned_references=self._random.randrange(400),
                 used_references=self._random.randrange(400),
                 contexts=rank % 3,

@@ -17,11 +17,13 @@ import pytest
 from tests.unit.observe.simulated import SimulatedObserver
 
 from farcall.errors import InitError, NetworkError
+from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard import digest, looks
 from farcall.observe.dashboard.access import NONCE_S, REALM, Access, Denied
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.rates import rows
+from farcall.runtime.chronicle import Event
 
 SECRET = b"the cluster's secret"
 PATIENCE_S = 30.0
@@ -130,35 +132,46 @@ def test_a_call_is_joined_from_both_ends() -> None:
     assert calls[0]["at_callee"]["frames"][0] == "/home/me/train.py:112 in main"
 
 
+def test_a_death_that_everybody_saw_is_told_once() -> None:
+    dead = [WorkerEvents(f"w{rank}", [Event(100.0 + rank, "dead", "w9", text="silent")]) for rank in range(5)]
+    late = WorkerEvents("w8", [Event(50.0, "failed", "w1", "f"), Event(500.0, "dead", "w9")])
+    found = digest.events([*dead, late])
+    assert [(event["kind"], event["at"], event["seen_by"]) for event in found] == [
+        ("dead", 500.0, ["w8"]),  # another one of that name
+        ("dead", 100.0, ["w0", "w1", "w2", "w3", "w4"]),
+        ("failed", 50.0, ["w8"]),
+    ]
+    many = digest.events([WorkerEvents("w0", [Event(float(at), "failed", f"w{at}", "f") for at in range(300)])])
+    assert [event["at"] for event in many[:2]] == [299.0, 298.0]
+    assert len(many) == digest.MOST_EVENTS
+
+
 # ---------------------------------------------------------------------- again and again
 
 
-def test_a_cluster_that_is_lost_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "EVERY_S", 0.01)
-    monkeypatch.setattr(looks, "RETRY_S", 0.01)
-    tries = iter([NetworkError("nobody there"), SimulatedObserver(8), None])
-    seen = threading.Event()
+class Blind(SimulatedObserver):
+    def metrics(self) -> Any:
+        raise NetworkError("it closed the connection")
 
-    class Lost(SimulatedObserver):
-        def metrics(self) -> Any:
-            raise NetworkError("it closed the connection")
+
+def test_a_cluster_that_is_lost_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "RETRY_S", 0.01)
+    tries: list[str] = []
+    again = threading.Event()
 
     def connect() -> Any:
-        found = next(tries, None)
-        if isinstance(found, Exception):
-            raise found
-        if found is None:
-            seen.set()
-            return Lost(8)
-        found.events = lambda: (_ for _ in ()).throw(NetworkError("gone"))  # type: ignore[method-assign]
-        return found
+        tries.append(watched.state(0)["error"])
+        if len(tries) == 1:
+            raise NetworkError("nobody there")
+        if len(tries) == 4:
+            again.set()
+        return Blind(8)
 
     watched = Looks(connect)
-    assert watched.state(0)["error"]
     watched.start()
-    assert seen.wait(PATIENCE_S)
+    assert again.wait(PATIENCE_S)
     watched.stop()
-    assert watched.state(0)["error"] == "it closed the connection"
+    assert tries[:3] == ["it has not been looked at yet", "nobody there", "it closed the connection"]
 
 
 def test_points_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

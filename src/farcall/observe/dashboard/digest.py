@@ -16,6 +16,7 @@ from farcall.observe.observer import Heard
 from farcall.observe.rates import Row, busiest, errors_of, latency_between
 from farcall.observe.snapshot import ThreadKey, ThreadView, WorkerSnapshot, find_troubles
 from farcall.protocol.observing import WorkerState
+from farcall.runtime.changes import MEMBER_EVENTS
 
 __all__ = ["channels", "events", "functions", "functions_between", "pairs", "point", "troubles", "waiting", "workers"]
 
@@ -23,6 +24,8 @@ MOST_FUNCTIONS: Final = 100
 MOST_WAITING: Final = 60
 MOST_EVENTS: Final = 200
 MOST_FRAMES: Final = 20
+SAME_S: Final = 10.0
+"""News of a member that come within this time are the same news."""
 Values = dict[str, Any]
 
 
@@ -247,21 +250,28 @@ def troubles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey]) -> list
 
 
 def events(happened: Iterable[WorkerEvents]) -> list[Values]:
-    """What has happened of late anywhere, the latest first."""
-    found: list[Values] = [
-        {
+    """What has happened of late anywhere, the latest first; what became of a member is told once, and who saw it."""
+    seen = sorted(((event, one.worker) for one in happened for event in one.events), key=lambda item: item[0].at)
+    found: list[Values] = []
+    of_members: dict[tuple[str, str], Values] = {}
+    for event, by in seen:
+        same = of_members.get((event.kind, event.worker))
+        if same is not None and event.at - same["at"] < SAME_S:
+            same["seen_by"].append(by)
+            continue
+        told: Values = {
             "at": event.at,
-            "seen_by": one.worker,
+            "seen_by": [by],
             "kind": event.kind,
             "worker": event.worker,
             "what": event.what,
             "text": event.text,
             "times": event.times,
         }
-        for one in happened
-        for event in one.events
-    ]
-    return sorted(found, key=lambda event: event["at"], reverse=True)[:MOST_EVENTS]
+        found.append(told)
+        if event.kind in MEMBER_EVENTS:
+            of_members[event.kind, event.worker] = told
+    return found[: -MOST_EVENTS - 1 : -1]
 
 
 def _rounded(value: float) -> float:

@@ -71,7 +71,7 @@ function showTiles() {
     ["99 % within", duration(last.p99)],
     ["sent per second", size(sum("sent"))],
     ["calls in flight", count(sum("in_flight"))],
-    ["calls queued", count(sum("queued")), sum("queued") > 0 && sum("queued") > sum("threads")],
+    ["calls queued", count(sum("queued")), state.workers.some(isFull)],
     ["references", count(sum("owned"))],
     ["errors of late", count(recent), recent > 0],
   ];
@@ -79,6 +79,9 @@ function showTiles() {
 }
 
 const isBad = (worker) => worker.state === "gone" || worker.state === "silent" || worker.state === "expelled";
+
+// Calls wait while every thread is in a function that does not wait for a call itself.
+const isFull = (worker) => worker.queued > 0 && worker.busy - worker.parked >= worker.threads;
 
 function showHealth() {
   const by = new Map();
@@ -98,8 +101,8 @@ function showSquares() {
   const named = state.workers.length <= 48;
   place.classList.toggle("named", named);
   place.replaceChildren(...state.workers.map((worker) => {
-    const button = make("button", { type: "button", class: isBad(worker) ? "bad" : worker.queued > 0 ? "warn" : "", "data-worker": worker.name, title: workerTitle(worker) }, named ? worker.name : String(worker.rank));
-    if (!isBad(worker) && !(worker.queued > 0)) button.style.backgroundColor = `rgba(var(--heat), ${(0.04 + 0.4 * Math.sqrt((worker.calls ?? 0) / most)).toFixed(3)})`;
+    const button = make("button", { type: "button", class: isBad(worker) ? "bad" : isFull(worker) ? "warn" : "", "data-worker": worker.name, title: workerTitle(worker) }, named ? worker.name : String(worker.rank));
+    if (!isBad(worker) && !isFull(worker)) button.style.backgroundColor = `rgba(var(--heat), ${(0.04 + 0.4 * Math.sqrt((worker.calls ?? 0) / most)).toFixed(3)})`;
     return button;
   }));
 }
@@ -122,7 +125,7 @@ const COLUMNS = [
   ["sent", "out/s", (worker) => size(worker.sent)],
   ["received", "in/s", (worker) => size(worker.received)],
   ["in_flight", "made/served", (worker) => (worker.threads === undefined ? "" : `${count(worker.in_flight)}/${count(worker.serving)}`)],
-  ["queued", "queued", (worker) => count(worker.queued), "", (worker) => (worker.queued ? "warn" : "")],
+  ["queued", "queued", (worker) => count(worker.queued), "", (worker) => (isFull(worker) ? "warn" : "")],
   ["busy", "threads", (worker) => (worker.threads === undefined ? "" : `${worker.busy}/${worker.threads}`)],
   ["owned", "refs", (worker) => (worker.threads === undefined ? "" : `${count(worker.owned)}/${count(worker.used)}`)],
   ["contexts", "contexts", (worker) => count(worker.contexts)],
@@ -156,15 +159,13 @@ function table(place, columns, rows, nothing) {
   place.replaceChildren(head, body);
 }
 
+const wrong = (row) => [[row.failed, "failed"], [row.timed_out, "timed out"], [row.lost, "lost"]].filter(([number]) => number).map(([number, how]) => `${count(number)} ${how}`).join(", ");
 const CALLS = [
   ["function", (row) => row.function, "name"],
   ["calls", (row) => count(row.calls)],
   ["median", (row) => duration(row.p50)],
-  ["90 %", (row) => duration(row.p90)],
   ["99 %", (row) => duration(row.p99)],
-  ["failed", (row) => count(row.failed), "", (row) => (row.failed ? "bad" : "")],
-  ["timed out", (row) => count(row.timed_out), "", (row) => (row.timed_out ? "bad" : "")],
-  ["lost", (row) => count(row.lost), "", (row) => (row.lost ? "bad" : "")],
+  ["errors", (row) => wrong(row), "", (row) => (wrong(row) ? "bad" : "")],
 ];
 
 function showFunctions() {
@@ -235,11 +236,12 @@ const KINDS = {
 };
 
 function eventText(event) {
-  if (event.kind === "failed") return `${event.what}() raised on ${event.seen_by}, called by ${event.worker}`;
-  if (event.kind === "timed out") return `${event.seen_by} waited in vain for ${event.worker} to answer ${event.what}()`;
-  if (event.kind === "interrupted") return `the connection of ${event.seen_by} to ${event.worker} broke`;
-  if (event.kind === "reconnected") return `${event.seen_by} and ${event.worker} are connected again`;
-  return `${event.worker}, as ${event.seen_by} sees it`;
+  const [by, ...more] = event.seen_by;
+  if (event.kind === "failed") return `${event.what}() raised on ${by}, called by ${event.worker}`;
+  if (event.kind === "timed out") return `${by} waited in vain for ${event.worker} to answer ${event.what}()`;
+  if (event.kind === "interrupted") return `the connection of ${by} to ${event.worker} broke`;
+  if (event.kind === "reconnected") return `${by} and ${event.worker} are connected again`;
+  return `${event.worker}, as seen by ${by}${more.length > 2 ? ` and ${more.length} others` : more.map((name) => `, ${name}`).join("")}`;
 }
 
 function eventRow(event) {
@@ -249,13 +251,13 @@ function eventRow(event) {
 
 function showEvents() {
   const chosen = (state.events ?? []).filter((event) => eventKind === "all" || (KINDS[event.kind]?.[0] ?? "") === eventKind);
-  const key = eventKind + JSON.stringify(chosen.map((event) => [event.at, event.seen_by, event.times]));
+  const key = eventKind + JSON.stringify(chosen.map((event) => [event.at, event.seen_by.length, event.times]));
   fill(find("event-list"), key, () => (chosen.length ? chosen.map(eventRow) : [make("p", { class: "empty" }, "nothing has happened")]));
 }
 
 function showShortEvents() {
   const latest = (state.events ?? []).slice(0, 8);
-  fill(find("short-events"), JSON.stringify(latest.map((event) => [event.at, event.times])), () => (latest.length ? latest.map(eventRow) : [make("p", { class: "empty" }, "nothing has happened")]));
+  fill(find("short-events"), JSON.stringify(latest.map((event) => [event.at, event.seen_by.length, event.times])), () => (latest.length ? latest.map(eventRow) : [make("p", { class: "empty" }, "nothing has happened")]));
 }
 
 function showTroubles() {

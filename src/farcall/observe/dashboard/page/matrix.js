@@ -58,8 +58,9 @@ export class Matrix {
     brush.font = "12px system-ui, sans-serif";
     const values = [...this.cells.values()].map((pair) => pair[FIELDS[this.by]]).filter((value) => value > 0);
     const most = Math.max(...values, 0), least = Math.min(...values, most);
-    // Rates differ by orders of magnitude: shades follow the logarithm, from the least of them to the most.
-    const shade = (value) => (value <= 0 ? 0 : most === least ? 1 : 0.14 + 0.86 * (Math.log(value / least) / Math.log(most / least)));
+    // Rates differ by orders of magnitude, so shades follow the logarithm; values that are much the same look the same.
+    const span = Math.log(Math.max(most / least, 10));
+    const shade = (value) => (value <= 0 ? 0 : 1 - (0.86 * Math.log(most / value)) / span);
     const heat = this.by === "errors" ? null : colour("--heat"), bad = colour("--bad");
     const line = colour("--line"), text = colour("--text"), muted = colour("--muted"), panel = colour("--panel");
     const ground = colour("--hover"), ink = heat ? `rgb(${heat})` : bad;
