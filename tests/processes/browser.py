@@ -162,7 +162,7 @@ class Browser:
             self.complaints.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             address = parameters["request"]["url"]
-            if urlsplit(address).netloc != self._host:
+            if urlsplit(address).netloc.rpartition("@")[2] != self._host:
                 self.complaints.append(f"asked for {address}")
 
     # ------------------------------------------------------------------ a page
@@ -177,7 +177,7 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, address: str) -> None:
-        self._host = urlsplit(address).netloc
+        self._host = urlsplit(address).netloc.rpartition("@")[2]
         self.command("Page.navigate", url=address)
         self.wait_for("document.readyState === 'complete'")
 

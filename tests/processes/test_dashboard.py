@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -239,6 +240,21 @@ def test_every_view_of_a_large_cluster(tmp_path: Path, size: int) -> None:
             browser.click("nav [data-tab=workers]")
             browser.wait_for(f"document.querySelectorAll('#worker-table tbody tr').length === {size}")
             assert browser.complaints == []
+    finally:
+        page.close()
+
+
+@needs_chromium
+def test_elsewhere_a_browser_can_prove_the_secret(tmp_path: Path) -> None:
+    page = Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, b"the secret: 100%")  # type: ignore[arg-type, return-value]
+    page.start()
+    try:
+        with Browser(tmp_path) as browser:
+            # As if it were typed into the browser's question, which belongs to no page.
+            browser.open(f"http://me:{quote('the secret: 100%', safe='')}@127.0.0.1:{page.port}/style.css")
+            browser.open(f"http://127.0.0.1:{page.port}/")
+            shows(browser, "#health", "6 running")
+            shows(browser, "#live", "live")
     finally:
         page.close()
 

@@ -1,4 +1,4 @@
-"""The examples run, and train to the loss of their single-process twins: each checks that itself."""
+"""The examples run: those that train reach the loss of their single-process twins, and check that themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("parameter_server", "the same, bit for bit, as in one process"), ("pipeline", "from those of one process")],
+    [
+        ("parameter_server", "the same, bit for bit, as in one process"),
+        ("pipeline", "from those of one process"),
+        ("deadlock", "CYCLE: left and right wait for each other"),
+    ],
 )
 def test_an_example(name: str, says: str) -> None:
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 Owns the connection to the cluster, the rhythm and the history. One thread looks; threads of the web server read what
 it has put together, which is replaced as a whole. While nobody has the page open it looks seldom, so that there is a
-history to see; and never more often than a quarter of its time, however large the cluster is.
+history to see; and looking takes at most a third of its time, however large the cluster is.
 
     state        event                        then
     unconnected  connected                    connected: looks
