@@ -13,23 +13,27 @@ import struct
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 import torch
 from tests.processes.browser import Browser, find_chromium
-from tests.unit.observe.simulated import SimulatedObserver
+from tests.unit.observe.simulated import SimulatedObserver, proof_of
 
 import farcall
+from farcall.errors import InitError
 from farcall.observe.dashboard.server import Dashboard
 from farcall.options import RpcBackendOptions
 from farcall.testing.cluster import Member, finish, start_cluster
 
 PATIENCE_S = 60.0
+SECRET = b"the cluster's secret"
 SIZE = 4
 TABS = ["overview", "workers", "matrix", "functions", "memory", "waiting", "events"]
 
@@ -146,6 +150,17 @@ def shows(browser: Browser, selector: str, pattern: str) -> None:
     browser.wait_for(f"/{pattern}/.test(document.querySelector({json.dumps(selector)})?.innerText ?? '')")
 
 
+@contextmanager
+def served(size: int, host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Dashboard]:
+    """The page of a cluster that exists in numbers only."""
+    page = Dashboard(lambda: SimulatedObserver(size), host, 0, secret)  # type: ignore[arg-type, return-value]
+    page.start()
+    try:
+        yield page
+    finally:
+        page.close()
+
+
 # ---------------------------------------------------------------------- in a browser
 
 
@@ -220,46 +235,74 @@ def test_clicking_through_a_running_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [16, 200])
 def test_every_view_of_a_large_cluster(tmp_path: Path, size: int) -> None:
     shots = pictures(tmp_path)
-    page = Dashboard(lambda: SimulatedObserver(size), "127.0.0.1", 0, None)  # type: ignore[arg-type, return-value]
-    page.start()
-    try:
-        with Browser(tmp_path) as browser:
-            for theme in ("light", "dark"):
-                browser.prefer(theme)
-                browser.open(page.url)
-                browser.wait_for(f"document.querySelectorAll('#squares button').length === {size}")
-                browser.wait_for("document.querySelector('[data-chart=calls] path') !== null")
-                for tab in TABS:
-                    browser.click(f"nav [data-tab={tab}]")
-                    browser.wait_for(f"!document.getElementById('{tab}').hidden")
-                    # Nothing sticks out: the page never scrolls sideways.
-                    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
-                    browser.screenshot(shots / f"{size}-{theme}-{tab}.png")
-                browser.click("nav [data-tab=matrix]")
-                assert browser.evaluate("document.getElementById('matrix-canvas').width") > 4 * size
-            browser.click("nav [data-tab=workers]")
-            browser.wait_for(f"document.querySelectorAll('#worker-table tbody tr').length === {size}")
-            assert browser.complaints == []
-    finally:
-        page.close()
+    with served(size) as page, Browser(tmp_path) as browser:
+        for theme in ("light", "dark"):
+            browser.prefer(theme)
+            browser.open(page.url)
+            browser.wait_for(f"document.querySelectorAll('#squares button').length === {size}")
+            browser.wait_for("document.querySelector('[data-chart=calls] path') !== null")
+            for tab in TABS:
+                browser.click(f"nav [data-tab={tab}]")
+                browser.wait_for(f"!document.getElementById('{tab}').hidden")
+                # Nothing sticks out: the page never scrolls sideways.
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+                browser.screenshot(shots / f"{size}-{theme}-{tab}.png")
+            browser.click("nav [data-tab=matrix]")
+            assert browser.evaluate("document.getElementById('matrix-canvas').width") > 4 * size
+        browser.click("nav [data-tab=workers]")
+        browser.wait_for(f"document.querySelectorAll('#worker-table tbody tr').length === {size}")
+        assert browser.complaints == []
 
 
 @needs_chromium
 def test_elsewhere_a_browser_can_prove_the_secret(tmp_path: Path) -> None:
-    page = Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, b"the secret: 100%")  # type: ignore[arg-type, return-value]
-    page.start()
-    try:
-        with Browser(tmp_path) as browser:
-            # As if it were typed into the browser's question, which belongs to no page.
-            browser.open(f"http://me:{quote('the secret: 100%', safe='')}@127.0.0.1:{page.port}/style.css")
-            browser.open(f"http://127.0.0.1:{page.port}/")
-            shows(browser, "#health", "6 running")
-            shows(browser, "#live", "live")
-    finally:
-        page.close()
+    with served(8, "0.0.0.0", SECRET) as page, Browser(tmp_path) as browser:
+        # As if it were typed into the browser's question, which belongs to no page.
+        browser.open(f"http://me:{quote(SECRET, safe='')}@127.0.0.1:{page.port}/style.css")
+        browser.open(f"http://127.0.0.1:{page.port}/")
+        shows(browser, "#health", "6 running")
+        shows(browser, "#live", "live")
 
 
 # ---------------------------------------------------------------------- without one
+
+
+def fetch(address: str, **headers: str) -> tuple[int, Any, bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=PATIENCE_S) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_the_page_and_nothing_else_is_served() -> None:
+    with served(8) as page:
+        status, headers, body = fetch(page.url)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        for name in re.findall(r'(?:href|src)="([a-z.]+)"', body.decode()):
+            assert fetch(page.url + name)[0] == 200, name
+        assert "workers" in json.loads(fetch(page.url + "state.json?since=nonsense")[2])
+        assert json.loads(fetch(page.url + "calls.json?from=nobody&to=")[2]) == []
+        for path in ("server.py", "page/app.js", "..%2fserver.py", "../server.py", "%2e%2e/access.py"):
+            assert fetch(page.url + path)[0] == 404, path
+        assert fetch(page.url, Host="evil.example")[0] == 403
+        request = urllib.request.Request(page.url, data=b"x", method="POST")
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+
+def test_elsewhere_it_is_behind_the_secret() -> None:
+    with pytest.raises(InitError, match="FARCALL_SECRET"):
+        Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, None)  # type: ignore[arg-type, return-value]
+    with served(8, "0.0.0.0", SECRET) as page:
+        address = f"http://127.0.0.1:{page.port}/state.json"
+        status, headers, body = fetch(address)
+        assert status == 401
+        assert b"workers" not in body
+        known = proof_of(headers["WWW-Authenticate"], SECRET, "/state.json")
+        assert fetch(address, Authorization=known)[0] == 200
+        assert fetch(address, Authorization=known)[0] == 401
 
 
 def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:

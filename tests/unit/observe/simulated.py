@@ -1,12 +1,15 @@
-"""A cluster of any size that exists in numbers only: an `Observer` of it says what a busy one would say."""
+"""A cluster of any size that exists in numbers only, as an `Observer` sees it; and what a browser says to a server."""
 
 from __future__ import annotations
 
+import hashlib
 import random
+import re
 import time
 from bisect import bisect_right
 
 from farcall.observe.answering import WorkerEvents
+from farcall.observe.dashboard.access import REALM
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
 from farcall.observe.observer import Heard
 from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
@@ -130,3 +133,19 @@ class SimulatedObserver:
 
     def close(self) -> None:
         pass
+
+
+def proof_of(challenge: str, secret: bytes, target: str = "/", method: str = "GET", count: str = "00000001") -> str:
+    """What a browser sends that was told the password."""
+    nonce = re.findall(r'nonce="([^"]*)"', challenge)[0]
+
+    def hashed(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
+    who = hashed(b"me:" + REALM.encode() + b":" + secret)
+    what = hashed(f"{method}:{target}".encode())
+    response = hashed(f"{who}:{nonce}:{count}:abc:auth:{what}".encode())
+    return (
+        f'Digest username="me", realm="{REALM}", nonce="{nonce}", uri="{target}", algorithm=SHA-256, '
+        f'response="{response}", qop=auth, nc={count}, cnonce="abc"'
+    )

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import pytest
-from tests.unit.observe.simulated import SimulatedObserver
+from tests.unit.observe.simulated import SimulatedObserver, proof_of
 
-from farcall.errors import InitError, NetworkError
+from farcall.errors import NetworkError
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard import digest, looks
-from farcall.observe.dashboard.access import NONCE_S, REALM, Access, Denied
+from farcall.observe.dashboard.access import NONCE_S, Access, Denied
 from farcall.observe.dashboard.looks import Looks
-from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.rates import rows
 from farcall.runtime.chronicle import Event
 
@@ -45,22 +38,6 @@ def test_on_loopback_other_names_are_refused(host: str) -> None:
     assert denied.value.status == 403
 
 
-def proof(challenge: str, secret: bytes, target: str = "/", method: str = "GET", count: str = "00000001") -> str:
-    """What a browser sends."""
-    nonce = re.findall(r'nonce="([^"]*)"', challenge)[0]
-
-    def hashed(data: bytes) -> str:
-        return hashlib.sha256(data).hexdigest()
-
-    who = hashed(b"me:" + REALM.encode() + b":" + secret)
-    what = hashed(f"{method}:{target}".encode())
-    response = hashed(f"{who}:{nonce}:{count}:abc:auth:{what}".encode())
-    return (
-        f'Digest username="me", realm="{REALM}", nonce="{nonce}", uri="{target}", algorithm=SHA-256, '
-        f'response="{response}", qop=auth, nc={count}, cnonce="abc"'
-    )
-
-
 def challenge_of(access: Access, authorization: str = "", target: str = "/", now: float = 1000.0) -> str:
     with pytest.raises(Denied) as denied:
         access.check("GET", target, "anywhere", authorization, now)
@@ -72,17 +49,17 @@ def test_elsewhere_the_secret_is_proved() -> None:
     access = Access(SECRET)
     challenge = challenge_of(access)
     assert "algorithm=SHA-256" in challenge
-    access.check("GET", "/", "anywhere", proof(challenge, SECRET), 1001.0)
-    access.check("GET", "/", "anywhere", proof(challenge, SECRET, count="00000002"), 1001.0)
+    access.check("GET", "/", "anywhere", proof_of(challenge, SECRET), 1001.0)
+    access.check("GET", "/", "anywhere", proof_of(challenge, SECRET, count="00000002"), 1001.0)
 
 
 def test_what_proves_nothing() -> None:
     access = Access(SECRET)
     challenge = challenge_of(access)
-    challenge_of(access, proof(challenge, b"another secret"))
-    challenge_of(access, proof(challenge, SECRET, target="/state.json"))  # of another address
-    challenge_of(access, proof(challenge, SECRET, method="POST"))
-    challenge_of(access, proof(challenge_of(Access(SECRET)), SECRET))  # of another server
+    challenge_of(access, proof_of(challenge, b"another secret"))
+    challenge_of(access, proof_of(challenge, SECRET, target="/state.json"))  # of another address
+    challenge_of(access, proof_of(challenge, SECRET, method="POST"))
+    challenge_of(access, proof_of(challenge_of(Access(SECRET)), SECRET))  # of another server
     challenge_of(access, "Basic bWU6c2VjcmV0")
     challenge_of(access, "Digest")
     challenge_of(access, 'Digest nonce="é"')
@@ -91,9 +68,9 @@ def test_what_proves_nothing() -> None:
 def test_a_proof_is_good_once_and_for_a_while() -> None:
     access = Access(SECRET)
     challenge = challenge_of(access)
-    access.check("GET", "/", "", proof(challenge, SECRET), 1001.0)
-    assert "stale=true" in challenge_of(access, proof(challenge, SECRET), now=1001.0)
-    assert "stale=true" in challenge_of(access, proof(challenge, SECRET, count="2"), now=1000.0 + NONCE_S + 1)
+    access.check("GET", "/", "", proof_of(challenge, SECRET), 1001.0)
+    assert "stale=true" in challenge_of(access, proof_of(challenge, SECRET), now=1001.0)
+    assert "stale=true" in challenge_of(access, proof_of(challenge, SECRET, count="2"), now=1000.0 + NONCE_S + 1)
 
 
 # ---------------------------------------------------------------------- what it is told
@@ -195,55 +172,7 @@ def test_points_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.state(points[1]["number"])["points"] == points[2:]
 
 
-# ---------------------------------------------------------------------- the server
-
-
-@contextmanager
-def served(host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Dashboard]:
-    page = Dashboard(lambda: SimulatedObserver(8), host, 0, secret)  # type: ignore[arg-type, return-value]
-    page.start()
-    try:
-        yield page
-    finally:
-        page.close()
-
-
-def get(address: str, **headers: str) -> tuple[int, Any, bytes]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=PATIENCE_S) as answer:
-            return answer.status, answer.headers, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read()
-
-
-def test_the_page_and_nothing_else_is_served() -> None:
-    with served() as page:
-        status, headers, body = get(page.url)
-        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-        assert "default-src 'none'" in headers["Content-Security-Policy"]
-        for name in re.findall(r'(?:href|src)="([a-z.]+)"', body.decode()):
-            assert get(page.url + name)[0] == 200, name
-        assert json.loads(get(page.url + "state.json?since=nonsense")[2])["points"] == []
-        assert json.loads(get(page.url + "calls.json?from=nobody&to=")[2]) == []
-        for path in ("server.py", "page/app.js", "..%2fserver.py", "../server.py", "%2e%2e/access.py"):
-            assert get(page.url + path)[0] == 404, path
-        assert get(page.url, Host="evil.example")[0] == 403
-        request = urllib.request.Request(page.url, data=b"x", method="POST")
-        with pytest.raises(urllib.error.HTTPError, match="501"):
-            urllib.request.urlopen(request, timeout=PATIENCE_S)
-
-
-def test_elsewhere_it_is_behind_the_secret() -> None:
-    with pytest.raises(InitError, match="FARCALL_SECRET"):
-        Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, None)  # type: ignore[arg-type, return-value]
-    with served("0.0.0.0", SECRET) as page:
-        address = f"http://127.0.0.1:{page.port}/state.json"
-        status, headers, body = get(address)
-        assert status == 401
-        assert b"workers" not in body
-        known = proof(headers["WWW-Authenticate"], SECRET, "/state.json")
-        assert get(address, Authorization=known)[0] == 200
-        assert get(address, Authorization=known)[0] == 401
+# ---------------------------------------------------------------------- the page
 
 
 def test_nothing_of_the_page_comes_from_elsewhere() -> None:
