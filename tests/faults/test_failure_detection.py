@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
@@ -189,3 +190,36 @@ def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
             assert new.rpc_sync("w1", int, ("8",)) == 8
         with pytest.raises(NotInitialized):
             new.rpc_sync("w1", int, ("8",))
+
+
+def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
+    url = temporary_file_url()
+    options = farcall.RpcBackendOptions(init_method=url)
+    nodes = [farcall.Node(f"w{rank}", rank, 2, options) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(farcall.Node.start, nodes))
+        leaves = pool.submit(nodes[0].shutdown)
+        wait_until(lambda: nodes[0]._leaving.entered)  # it waits for w1, which stays
+        nodes[0].call_soon(lambda: nodes[0]._on_expelled("for the test"))
+        with pytest.raises(Expelled):
+            leaves.result(BOUND_S)
+        nodes[1].shutdown(graceful=False)
+
+
+def test_the_shutdown_of_one_that_was_expelled_waits_for_its_end() -> None:
+    url = temporary_file_url()
+    node = farcall.Node("w0", 0, options=farcall.RpcBackendOptions(init_method=url))
+    node.start()
+    may_end = threading.Event()
+    node.on_end(may_end.wait)  # type: ignore[arg-type]
+    node.call_soon(lambda: node._on_expelled("for the test"))
+    wait_until(lambda: not node.running)
+    with pytest.raises(Expelled):
+        node.rpc_sync("w0", int, ("1",))
+    leaves = threading.Thread(target=node.shutdown)
+    leaves.start()
+    leaves.join(0.2)
+    assert leaves.is_alive()
+    may_end.set()
+    leaves.join(BOUND_S)
+    assert not any(thread.name.endswith("-w0") for thread in threading.enumerate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,8 +15,9 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import BadRank, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.errors import BadRank, Delivery, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.remote.gather import _contribute
+from farcall.runtime import acquaintances
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -210,6 +212,52 @@ def test_a_name_is_free_again_after_a_leave(url: str) -> None:
             assert nodes[0].rpc_sync("w1", _fetch, (fresh,)).tolist() == [0.0, 0.0]
             assert new.remote("w0", torch.ones, (1,)).to_here().tolist() == [1.0]
             del fresh
+
+
+def _nap() -> int:
+    sleep(0.02)
+    return 7
+
+
+def test_who_is_called_all_the_time_can_leave(url: str) -> None:
+    """The others stop when they know; what had begun is answered, and what was not sent says so."""
+    with team(2, url) as nodes, ThreadPoolExecutor() as pool:
+        called = threading.Semaphore(0)
+
+        def call_until_it_is_gone() -> PeerDead:
+            while True:
+                try:
+                    assert nodes[0].rpc_sync("w1", _nap, timeout=BOUND_S) == 7
+                    called.release()
+                except PeerDead as error:
+                    return error
+
+        callers = [pool.submit(call_until_it_is_gone) for _ in range(4)]
+        for _ in callers:
+            called.acquire()
+        leaves = threading.Thread(target=nodes[1].shutdown, daemon=True)
+        leaves.start()
+        leaves.join(BOUND_S)
+        assert not leaves.is_alive()
+        for caller in callers:
+            assert caller.result(BOUND_S).delivery is Delivery.NOT_SENT
+
+
+def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    with team(1, url) as nodes:
+        decoders = set()
+        for number in range(4):
+            with member(f"n{number}", 10 + number, url) as guest:
+                assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
+                link = nodes[0].other(guest.me.member)
+            assert link is not None
+            wait_until(lambda link=link: link.broken)
+            decoders.add(id(link.link._decoder))
+        assert len(decoders) == 1
+        for number, error in enumerate((UnknownWorker, UnknownWorker, PeerDead, PeerDead)):
+            with pytest.raises(error):
+                nodes[0].rpc_sync(f"n{number}", int, ("7",))
 
 
 # --- many at once --------------------------------------------------------------------------------------------

@@ -161,6 +161,8 @@ class Node:
         self._rank = rank
         self._world_size = world_size
         self._state = "new"
+        self._state_lock = threading.Lock()
+        """Of shutting down and being expelled, which happen on different threads, one ends the node."""
         self._exiting = False
         self._incarnation = new_incarnation()
         self._why_ended: RpcError | None = None
@@ -261,11 +263,12 @@ class Node:
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
-        self._state = "running"
+        self._move("starting", "running")
         self.executor.start()
         self.watch.begin()
         if self._why_ended is not None:  # expelled before it was up
-            self._end(self._why_ended)
+            if self._move("running", "leaving"):
+                self._end(self._why_ended)
             raise self._why_ended
         places = " and ".join(self.addresses)
         logger.info("%s is up: rank %d of %d, at %s", self._name, self.info.id, len(self.workers()), places)
@@ -343,7 +346,8 @@ class Node:
                 lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
             )
         else:
-            self._leaving = Withdrawing(self._name, self._loop, self._local_state)
+            under_way = lambda: (*self.calls.snapshot(), *self.server.active)  # noqa: E731
+            self._leaving = Withdrawing(self._name, self._loop, self._local_state, under_way)
         assert self._door is not None
         self._door.on_observer = self._on_observer
         for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
@@ -414,12 +418,10 @@ class Node:
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
-        ending = self._ending
-        if ending is not None:  # it was expelled
-            ending.join(2 * STOP_S)
-        if self._state != "running":
+        if not self._move("running", "leaving"):
+            if self._ending is not None:  # it was expelled
+                self._ending.join(2 * STOP_S)
             return
-        self._state = "leaving"
         abdicate()
         agreed = False
         late: tuple[str, ...] = ()
@@ -434,9 +436,9 @@ class Node:
                 if agreed:
                     for hook in self._agreed_hooks:
                         hook()
-                    if not self.is_static:
+                    if isinstance(self._leaving, Withdrawing):
                         self.watch.leave(LEAVE_S)
-                        self._leaving.enter(LEAVE_S)  # those who did not know yet may have asked for something
+                        self._leaving.enter(LEAVE_S, LEAVE_S)  # those who did not know yet may have asked for something
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
         if self._why_ended is not None:
@@ -445,6 +447,14 @@ class Node:
             raise ShutdownTimeout(
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
             )
+
+    def _move(self, before: str, after: str) -> bool:
+        """Change the state, if it is ``before``."""
+        with self._state_lock:
+            if self._state != before:
+                return False
+            self._state = after
+            return True
 
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
@@ -546,14 +556,14 @@ class Node:
         logger.error("%s", error)
         self._myself.ended = error
         self.calls.fail_all(lambda call: error)
-        if self._state == "running":
-            self._state = "expelled"
-            self._ending = threading.Thread(
-                target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True
-            )
-            self._ending.start()
-        else:
-            self._leaving.abort()  # whoever starts or leaves ends it
+        ending = threading.Thread(target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True)
+        with self._state_lock:
+            if self._state == "running":
+                self._state = "expelled"
+                ending.start()
+                self._ending = ending
+                return
+        self._leaving.abort()  # whoever starts or leaves ends it
 
     def _end(self, why: RpcError, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
@@ -673,11 +683,17 @@ class Node:
             raise self._no_peer(to)
         return peer
 
-    def _no_peer(self, to: object) -> Exception:
-        if self._why_ended is not None:
+    @property
+    def why_ended(self) -> RpcError | None:
+        """Why no calls can be made; None: they can."""
+        if self._why_ended is not None or self.running:
             return self._why_ended
-        if self._state not in ("running", "leaving"):
-            return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+        return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+
+    def _no_peer(self, to: object) -> Exception:
+        ended = self.why_ended
+        if ended is not None:
+            return ended
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}")
         known = ", ".join(info.name for info in self.workers()[:16])

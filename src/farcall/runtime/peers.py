@@ -240,6 +240,7 @@ class RemotePeer(Peer):
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
         self.leaving = False
+        """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
         self.segments = segments
         self.link: Link
         self._pool = pool
@@ -263,6 +264,8 @@ class RemotePeer(Peer):
         more: bool = False,
         awaited: Awaited | None = None,
     ) -> None:
+        if self.leaving and kind == REQUEST:
+            raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
@@ -323,7 +326,8 @@ class RemotePeer(Peer):
             self.link.watch()
 
     def run_inline(self, task: Task) -> bool | None:
-        return self.link.run_inline(task) if self.link.on_io_thread() else None
+        # Only while it reads this very link: what was kept back, and is delivered later, comes without that role.
+        return self.link.run_inline(task) if role.link is self.link and self.link.on_io_thread() else None
 
     @property
     def broken(self) -> bool:

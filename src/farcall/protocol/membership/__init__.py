@@ -11,6 +11,7 @@ What a member holds of another life:
     unknown     Update dead or left                                     the same    spread: it never becomes a member
     alive       probe failed (a ping, a second one, and through others) suspected   MemberSuspected; spread
     alive       LinkLost                                                -           probe at once, through others, too
+    alive, su.  Vouch                                                   -           LinkSilent
     alive       LinkRefused                                             suspected   the same; MemberSuspected; spread
     alive       Update suspected, version not lower                     suspected   MemberSuspected; spread
     suspected   Update alive, version higher (only it says so)          alive       MemberRecovered; spread
@@ -77,6 +78,7 @@ from farcall.protocol.membership.events import (
     Heard,
     LinkLost,
     LinkRefused,
+    LinkSilent,
     LocalJoin,
     LocalLeave,
     MemberDied,
@@ -102,6 +104,7 @@ __all__ = [
     "Heard",
     "LinkLost",
     "LinkRefused",
+    "LinkSilent",
     "LocalJoin",
     "LocalLeave",
     "MemberDied",

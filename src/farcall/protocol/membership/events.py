@@ -186,6 +186,13 @@ class MemberRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSilent:
+    """``life`` lives, as another one says, but did not answer us: perhaps nothing comes through between us two."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberLeft:
     record: Record
 
@@ -206,6 +213,7 @@ Effect: TypeAlias = (
     | MemberJoined
     | MemberSuspected
     | MemberRecovered
+    | LinkSilent
     | MemberLeft
     | MemberDied
 )

@@ -15,6 +15,7 @@ from farcall.protocol.membership import (
     Heard,
     LinkLost,
     LinkRefused,
+    LinkSilent,
     LocalJoin,
     LocalLeave,
     MemberDied,
@@ -184,6 +185,7 @@ def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     assert [type(effect) for effect in bench.effects if not isinstance(effect, Send)] == [
         MemberSuspected,
         MemberRecovered,
+        LinkSilent,
     ]
 
 
