@@ -192,6 +192,48 @@ def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
             new.rpc_sync("w1", int, ("8",))
 
 
+def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
+    url = temporary_file_url()
+    nodes = [farcall.Node(f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url)) for rank in range(3)]
+    for node in nodes:
+        node.start()
+    events: list[tuple[str, str]] = []
+    nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
+    life = nodes[1].me.life
+    nodes[0].reconnecting.condemn(1, "for the test")
+    wait_until(lambda: nodes[0].is_gone("w1"))
+    record = nodes[0].watch.record_of(life)
+    assert record is not None
+    nodes[0].call_soon(lambda: nodes[0]._acquaintances.on_suspected(record, False))
+    wait_until(lambda: ("dead", "w1") in events)
+    wait_until(lambda: not nodes[1].running)
+    with pytest.raises(Expelled, match="w0 could not reach it"):
+        nodes[1].rpc_sync("w2", int, ("1",))
+    assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
+    for node in nodes:
+        node.shutdown(graceful=False)
+
+
+def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
+    url = temporary_file_url()
+    options = farcall.RpcBackendOptions(init_method=url)
+    ends, stays = farcall.Node("ends", 0, options=options), farcall.Node("stays", 1, options=options)
+    ends.start()
+    stays.start()
+    came: list[Any] = []
+
+    def connect() -> None:
+        wait_until(lambda: stays.is_gone("ends"))
+        stays.call_soon(lambda: stays._acquaintances._dialling.dial(ends.membership.me))
+        wait_until(lambda: ends._acquaintances._strangers)
+        came.extend(ends._acquaintances._strangers.values())
+
+    ends.on_end(connect)
+    ends.shutdown(graceful=False)
+    assert [peer.link.transport.closed for peer in came] == [True]
+    stays.shutdown(graceful=False)
+
+
 def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
     url = temporary_file_url()
     options = farcall.RpcBackendOptions(init_method=url)

@@ -33,7 +33,7 @@ from farcall.protocol import messages
 from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established, Identity
 from farcall.protocol.introduction import introduced, introduction_of
-from farcall.protocol.membership import LinkRefused, Record
+from farcall.protocol.membership import LinkGivenUp, LinkRefused, Record
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.dialling import Dialling
@@ -323,6 +323,11 @@ class Acquaintances:
         if suspected:
             self.on_silent(record.life)
         self.on_change("suspected" if suspected else "recovered", record, "")
+        peer = self._by_life.get(record.life)
+        if not suspected and self._options.reconnect_s and (peer is None or peer.broken):
+            # We had given it up a moment before it could be reached again. One that is dead to some and lives for
+            # others would lose references between those, too.
+            self._watch().feed(LinkGivenUp(record.life, f"{self._me.info.name} could not reach it for too long"))
 
     def on_silent(self, life: int) -> None:
         """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""

@@ -21,9 +21,9 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import ClassVar, get_args
 
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentPool, SegmentRefused, host_token
@@ -57,8 +57,9 @@ from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED, Chronicle
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
+from farcall.runtime.layered import Layered
 from farcall.runtime.leaving import Leaving, Withdrawing
-from farcall.runtime.loop import Loop, Ticker
+from farcall.runtime.loop import Loop
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.onlooker import Onlooker
@@ -95,8 +96,6 @@ NEWS = get_args(Message)
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
 """Control messages that are also taken from who is no member here, or not yet."""
 LEAVE_S = 10.0
-
-P = TypeVar("P")
 
 
 class _Write:
@@ -143,7 +142,7 @@ def node_of_thread() -> Node | None:
     return getattr(_thread, "node", None)
 
 
-class Node:
+class Node(Layered):
     """One member. Use it as a context manager, or call ``start`` and ``shutdown``."""
 
     def __init__(
@@ -153,6 +152,7 @@ class Node:
         world_size: int | None = None,
         options: RpcBackendOptions | None = None,
     ) -> None:
+        super().__init__()
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
         self.options = options or RpcBackendOptions()
@@ -169,12 +169,6 @@ class Node:
         self._entry: Entry | None = None
         self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
-        self._parts: dict[Any, Any] = {}
-        self._parts_lock = threading.RLock()
-        self._joined_hooks: list[Callable[[Peer], None]] = []
-        self._gone_hooks: list[Callable[[Peer], None]] = []
-        self._agreed_hooks: list[Callable[[], None]] = []
-        self._end_hooks: list[Callable[[], None]] = []
         self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
         """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
@@ -182,14 +176,12 @@ class Node:
         self.chronicle = Chronicle()
         self.peers_lost = 0
         """Members whose link has died although they did not say that they leave."""
-        self._unsettled: list[Callable[[], int]] = []
-        self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._onlookers: set[Onlooker] = set()
         self.on_question: Callable[[Onlooker, Ask], None] | None = None
         """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self._next_trim = monotonic() + TRIM_EVERY_S
-        self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
-        self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
+        self._in_order.update(HANDLED_ANYWHERE)
+        self._controls |= {
             messages.SegmentOffered: RemotePeer.on_segment_offered,
             messages.SegmentAccepted: RemotePeer.on_segment_accepted,
             messages.SegmentRefused: RemotePeer.on_segment_refused,
@@ -336,7 +328,6 @@ class Node:
             self._loop,
             self._acquaintances,
         )
-        self._leaving: Leaving | Withdrawing
         if self.is_static:
             self._leaving = Leaving(
                 self.info.id,
@@ -461,89 +452,9 @@ class Node:
         self._exiting = True
         self.shutdown(graceful=False)
 
-    def part(self, kind: Callable[[Node], P]) -> P:
-        """This node's one ``kind(node)``, made at first use: how layers above keep state with a node."""
-        part = self._parts.get(kind)
-        if part is None:
-            with self._parts_lock:
-                part = self._parts.get(kind)
-                if part is None:
-                    part = self._parts[kind] = kind(self)
-        return part
-
-    def part_if_made(self, kind: Callable[[Node], P]) -> P | None:
-        """The same, or None if it was never used."""
-        return self._parts.get(kind)
-
-    def wait_for(self, count: Callable[[], int]) -> None:
-        """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
-        self._unsettled.append(count)
-
-    def something_ended(self) -> None:
-        """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
-        self._leaving.poke()
-
-    def on_peer_joined(self, hook: Callable[[Peer], None]) -> None:
-        """Call ``hook`` on the I/O thread for every member that joins a running node, before anything of it is read."""
-        self._joined_hooks.append(hook)
-
-    def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
-
-        Call what is returned to end that.
-        """
-        return self._changes.subscribe(callback)
-
-    def member_events(self) -> AsyncIterator[MemberEvent]:
-        """The same as an async iterator, from now on until the node ends."""
-        return self._changes.iterate()
-
-    def on_peer_gone(self, hook: Callable[[Peer], None]) -> None:
-        """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
-        self._gone_hooks.append(hook)
-
-    def on_agreed(self, hook: Callable[[], None]) -> None:
-        """In a graceful shutdown call ``hook`` when all work everywhere is done, and the links still stand."""
-        self._agreed_hooks.append(hook)
-
-    def on_end(self, hook: Callable[[], None]) -> None:
-        """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
-        self._end_hooks.append(hook)
-
-    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
-        """Have ``handle`` called on the I/O thread for each control message of this kind.
-
-        ``in_order``: by whoever reads the link, and so before anything that came behind it; ``handle`` must have a
-        lock of its own then.
-        """
-        self._controls[kind] = handle
-        if in_order:
-            self._in_order.add(kind)
-
     def redeliver(self, peer: Peer, message: Arrived) -> None:
         """On the I/O thread: take a message that ``take_forks`` has kept back."""
         self._on_message(peer, message)
-
-    def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
-        """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
-        self._letters[subject] = handle
-
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
-        self._loop.add_ticker(ticker)
-        self._loop.wake()
-
-    def call_soon(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the I/O thread as soon as possible."""
-        self._loop.call_soon(function)
-
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        self._loop.attend_by(when)
-
-    def on_io_thread(self) -> bool:
-        """Is the caller the I/O thread?"""
-        return self._loop.on_thread()
 
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
@@ -619,6 +530,10 @@ class Node:
         self._loop.stop()
         for onlooker in list(self._onlookers):
             onlooker.close(f"{self._name} ended")
+        if hasattr(self, "watch"):
+            for peer in self._acquaintances.everyone():
+                peer.link.close()  # also those who have come in meanwhile
+                peer.close()
         for peer in remotes:
             peer.close()
         if self._door is not None:

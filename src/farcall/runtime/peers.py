@@ -85,7 +85,10 @@ class Peer:
         self.info = info
         self.incarnation = incarnation
         self.member = info.id if is_static else life
-        self.origin = info.id << ORIGIN_BITS | (0 if is_static else life & ((1 << ORIGIN_BITS) - 1))
+        if is_static:
+            self.origin = info.id << ORIGIN_BITS
+        else:  # any rank will do: two that share an origin by chance begin to count at different numbers
+            self.origin = (info.id & 0x7FFF) << ORIGIN_BITS | (life & ((1 << ORIGIN_BITS) - 1))
         self.called: Tallies = {}
         """How calls to this peer ended."""
         self.served: Tallies = {}

@@ -11,6 +11,7 @@ What a member holds of another life:
     unknown     Update dead or left                                     the same    spread: it never becomes a member
     alive       probe failed (a ping, a second one, and through others) suspected   MemberSuspected; spread
     alive       LinkLost                                                -           probe at once, through others, too
+    alive, su.  LinkGivenUp                                             dead        MemberDied; spread; Obituary to it
     alive, su.  Vouch                                                   -           LinkSilent
     alive       LinkRefused                                             suspected   the same; MemberSuspected; spread
     alive       Update suspected, version not lower                     suspected   MemberSuspected; spread
@@ -76,6 +77,7 @@ from farcall.protocol.membership.events import (
     Event,
     Expelled,
     Heard,
+    LinkGivenUp,
     LinkLost,
     LinkRefused,
     LinkSilent,
@@ -102,6 +104,7 @@ __all__ = [
     "Event",
     "Expelled",
     "Heard",
+    "LinkGivenUp",
     "LinkLost",
     "LinkRefused",
     "LinkSilent",

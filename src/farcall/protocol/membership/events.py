@@ -131,6 +131,14 @@ class LinkRefused:
     life: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinkGivenUp:
+    """There will be no link to ``life`` any more, whether it lives or not: that is a verdict, and final."""
+
+    life: int
+    why: str
+
+
 # --- effects -------------------------------------------------------------------------------------------
 
 
@@ -203,7 +211,7 @@ class MemberDied:
     why: str
 
 
-Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused
+Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused | LinkGivenUp
 Effect: TypeAlias = (
     Send
     | Admitted
