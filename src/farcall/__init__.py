@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from farcall.api import init_rpc as init_rpc
     from farcall.api import member_events as member_events
     from farcall.api import members as members
+    from farcall.api import metrics as metrics
     from farcall.api import on_member as on_member
     from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.observe.cluster import profile as profile
+    from farcall.observe.node import Node as Node
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.remote import functions as functions
     from farcall.remote.future import Future as Future
-    from farcall.remote.node import Node as Node
     from farcall.remote.reference import RRef as RRef
     from farcall.remote.retry import Retry as Retry
     from farcall.runtime.changes import MemberEvent as MemberEvent
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Future": "farcall.remote.future",
     "MemberEvent": "farcall.runtime.changes",
-    "Node": "farcall.remote.node",
+    "Node": "farcall.api",
     "RRef": "farcall.remote.reference",
     "Retry": "farcall.remote.retry",
     "RpcBackendOptions": "farcall.options",
@@ -64,9 +66,11 @@ _HOMES = {
     "init_rpc": "farcall.api",
     "member_events": "farcall.api",
     "members": "farcall.api",
+    "metrics": "farcall.api",
     "nn": "farcall",
     "on_member": "farcall.api",
     "optim": "farcall",
+    "profile": "farcall.observe.cluster",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
@@ -92,9 +96,11 @@ __all__ = [
     "init_rpc",
     "member_events",
     "members",
+    "metrics",
     "nn",
     "on_member",
     "optim",
+    "profile",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -19,11 +19,13 @@ import torch
 
 from farcall.errors import NotInitialized, RpcError
 from farcall.ids import WorkerInfo
+from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
+from farcall.observe.metrics import Metrics, collect
+from farcall.observe.node import Node
 from farcall.options import RpcBackendOptions
 from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
 from farcall.remote.future import Future
 from farcall.remote.gather import gather
-from farcall.remote.node import Node
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences, call_remote
 from farcall.remote.retry import Retry, async_with, remote_with, sync_with
@@ -141,6 +143,11 @@ def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
 def member_events() -> AsyncIterator[MemberEvent]:
     """The same as an async iterator: ``async for event in farcall.member_events()``; it ends with the node."""
     return current_node().member_events()
+
+
+def metrics() -> Metrics:
+    """What this worker has done so far, and what it has now: calls, latencies, bytes, queues, references."""
+    return collect(current_node())
 
 
 def rpc_sync(

@@ -26,6 +26,10 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
+    "ENV_DASHBOARD_PORT",
+    "ENV_LOG",
+    "ENV_METRICS_PORT",
+    "ENV_RUNTIME_DIRECTORY",
     "ENV_SECRET",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
@@ -51,12 +55,17 @@ DEFAULT_INDIRECT_PROBES: Final = 3
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
+ENV_LOG: Final = "FARCALL_LOG"
+ENV_RUNTIME_DIRECTORY: Final = "FARCALL_RUNTIME_DIRECTORY"
+ENV_METRICS_PORT: Final = "FARCALL_METRICS_PORT"
+ENV_DASHBOARD_PORT: Final = "FARCALL_DASHBOARD_PORT"
 
 WHEN_OVERLOADED: Final = ("wait", "fail")
 TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
 
 MIN_SECRET_BYTES: Final = 8
+LOG_LEVELS: Final = ("info", "debug")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
 
 
@@ -123,6 +132,20 @@ class RpcBackendOptions:
         suspicion_s: how long a member that does not answer may go on not answering, to anybody, before it is declared
             dead. Nobody who answers within this time is.
         indirect_probes: how many others are asked whether they can reach one that does not answer.
+        observable: whether commands of the same user on this host (``farcall top``, ``farcall stacks``) find this node,
+            by a file that only this user may read. With the cluster's secret it can be observed in any case.
+        runtime_directory: where those files are. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
+            ``XDG_RUNTIME_DIR``, else ``farcall-<user number>`` in the directory for temporary files.
+        metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
+            ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
+        metrics_host: the address to serve them on; there is no password on it.
+        dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
+            this node does not serve it; ``farcall dashboard`` can at any time.
+        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
+        opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
+            the program has set up; the callee's spans are children of the caller's.
+        log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
+            itself. Default: ``FARCALL_LOG``, else farcall logs through ``logging`` only, as a library should.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -146,6 +169,14 @@ class RpcBackendOptions:
     probe_timeout_s: float = field(default=DEFAULT_PROBE_TIMEOUT_S, kw_only=True)
     suspicion_s: float = field(default=DEFAULT_SUSPICION_S, kw_only=True)
     indirect_probes: int = field(default=DEFAULT_INDIRECT_PROBES, kw_only=True)
+    observable: bool = field(default=True, kw_only=True)
+    runtime_directory: str | None = field(default=None, kw_only=True)
+    metrics_port: int | None = field(default=None, kw_only=True)
+    metrics_host: str = field(default="127.0.0.1", kw_only=True)
+    dashboard_port: int | None = field(default=None, kw_only=True)
+    dashboard_host: str = field(default="127.0.0.1", kw_only=True)
+    opentelemetry: bool = field(default=False, kw_only=True)
+    log: str | None = field(default=None, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -173,8 +204,16 @@ class RpcBackendOptions:
             self._set(name, _check_positive(name, getattr(self, name)))
         if self.when_overloaded not in WHEN_OVERLOADED:
             raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
-        if not isinstance(self.shared_memory, bool):
-            raise TypeError(f"shared_memory must be True or False, not {self.shared_memory!r}")
+        for name in ("shared_memory", "observable", "opentelemetry"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)
+        if directory is not None and not isinstance(directory, str):
+            raise TypeError(f"runtime_directory must be a str, not {type(directory).__name__}")
+        self._set("runtime_directory", directory)
+        for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
+            self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
+        self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
@@ -231,6 +270,33 @@ def _check_positive(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
+    return value
+
+
+def _check_port(name: str, variable: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} (or {variable}) must be an int, not {value!r}")
+    if not 0 <= value <= 65535:
+        raise ValueError(f"{name} (or {variable}) must be a port, 0 to 65535, not {value}")
+    return value
+
+
+def _check_log(value: object) -> str | None:
+    """``value``, if it says how much to log and perhaps where."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"log must be a str, not {type(value).__name__}")
+    level, colon, file = value.partition(":")
+    if level not in LOG_LEVELS or (colon and not file):
+        raise ValueError(
+            f"log (or {ENV_LOG}) must be one of {', '.join(LOG_LEVELS)}, perhaps with a file as in 'info:/path', "
+            f"not {value!r}"
+        )
     return value
 
 

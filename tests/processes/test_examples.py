@@ -1,4 +1,4 @@
-"""The examples run, and train to the loss of their single-process twins: each checks that itself."""
+"""The examples run: those that train reach the loss of their single-process twins, and check that themselves."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("parameter_server", "the same, bit for bit, as in one process"),
         ("pipeline", "from those of one process"),
         ("restart", "the same, bit for bit, as in one process that nobody disturbed"),
+        ("deadlock", "CYCLE: left and right wait for each other"),
     ],
 )
 def test_an_example(name: str, says: str) -> None:

@@ -147,7 +147,7 @@ class Context:
                     return None
                 self._forget(start.pass_id.origin, start.over_below)
                 machine = BackwardPass(self.id, start.pass_id, port.worker_id, sender)
-                local = LocalPass(self, port, machine, {}, start.retain_graph)
+                local = LocalPass(self, port, machine, {}, start.retain_graph, start.profile)
                 self.passes[start.pass_id] = local
                 for message_id, gradients in self._early.pop(start.pass_id, ()):
                     local.hear(message_id, gradients)

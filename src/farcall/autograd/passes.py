@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from farcall.autograd.engine import Leaves, Phases, add_gradients, run_whole
@@ -28,11 +29,15 @@ from farcall.protocol.gradients import (
     Failed,
     PartFailed,
     PartFinished,
+    PassDone,
     PassId,
     PassState,
+    StartPass,
     Tell,
     WorkerLost,
 )
+from farcall.protocol.notes import ProfileWanted
+from farcall.runtime.profiling import PROFILING, CallProfile, RunProfile
 
 if TYPE_CHECKING:
     from farcall.autograd.context import Context
@@ -88,6 +93,12 @@ class Port(Protocol):
     def pass_ended(self) -> None:
         """A call of `backward` is over: somebody may have waited for that in order to leave."""
 
+    def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
+        """A worker is to be told to join, by the profiled thread or on behalf of ``run``."""
+
+    def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
+        """This worker's part is to be profiled, as ``wanted`` by whoever told it to join."""
+
 
 class LocalPass:
     """A pass, at one worker. ``roots`` only at the origin."""
@@ -101,6 +112,8 @@ class LocalPass:
         "_outbox",
         "_phases",
         "_port",
+        "_profile",
+        "_profiled_calls",
         "_retain_graph",
         "_running",
         "_sends",
@@ -118,6 +131,7 @@ class LocalPass:
         machine: BackwardPass,
         roots: dict[Edge, torch.Tensor],
         retain_graph: bool,
+        wanted: ProfileWanted | None = None,
     ) -> None:
         self._context = context
         self._port = port
@@ -132,6 +146,11 @@ class LocalPass:
         self._outbox: dict[int, list[Letter]] = {}
         for sender, message_id in context.declined:
             self._outbox.setdefault(sender, []).append(Gradient(context.id, machine.pass_id, message_id, None))
+        # At the origin the thread that called `backward` is profiled already, if it is.
+        self._profile: RunProfile | None = None
+        if machine.parent is not None and (wanted is not None or PROFILING.everywhere):
+            self._profile = port.profile_run(wanted)
+        self._profiled_calls: dict[int, CallProfile] = {}
         self._inbox: list[tuple[int, Gradients | None]] = []
         self._leaves: Leaves = {}
         self._phases: Phases | None = None
@@ -157,6 +176,8 @@ class LocalPass:
 
     def react(self, event: protocol.Event, sender: int = -1) -> None:
         """Feed an event to the protocol and send what it says."""
+        if isinstance(event, PassDone) and sender in self._profiled_calls:
+            self._profiled_calls.pop(sender).ended(event.profiled)
         with self._lock:
             effects = self.machine.handle(event, self._port.now(), sender)
             self._apply(effects, PeerDead if isinstance(event, WorkerLost) else RpcError)
@@ -175,7 +196,8 @@ class LocalPass:
         if self.tasks is not None:
             self.tasks.put(self._pump)
         else:
-            self._port.submit(self._pump)
+            profile = self._profile
+            self._port.submit(self._pump if profile is None else lambda: profile.run(self._pump))
 
     def answer_late(self, letter: Gradient, worker_id: int) -> None:
         """Send what a receive recorded after this worker joined has to say: it cannot lead to the loss."""
@@ -275,6 +297,8 @@ class LocalPass:
             for hook in post_hooks(node):
                 hook((), (gradient,))
         self._context.accumulate(reduce_gradients({node.variable: found for node, found in leaves.items()}))
+        if self._profile is not None:
+            self._profile.pause()  # another thread may send what was recorded, from the next line on
         with self._lock:
             self._apply(self.machine.handle(PartFinished(), self._port.now()))
 
@@ -307,13 +331,26 @@ class LocalPass:
     def _apply(self, effects: Sequence[protocol.Effect], kind: type[RpcError] = RpcError) -> None:
         for effect in effects:
             if isinstance(effect, Tell):
-                self._outbox.setdefault(effect.worker, []).append(effect.message)
+                self._outbox.setdefault(effect.worker, []).append(self._with_profile(effect.worker, effect.message))
             else:
                 if isinstance(effect, Failed):
                     self.failure = kind(f"Error on Node {effect.worker}: {effect.reason}")
                     self._phases = None
                 if self.tasks is not None:
                     self.tasks.put(_nothing)  # the caller looks at the machine's state
+
+    def _with_profile(self, worker_id: int, message: protocol.Message) -> protocol.Message:
+        """``message``, asking for or carrying what is recorded of this pass, if anything is."""
+        if isinstance(message, StartPass):
+            origin = self.machine.parent is None
+            if (origin and is_profiled()) or self._profile is not None or PROFILING.everywhere:
+                call = self._port.profile_call(worker_id, self._profile)
+                if call is not None:
+                    self._profiled_calls[worker_id] = call
+                    return msgspec.structs.replace(message, profile=call.sends(b"", ()))
+        elif isinstance(message, PassDone) and self._profile is not None and worker_id == self.machine.parent:
+            return msgspec.structs.replace(message, profiled=self._profile.finish("backward"))
+        return message
 
     def _flush(self) -> None:
         with self._lock:

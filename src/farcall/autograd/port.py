@@ -19,9 +19,11 @@ from farcall.autograd.letters import GRADIENTS, encode_letters
 from farcall.autograd.passes import Letter, Task
 from farcall.errors import Delivery, PeerDead
 from farcall.protocol.frames import LETTER
+from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, CallProfile, RunProfile
 
 __all__ = ["NodePort"]
 
@@ -115,6 +117,13 @@ class NodePort:
 
     def pass_ended(self) -> None:
         self._node.something_ended()
+
+    def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
+        node = self._node
+        return PROFILING.begin_call(node, node.peer(worker_id), "backward", None, run)
+
+    def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
+        return PROFILING.begin_run(self._node.info, wanted)
 
 
 class _Filled:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from farcall.observe.observer import Observer
 
 app = typer.Typer(
     name="farcall",
@@ -60,6 +65,98 @@ def run(
     from farcall.cli.run import run_cluster
 
     raise typer.Exit(run_cluster(_console(), workers, program, restart))
+
+
+_Connect = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="A worker of a cluster elsewhere; needs FARCALL_SECRET.")
+]
+_Cluster = Annotated[str, typer.Option(help="Which cluster on this host: how its id, or a worker's name, begins.")]
+
+
+@contextmanager
+def _observer(connect: str, cluster: str) -> Iterator[Observer]:
+    """The cluster to look at; what goes wrong with it is told in one line."""
+    from farcall.errors import RpcError
+    from farcall.observe.observer import Observer
+
+    try:
+        with Observer.connect_with_secret(connect) if connect else Observer.find(cluster) as observer:
+            yield observer
+    except (RpcError, ConnectionError, ValueError) as error:
+        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def stacks(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
+    between: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks: who has not moved is stuck.")
+    ] = 0.3,
+) -> None:
+    """Who waits for whom, on which line; exits with 1 if something is stuck for good."""
+    from farcall.cli.stacks import show
+
+    with _observer(connect, cluster) as observer:
+        stuck = show(_console(), observer, between, full)
+    raise typer.Exit(1 if stuck else 0)
+
+
+@app.command()
+def top(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end: for scripts.")] = False,
+) -> None:
+    """Workers, calls per second, latencies, bytes, queues and references, live."""
+    from farcall.cli.top import show_once, watch
+
+    with _observer(connect, cluster) as observer:
+        if once:
+            show_once(_console(), observer, every)
+            return
+        try:
+            watch(_console(), observer, every)
+        except KeyboardInterrupt:
+            pass
+
+
+@app.command()
+def dashboard(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    host: Annotated[
+        str, typer.Option(help="Where to serve it. Anything but loopback asks for FARCALL_SECRET.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+) -> None:
+    """A page for the browser: workers, calls, latencies, who calls whom, what waits and what went wrong, live."""
+    from farcall.cli.dashboard import serve
+
+    with _observer(connect, cluster) as observer:
+        serve(_console(), observer, connect, host, port)
+
+
+@app.command()
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long to record.")] = 5.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to; compressed if it ends with .gz.")] = Path(
+        "trace.json"
+    ),
+    shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of arguments.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Record memory.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks of operators.")] = False,
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+) -> None:
+    """Record what all workers of a running cluster do, into one trace for Perfetto."""
+    from farcall.cli.trace import write_trace
+
+    with _observer(connect, cluster) as observer:
+        write_trace(_console(), observer, seconds, output, shapes, memory, stacks)
 
 
 @app.command()

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.profiler import record_function
 
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
-from farcall.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.errors import RpcError
 from farcall.remote import proxy
@@ -22,16 +20,18 @@ from farcall.remote.reference import RRef
 
 __all__ = ["replacements"]
 
-_autograd: Any = torch.autograd
 _make: Callable[..., None] = RRef.__init__
-_ask_for_type: Callable[..., Any] = RRef._get_type
 
 
 def replacements() -> dict[str, Callable[..., Any]]:
     """What takes the place of methods of `RRef`."""
-    served = {"__init__": _init, "remote": _remote, "_get_type": _get_type}
-    unserved = ("_deserialize", "_get_profiling_future", "_set_profiling_future")
-    return {**served, **{name: find_unserved(__name__, name) for name in unserved}}
+    return {
+        "__init__": _init,
+        "remote": _remote,
+        "_get_profiling_future": _get_profiling_future,
+        "_set_profiling_future": _set_profiling_future,
+        "_deserialize": find_unserved(__name__, "_deserialize"),
+    }
 
 
 def _init(self: RRef[Any], value: Any, type_hint: Any = None) -> None:
@@ -55,9 +55,10 @@ def _call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **
     return proxy.call_remote(rref, name, timeout_s, *args, **kwargs)
 
 
-def _get_type(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    if not _autograd._profiler_enabled() or self._type is not None or self.is_owner():
-        return _ask_for_type(self, timeout, blocking)
-    here, there = self._references.node.info.name, self.owner_name()
-    with record_function(_build_rpc_profiling_key(RPCExecMode.ASYNC, "_rref_typeof_on_owner", here, there)):
-        return _ask_for_type(self, timeout, blocking)
+def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[None]:
+    """A future that completes when what the creating call did at the owner is known here, if it was profiled."""
+    return self._get_future()
+
+
+def _set_profiling_future(self: RRef[Any], future: Any) -> None:
+    """Nothing to do: the creating call itself brings home what was recorded of it."""

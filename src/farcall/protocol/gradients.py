@@ -39,6 +39,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from farcall.protocol.notes import ProfileWanted
+
 __all__ = [
     "AbortPass",
     "BackwardPass",
@@ -79,6 +81,7 @@ class StartPass(msgspec.Struct, frozen=True, tag=True):
     covered: tuple[int, ...]
     retain_graph: bool = False
     over_below: int = 0
+    profile: ProfileWanted | None = None  # whoever called for the pass is profiled
 
 
 class PassDone(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +89,7 @@ class PassDone(msgspec.Struct, frozen=True, tag=True):
 
     context_id: int
     pass_id: PassId
+    profiled: bytes = b""  # what was recorded of it, if that was wanted
 
 
 class PassFailed(msgspec.Struct, frozen=True, tag=True):

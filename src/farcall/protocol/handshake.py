@@ -22,6 +22,8 @@ A greeting is an identity and a nonce; a proof is an HMAC, under a key made from
 as they went over the wire. So either both ends saw the same version, identities, capabilities, cluster and
 nonces, or one end refuses. The listener says nothing before a valid greeting, and proves nothing before the
 dialer has.
+An observer (``is_observer``) proves itself with ``observer_key(secret)`` in the place of the secret: the same key
+for both ends of its connection, and no key to any other.
 Invariant: a peer's bytes cause no exception but ``HandshakeRefused``, and 64 KiB are kept at most.
 """
 
@@ -49,7 +51,10 @@ __all__ = [
     "RefusalReason",
     "Refused",
     "Role",
+    "is_observer",
     "malformed",
+    "observer_identity",
+    "observer_key",
     "refuse",
     "resumed",
 ]
@@ -63,6 +68,8 @@ _HEADER: Final = struct.Struct(">8sHHI")
 _VERSION_END: Final = 10
 _PROOF_BYTES: Final = 32
 _MAX_REFUSAL_BYTES: Final = 64
+_ROLE: Final = "role"
+_OBSERVER: Final = "observer"
 _COUNT: Final = struct.Struct(">Q")
 
 RECEIVED: Final = "received"
@@ -122,6 +129,21 @@ class Identity(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     cluster_id: _ShortText
     process_token: _ShortText  # new for each node object: a restarted member is not mistaken for the old one
     capabilities: Annotated[dict[_ShortText, _ShortText], msgspec.Meta(max_length=64)] = {}
+
+
+def observer_key(secret: bytes) -> bytes:
+    """What stands in for the secret where an observer proves itself: whoever has only this can become no member."""
+    return _hkdf_expand(_hkdf_extract(b"farcall observer", secret), b"key")
+
+
+def observer_identity(name: str, process_token: str, cluster_id: str = "") -> Identity:
+    """Who an observer says it is; one that was given only an address leaves the cluster out."""
+    return Identity(name, 0, cluster_id, process_token, {_ROLE: _OBSERVER})
+
+
+def is_observer(peer: Identity) -> bool:
+    """Does this one want to look on, and be no member?"""
+    return peer.capabilities.get(_ROLE) == _OBSERVER
 
 
 class Established(NamedTuple):
@@ -184,6 +206,7 @@ class Handshake:
             raise ValueError(f"the nonce must be {NONCE_BYTES} bytes, not {len(nonce)}")
         self._role = role
         self._me = me
+        self._secret = secret
         self._nonce = nonce
         self._expected_peer = expected_peer
         self._root_key = _hkdf_extract(b"farcall handshake", secret)
@@ -305,7 +328,7 @@ class Handshake:
         except ValueError as error:
             raise malformed(f"an unreadable greeting: {error}") from error
         peer = greeting.identity
-        if peer.cluster_id != self._me.cluster_id:
+        if peer.cluster_id != self._me.cluster_id and not self._may_leave_out_cluster(peer):
             raise refuse(
                 RefusalReason.OTHER_CLUSTER,
                 f"{peer.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
@@ -319,12 +342,18 @@ class Handshake:
             )
         self._peer = peer
         self._state = HandshakeState.AWAITING_PROOF
+        if is_observer(peer) and self._role is Role.LISTENER:
+            self._root_key = _hkdf_extract(b"farcall handshake", observer_key(self._secret))
         # Both greetings exactly as sent; each carries its length, so the two cannot be split in another way.
         if self._role is Role.DIALER:
             self._transcript = hashlib.sha256(self._my_greeting + message).digest()
             return _message(_Kind.DIALER_PROOF, self._proof_of(Role.DIALER))
         self._transcript = hashlib.sha256(message + self._my_greeting).digest()
         return self._my_greeting
+
+    def _may_leave_out_cluster(self, peer: Identity) -> bool:
+        dialer = self._me if self._role is Role.DIALER else peer
+        return is_observer(dialer) and not dialer.cluster_id
 
     def _on_proof(self, body: bytes) -> tuple[bytes, bytes]:
         """Check the peer's proof; return our own if it is still due, and the session key."""

@@ -11,7 +11,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     30-39   departure               protocol/departure.py
     40-49   references              protocol/references
     50-69   membership              protocol/membership
-    70-     free
+    70-79   observation             observe/clocks.py, protocol/observing.py
+    80-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -22,12 +23,15 @@ from __future__ import annotations
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.protocol import observing
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.references import messages as references
 
 __all__ = [
     "BlocksReleased",
     "CallCancelled",
+    "ClockAsked",
+    "ClockTold",
     "DepartureAcknowledged",
     "DepartureProbe",
     "DepartureReleased",
@@ -176,6 +180,22 @@ class DepartureAcknowledged(_Control, frozen=True, tag=34):
     """The sender has been released."""
 
 
+# --- observation ---------------------------------------------------------------------------------------
+
+
+class ClockAsked(_Control, frozen=True, tag=70):
+    """Answer at once with what your clock says."""
+
+    sent_ns: int  # by the sender's clock; it comes back
+
+
+class ClockTold(_Control, frozen=True, tag=71):
+    """The answer to a ``ClockAsked``."""
+
+    sent_ns: int
+    clock_ns: int
+
+
 Message = (
     Ping
     | Pong
@@ -194,8 +214,11 @@ Message = (
     | DepartureStatus
     | DepartureReleased
     | DepartureAcknowledged
+    | ClockAsked
+    | ClockTold
     | references.Message
     | membership.Message
+    | observing.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

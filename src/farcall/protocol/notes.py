@@ -16,6 +16,7 @@ __all__ = [
     "REFUSABLE",
     "REFUSED",
     "Notes",
+    "ProfileWanted",
     "Refusal",
     "decode_notes",
     "decode_refusal",
@@ -32,6 +33,14 @@ REFUSED = 4
 """A failure's flag: the request was refused, and created nothing; its payload is a `Refusal`."""
 
 
+class ProfileWanted(msgspec.Struct, array_like=True, frozen=True):
+    """A profiled caller's wish: to know what its callee does. What the bits mean is told in observe/capture.py."""
+
+    number: int  # of the call, unique in the cluster
+    options: int = 0
+    home: bool = True  # send what was recorded home with the answer, and do not only keep it
+
+
 class Notes(msgspec.Struct, array_like=True, frozen=True):
     """The notes of one message. New fields go last, with a default."""
 
@@ -40,6 +49,9 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     origin: str = ""  # where the program created it, if it asked to have that recorded
     context_id: int = 0  # the distributed autograd context of the message
     message_id: int = 0  # names the tensors in the payload that need a gradient, within that context
+    profile: ProfileWanted | None = None  # of a request
+    profiled: bytes = b""  # of an answer: what was recorded, see observe/spans.py
+    telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
 
 
 encode_notes = msgspec.msgpack.Encoder().encode

@@ -76,7 +76,7 @@ Kept: TypeAlias = bytes | Unkept
 class Session:
     """One end."""
 
-    __slots__ = ("acknowledged", "due_at", "due_at_bytes", "kept", "received", "state")
+    __slots__ = ("acknowledged", "due_at", "due_at_bytes", "kept", "received", "sent_again", "state")
 
     def __init__(self) -> None:
         self.state = State.CONNECTED
@@ -86,6 +86,8 @@ class Session:
         """How many of our frames the peer has, as far as it said so."""
         self.received = 0
         """How many of the peer's frames came in full. Counted by the reader."""
+        self.sent_again = 0
+        """How many of our frames the last resumption wrote again."""
         self.due_at = ACKNOWLEDGE_FRAMES
         self.due_at_bytes = ACKNOWLEDGE_BYTES
         """An acknowledgement is due once so many frames or bytes have come."""
@@ -145,6 +147,7 @@ class Session:
                     pieces.append(again)
                 else:
                     pieces.extend(again.pieces())
+        self.sent_again = len(self.kept)
         return pieces
 
     def end(self) -> None:

@@ -17,6 +17,7 @@ from farcall.runtime.calls import SyncCall
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING, Annotated, encode_call, encode_function
 
 UNSET_TIMEOUT = -1.0
@@ -33,15 +34,23 @@ def call_sync(
 ) -> Any:
     """Call ``func`` on ``to`` and return its result. ``refusable``: as the node's option ``when_overloaded`` says."""
     peer = node.peer(to)
+    profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
-    notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+    if profile is not None:
+        call.profile = profile
+        notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
+    else:
+        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
     try:
         node.calls.exchange(call, function, notes, payload, buffers, refusable)
     except BaseException:
         if buffers.__class__ is Annotated:
             buffers.withdraw()
         raise
+    finally:
+        if profile is not None:
+            profile.ended()  # if no answer has done so
     if call.error is not None:
         failure, call.error = call.error, None
         try:
@@ -65,17 +74,26 @@ def call_async(
     Errors of the arguments are raised here.
     """
     peer = node.peer(to)
+    profile = PROFILING.begin_call(node, peer, "async", func, None) if is_profiled() or PROFILING.everywhere else None
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     future: Future[Any] = Future(
         node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     )
     try:
-        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
+        if profile is not None:
+            future.profile = profile
+            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
+        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
+            notes = b""
+        else:
+            notes = request_notes(peer, buffers)
         node.calls.send(future, function, notes, payload, buffers)
     except BaseException as error:
         if buffers.__class__ is Annotated:
             buffers.withdraw()
         if not isinstance(error, NetworkError | RpcTimeout):
+            if profile is not None:
+                profile.ended()
             raise
         future.on_failure(error)  # like any other end of the link: a loop over workers is not torn by a dead one
     return future

@@ -59,6 +59,8 @@ class Creation(PendingCall):
         "keeps",
         "outcome",
         "peer",
+        "started_at",
+        "tally",
         "timeout_s",
         "what",
     )
@@ -80,7 +82,8 @@ class Creation(PendingCall):
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
         self.keeps = keeps  # what the call needs at the owner: it must not be released before the answer
@@ -105,6 +108,8 @@ class Creation(PendingCall):
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
         name = self.peer.info.name
         if isinstance(error, RpcTimeout):
             self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")

@@ -12,6 +12,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable, Generator
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -23,6 +24,7 @@ from farcall.remote.answer import read_answer
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING
@@ -52,13 +54,15 @@ class Future(torch.futures.Future[T], PendingCall):
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
 
     def wait(self) -> T:
         """Block until the call is done; return its result or raise its error."""
         if not self.done():
+            self.thread_id = get_ident()
             with self._node.calls.waiting():
                 if not self.arrived:
                     self.peer.help_until(self, self.deadline)
@@ -74,14 +78,15 @@ class Future(torch.futures.Future[T], PendingCall):
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
         _check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture()
-        self.add_done_callback(derived.completing(callback))
+        self._has_callbacks = True
+        super().add_done_callback(_in_present_context(derived.completing(_profiled(callback))))
         return derived
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
         _check_callable(callback)
         self._has_callbacks = True
-        super().add_done_callback(_in_present_context(callback))
+        super().add_done_callback(_in_present_context(_profiled(callback)))
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -137,6 +142,8 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
         self.arrived = True
         self._node.executor.submit(_Completion(self, error))
 
@@ -170,7 +177,7 @@ class DerivedFuture(torch.futures.Future[T]):
         """A future of ``callback(self)``."""
         _check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture()
-        self.add_done_callback(derived.completing(callback))
+        self.add_done_callback(derived.completing(_profiled(callback)))
         return derived
 
 
@@ -193,6 +200,11 @@ def _as_runtime_error(error: BaseException) -> BaseException:
         return error  # its class cannot be made so easily
     fresh.__cause__ = error
     return fresh
+
+
+def _profiled(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """``callback``, to be profiled as this thread is. What it does is known before a future is told of its result."""
+    return PROFILING.carry(callback) if is_profiled() or PROFILING.everywhere else callback
 
 
 def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:

@@ -45,6 +45,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated, Encoding, current_decoding, current_encoding, register_reducer
 
@@ -352,10 +353,18 @@ class RRef(Generic[T]):
         node = self._references.node
         peer = self._peer()
         call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
-        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):
             creation.attach(call)
+        profile = None
+        if is_profiled() or PROFILING.everywhere:
+            profile = call.profile = PROFILING.begin_call(node, peer, "sync", what, None)
+        if profile is not None:
+            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
+        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
+            notes = b""
+        else:
+            notes = request_notes(peer, buffers)
         try:
             node.calls.exchange(call, function, notes, payload, buffers)
         except BaseException as error:
@@ -364,6 +373,9 @@ class RRef(Generic[T]):
             if isinstance(error, NetworkError):
                 raise self._lost(error) from error
             raise
+        finally:
+            if profile is not None:
+                profile.ended()  # if no answer has done so
         if call.error is not None:
             failure, call.error = call.error, None
             try:
@@ -395,16 +407,26 @@ class RRef(Generic[T]):
         future = _Answer(
             node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), self
         )
-        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):
             creation.attach(future)
+        profile = None
+        if is_profiled() or PROFILING.everywhere:
+            profile = future.profile = PROFILING.begin_call(node, peer, "async", what, None)
+        if profile is not None:
+            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
+        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
+            notes = b""
+        else:
+            notes = request_notes(peer, buffers)
         try:
             node.calls.send(future, function, notes, payload, buffers)
         except BaseException as error:
             if buffers.__class__ is Annotated:
                 buffers.withdraw()
             if not isinstance(error, NetworkError | RpcTimeout):
+                if profile is not None:
+                    profile.ended()
                 raise
             future.on_failure(error)
         return future

@@ -38,6 +38,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer, RemotePeer
+from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.serving import Server
 from farcall.serialize import Annotated, encode_failure
 
@@ -120,6 +121,9 @@ class NodeReferences:
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
         timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+        profile = None
+        if is_profiled() or PROFILING.everywhere:
+            profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
         origin = _origin() if self.traced else ""
         with self._lock:
             fork = self._machine.create(peer.member)
@@ -129,7 +133,9 @@ class NodeReferences:
         creation = make(self, fork, peer, what, timeout_s, keeps)
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
-            notes = request_notes(peer, buffers, fork, origin)
+            creation.profile = profile
+            wanted = None if profile is None else profile.sends(payload, buffers)
+            notes = request_notes(peer, buffers, fork, origin, wanted)
             if keeps is not None and keeps._creation is not None:
                 keeps._creation.attach(creation)  # without the object there is no method to wait for
             self.node.calls.send(creation, function, notes, payload, buffers, KEEP)
@@ -137,6 +143,8 @@ class NodeReferences:
             if buffers.__class__ is Annotated:
                 buffers.withdraw()
             if not isinstance(error, NetworkError | RpcTimeout):
+                if profile is not None:
+                    profile.ended()
                 self.withdraw_creation(fork)
                 raise
             creation.on_failure(error)  # like any end of the link: it surfaces at first use

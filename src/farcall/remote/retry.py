@@ -38,6 +38,7 @@ from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
+from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated
 
@@ -132,18 +133,25 @@ class RetryingFuture(Future[Any]):
     def send(self) -> None:
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
         self._attempt += 1
-        self.peer = self._node.peer(self._to)
-        function, payload, buffers = encode_request(self.peer, *self._request)
+        peer = self.peer = self._node.peer(self._to)
+        self.profile = profile = None
+        if is_profiled() or PROFILING.everywhere:
+            self.profile = profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
+        function, payload, buffers = encode_request(peer, *self._request)
         try:
             notes = b""
-            if buffers.__class__ is Annotated or RECORDING.get() is not None:
-                notes = request_notes(self.peer, buffers)
+            if profile is not None:
+                notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
+            elif buffers.__class__ is Annotated or RECORDING.get() is not None:
+                notes = request_notes(peer, buffers)
             self.arrived = False
             self._node.calls.send(self, function, notes, payload, buffers)
         except BaseException as error:
             if buffers.__class__ is Annotated:
                 buffers.withdraw()
             if not isinstance(error, NetworkError | RpcTimeout):
+                if profile is not None:
+                    profile.ended()
                 raise
             self.on_failure(error)
 
@@ -215,6 +223,8 @@ class RetryingCreation(Creation):
         self._open_gates()
 
     def on_failure(self, error: RpcError) -> None:
+        if self.profile is not None:
+            self.profile.ended()  # what is profiled is the first attempt
         pause_s = self._retry.pause_s(self._attempt, error, self.deadline)
         node = self._references.node
         if pause_s is None or self.peer.broken or not node.running:

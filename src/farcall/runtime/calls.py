@@ -20,16 +20,25 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import REFUSABLE
+from farcall.runtime import chronicle
 from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import CallProfile
 from farcall.runtime.role import abdicate
+from farcall.runtime.shield import Gate
+from farcall.runtime.tallies import LOST, TIMED_OUT, Tally, tally_of
+
+EXPLAIN_S = 0.5
+"""An error is never held up for longer than this to say more."""
 
 
 class PendingCall:
@@ -43,9 +52,15 @@ class PendingCall:
     """Need the function not begin once nobody waits for this call any more?"""
     peer: Peer
     what: Callable[..., Any]
+    started_at: float
     deadline: float
     timeout_s: float
     call_id: int
+    profile: CallProfile | None = None
+    tally: Tally
+    """Where its end is counted; set when it is sent."""
+    thread_id: int = 0
+    """The thread that waits for it, as far as that is known."""
 
     def on_answer(self, frame: Arrived) -> None:
         """The answer came."""
@@ -59,15 +74,30 @@ class PendingCall:
 class SyncCall(PendingCall):
     """A call whose caller sleeps on a lock until it is done."""
 
-    __slots__ = ("arrived", "call_id", "deadline", "error", "frame", "lock", "peer", "timeout_s", "what")
+    __slots__ = (
+        "arrived",
+        "call_id",
+        "deadline",
+        "error",
+        "frame",
+        "lock",
+        "peer",
+        "started_at",
+        "tally",
+        "thread_id",
+        "timeout_s",
+        "what",
+    )
 
     def __init__(self, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.deadline = monotonic() + timeout_s if timeout_s else NEVER
+        self.started_at = now = monotonic()
+        self.deadline = now + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
+        self.thread_id = get_ident()
         self.frame: Arrived | None = None
         self.error: RpcError | None = None
         self.lock = threading.Lock()
@@ -118,12 +148,20 @@ class CallTable:
         self._lock = threading.Lock()
         self._next_deadline = NEVER
         self.last_id = 0
+        self.chronicle = chronicle.Chronicle()
+        self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
+        """Finds out, from any thread, what the callee does with a call whose time is up, and calls the second argument
+        with it, once, on the I/O thread, within EXPLAIN_S. Set by the layer above."""
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._held)
 
-    def register(self, call: PendingCall) -> int:
+    def register(self, call: PendingCall, function: bytes = b"") -> int:
         """Give ``call`` its id and put it into the table."""
+        try:
+            call.tally = call.peer.called[function]
+        except KeyError:
+            call.tally = tally_of(call.peer.called, function)
         call.call_id = call_id = self._next_id()
         self._pending[call_id] = call
         self.last_id = call_id  # after the line above: whoever sees the old number may believe the table
@@ -157,9 +195,13 @@ class CallTable:
             self._next_deadline = min(self._next_deadline, nearest)
         for call in overdue:
             if self.claim(call.call_id) is not None:
+                error = self.timed_out(call)
+                if self.explain is None:
+                    call.on_failure(error)
+                else:
+                    self.explain(call, partial(_fail_explained, call, error))
                 if call.cancellable:
                     call.peer.cancel(call.call_id)
-                call.on_failure(self.timed_out(call))
         return nearest
 
     def waiting(self) -> Waiting:
@@ -187,7 +229,7 @@ class CallTable:
             self._executor.park(worker)
         peer = call.peer
         try:
-            call_id = self.register(call)
+            call_id = self.register(call, function)
             flags = self._flags if refusable else 0
             peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline, False, call)
             if not call.arrived:
@@ -197,7 +239,7 @@ class CallTable:
                 bound = -1 if remaining == NEVER else max(0.0, min(remaining, threading.TIMEOUT_MAX))
                 if not call.lock.acquire(True, bound):
                     if self.claim(call.call_id) is not None:
-                        raise self.timed_out(call)
+                        raise self._explained(call)
                     call.lock.acquire()  # claimed a moment ago by another thread, which is about to release it
         except BaseException:
             # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
@@ -223,7 +265,7 @@ class CallTable:
         if call.peer.full is not None:
             self._wait_for_room(call)
         try:
-            call_id = self.register(call)
+            call_id = self.register(call, function)
             call.peer.send(REQUEST, flags | self._flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
@@ -267,14 +309,33 @@ class CallTable:
     def _fail_lost(self, call: PendingCall) -> None:
         """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""
         if self.claim(call.call_id) is not None:
+            call.tally[LOST] += 1
             call.on_failure(call.peer.lost(Delivery.UNKNOWN))
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
+        call.tally[TIMED_OUT] += 1
+        self.chronicle.note(chronicle.TIMED_OUT, call.peer.info.name, _name(call.what), f"after {call.timeout_s:g} s")
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
             f"{call.peer.info.name} has not answered {_name(call.what)}()"
         )
+
+    def _explained(self, call: SyncCall) -> RpcTimeout:
+        """The same, with what the callee does; the calling thread, which is not the I/O thread, waits for that."""
+        error = self.timed_out(call)
+        if self.explain is not None:
+            told = Gate()
+            texts: list[str] = []
+
+            def take(text: str) -> None:
+                texts.append(text)
+                told.open()
+
+            self.explain(call, take)
+            told.wait(EXPLAIN_S)
+            _add(error, "".join(texts))
+        return error
 
     def end(self, why: RpcError) -> None:
         """The node ends: fail every call; who waits for room fails when it is told of some."""
@@ -287,6 +348,7 @@ class CallTable:
         for call in list(self._pending.values()):
             if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
                 failed += 1
+                call.tally[LOST] += 1
                 call.on_failure(error(call))
         return failed
 
@@ -305,3 +367,13 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _add(error: RpcTimeout, text: str) -> None:
+    if text:
+        error.args = (f"{error}; {text}",)
+
+
+def _fail_explained(call: PendingCall, error: RpcTimeout, text: str) -> None:
+    _add(error, text)
+    call.on_failure(error)

@@ -19,7 +19,9 @@ from farcall.runtime.executor import Executor
 
 logger = logging.getLogger("farcall")
 
-__all__ = ["Changes", "MemberEvent"]
+__all__ = ["MEMBER_EVENTS", "Changes", "MemberEvent"]
+
+MEMBER_EVENTS = ("joined", "left", "suspected", "recovered", "dead")
 
 
 class MemberEvent(NamedTuple):

@@ -24,6 +24,7 @@ from farcall.protocol.handshake import (
     RefusalReason,
     Refused,
     Role,
+    is_observer,
     refuse,
 )
 from farcall.protocol.resumption import resumption_of
@@ -73,6 +74,8 @@ class Door:
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
         """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
+        self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
+        """Gets whoever proved that it may look on."""
         failure: ListenFailed | None = None
         for address in addresses:
             try:
@@ -169,13 +172,17 @@ class Door:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            if resumption_of(established.peer) is None:
+            if is_observer(established.peer):
+                self.on_observer(guest.transport, established)
+            elif resumption_of(established.peer) is None:
                 self._on_member(guest.transport, established)
             elif self._returning is not None:
                 self._returning.on_resumed(guest.transport, established)
 
     def _welcome(self, guest: _Guest, peer: Identity) -> bytes:
         """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
+        if is_observer(peer):  # first of all: it has another key, and is no member whatever else it says
+            return b""
         if resumption_of(peer) is None:
             why_not = self._admit(peer)
             if why_not is not None:

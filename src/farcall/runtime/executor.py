@@ -113,6 +113,16 @@ class Executor:
             return len(self._workers) - len(self._idle) - self._hunters
 
     @property
+    def size(self) -> int:
+        """How many threads are kept for functions that do not wait for calls."""
+        return self._size
+
+    @property
+    def parked(self) -> int:
+        """Workers that wait for nested calls."""
+        return self._parked
+
+    @property
     def threads(self) -> int:
         """Live worker threads."""
         return len(self._workers)

@@ -50,6 +50,10 @@ class Layered:
                     part = self._parts[kind] = kind(self)
         return part
 
+    def part_if_made(self, kind: Callable[[Self], P]) -> P | None:
+        """The same, or None if it was never used."""
+        return self._parts.get(kind)
+
     def wait_for(self, count: Callable[[], int]) -> None:
         """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
         self._unsettled.append(count)
@@ -111,3 +115,7 @@ class Layered:
     def attend_by(self, when: float) -> None:
         """Make sure that tickers are asked no later than ``when``."""
         self._loop.attend_by(when)
+
+    def on_io_thread(self) -> bool:
+        """Is the caller the I/O thread?"""
+        return self._loop.on_thread()

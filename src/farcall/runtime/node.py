@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from time import monotonic
 from typing import ClassVar, get_args
@@ -45,13 +46,15 @@ from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, 
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Record, Status
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal
+from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, ProfileWanted, Refusal, decode_notes, encode_refusal
+from farcall.protocol.observing import Ask
 from farcall.runtime import shield
 from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
+from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED, Chronicle
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
@@ -60,12 +63,15 @@ from farcall.runtime.leaving import Leaving, Withdrawing
 from farcall.runtime.loop import Loop
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.onlooker import Onlooker
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.profiling import PROFILING
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
+from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST
 from farcall.runtime.watch import Watch, as_record, chosen
 from farcall.serialize import Annotated
 from farcall.transport.interface import Transport
@@ -78,6 +84,7 @@ RELEASE_DELAY_S = 0.01
 STOP_S = 5.0
 HANDLED_ANYWHERE = (
     messages.BlocksReleased,
+    messages.ClockAsked,
     messages.FramesReceived,
     messages.QueueFull,
     messages.QueueHasRoom,
@@ -173,6 +180,12 @@ class Node(Layered):
         """
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
+        self.chronicle = Chronicle()
+        self.peers_lost = 0
+        """Members whose link has died although they did not say that they leave."""
+        self._onlookers: set[Onlooker] = set()
+        self.on_question: Callable[[Onlooker, Ask], None] | None = None
+        """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._in_order.update(HANDLED_ANYWHERE)
         self._controls |= {
@@ -188,6 +201,10 @@ class Node(Layered):
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
             messages.FramesReceived: lambda peer, message: peer.link.session.on_acknowledged(message.count),
+            messages.ClockAsked: lambda peer, message: peer.control(
+                messages.ClockTold(message.sent_ns, PROFILING.clock_ns())
+            ),
+            messages.ClockTold: lambda peer, message: None,
             messages.DepartureReport: self._on_departure,
             messages.DepartureProbe: self._on_departure,
             messages.DepartureStatus: self._on_departure,
@@ -213,6 +230,7 @@ class Node(Layered):
         if self._state != "new":
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
+        self.started_at = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
@@ -229,7 +247,7 @@ class Node(Layered):
             on_thread_start=self._own_thread,
         )
         self.admission = Admission(self.options.max_queued_calls, lambda: self.executor.waiting, self._loop.attend_by)
-        self.calls = CallTable(self._loop, self.executor, self.options.when_overloaded)
+        self.calls = self._make_calls()
         self._door: Door | None = None
         try:
             shield.unseal()
@@ -254,7 +272,12 @@ class Node(Layered):
             if self._move("running", "leaving"):
                 self._end(self._why_ended)
             raise self._why_ended
-        logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
+        places = " and ".join(self.addresses)
+        logger.info("%s is up: rank %d of %d, at %s", self._name, self.info.id, len(self.workers()), places)
+
+    def _make_calls(self) -> CallTable:
+        """The table of calls; a layer above may want another one."""
+        return CallTable(self._loop, self.executor, self.options.when_overloaded)
 
     def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:
         """Who the members are, as far as that is known before there is any connection."""
@@ -271,6 +294,7 @@ class Node(Layered):
         self.info = WorkerInfo(self._name, membership.me.rank)
         self.server = Server(self.info, self.executor, self._own_thread)
         self._unanswered = self.server.unanswered
+        self.server.chronicle = self.calls.chronicle = self.chronicle
         self._changes = Changes(self.executor)
         faults = self.options.faults
         deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
@@ -279,6 +303,8 @@ class Node(Layered):
         self.reconnecting = Reconnecting(
             identity, membership.secret, self.options.reconnect_s, self._ways_to, self._loop, self._wrapped
         )
+        self.reconnecting.lost_hooks.append(lambda info, why: self.chronicle.note(INTERRUPTED, info.name, text=why))
+        self.reconnecting.back_hooks.append(lambda info: self.chronicle.note(RECONNECTED, info.name))
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
         self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
@@ -370,12 +396,23 @@ class Node(Layered):
         self._acquaintances.connected(transport, established, dialled)
         self._linked.open()
 
+    def _on_observer(self, transport: Transport, established: Established) -> None:
+        """Somebody who may look on is connected."""
+        if self.on_question is None:
+            transport.close()
+            return
+        logger.info("%s: an observer is connected over %s", self._name, transport.describe())
+        onlooker = Onlooker(transport, self._loop, self.on_question, self._onlookers.discard)
+        self._onlookers.add(onlooker)
+        onlooker.start(established.leftover)
+
     def _fail_unsent(self, call_id: int, why: str) -> None:
         """A request was not sent after all: have its caller told, from any thread."""
 
         def fail() -> None:
             call = self.calls.claim(call_id)
             if call is not None:
+                call.tally[LOST] += 1
                 call.on_failure(NetworkError(why, Delivery.NOT_SENT))
 
         self._loop.call_soon(fail)
@@ -506,6 +543,8 @@ class Node(Layered):
         if hasattr(self, "server"):
             self.server.stop(STOP_S)
         self._loop.stop()
+        for onlooker in list(self._onlookers):
+            onlooker.close(f"{self._name} ended")
         if hasattr(self, "watch"):
             for peer in self._acquaintances.everyone():
                 peer.link.close()  # also those who have come in meanwhile
@@ -529,6 +568,8 @@ class Node(Layered):
         if hasattr(self, "reconnecting"):
             self._acquaintances.close_after_fork()
             self.reconnecting.close_after_fork()
+        for onlooker in self._onlookers:
+            onlooker.close_after_fork()
         if self._door is not None:
             self._door.close_after_fork()
         self._loop.close_after_fork()
@@ -546,6 +587,16 @@ class Node(Layered):
         _thread.node = self
 
     # ------------------------------------------------------------------ members
+
+    @property
+    def state(self) -> str:
+        """One of the states in the table above."""
+        return self._state
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where this member can be reached."""
+        return self.membership.me.addresses
 
     @property
     def running(self) -> bool:
@@ -610,6 +661,10 @@ class Node(Layered):
         """This node, as a peer of itself."""
         return self._myself
 
+    def others(self) -> list[RemotePeer]:
+        """All other members, in whatever state the links to them are."""
+        return list(self._remotes.values())
+
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank; where members come and go, those that are there now."""
         return self._acquaintances.workers()
@@ -641,7 +696,8 @@ class Node(Layered):
             self._refuse(peer, message)
             return
         if message[4]:
-            noted = self._noted(peer, message)
+            notes = decode_notes(message[4])
+            noted = self._noted(peer, message, notes)
             if noted is None:
                 return
             message = noted
@@ -653,27 +709,34 @@ class Node(Layered):
             return
         call = self.calls.claim(message[2])
         if call is not None:
+            call.tally[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
+            if message[0] == FAILURE:
+                call.tally[FAILED] += 1
+            if call.profile is not None:
+                # Before whoever waits goes on: it may be about to look at what was recorded.
+                call.profile.ended(notes.profiled if message[4] else b"", _size_of(message))
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
         elif isinstance(message[6], Annotated):
             message[6].decline(peer)  # too late
 
-    def _noted(self, peer: Peer, message: Arrived) -> Arrived | None:
+    def _noted(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
         """``message`` with what its notes stand for; None: nothing is to be done with it, or not now."""
-        notes = decode_notes(message[4])
         if notes.created is not None or notes.forks:
             noted = self.take_forks(peer, message, notes)
             if noted is None:
                 return None
             message = noted
-        return self.find_recording(message, notes) if notes.context_id else message
+        if notes.context_id:
+            message = self.find_recording(message, notes)
+        return message if notes.profile is None else _with_profile(message, notes.profile)
 
     def _refuse(self, peer: Peer, message: Arrived) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
         call_id = message[2]
         if message[4]:
-            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]))
+            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]), decode_notes(message[4]))
             if noted is None:
                 return  # it comes again, see redeliver
             if isinstance(noted[6], Annotated):
@@ -722,6 +785,7 @@ class Node(Layered):
         """On the I/O thread: a member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
         logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
+        self.chronicle.note(kind, record.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
             self._entry.on_change()
         self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
@@ -733,6 +797,7 @@ class Node(Layered):
         if peer.leaving:
             logger.info("%s: %s has left", self._name, peer.info.name)
         elif self._state in ("running", "starting", "leaving"):
+            self.peers_lost += 1
             logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
         how = "has left" if peer.leaving else f"is gone: {reason}"
 
@@ -777,6 +842,19 @@ class Node(Layered):
             in_flight = len(self.calls) + served + sum(count() for count in self._unsettled)
             if activity == self.calls.last_id + self.server.last_accepted:
                 return in_flight, activity
+
+
+def _with_profile(message: Arrived, wanted: ProfileWanted) -> Arrived:
+    """``message`` with what its profiled caller wants to know."""
+    buffers = message[6]
+    if not isinstance(buffers, Annotated):
+        buffers = Annotated(buffers, [])
+    buffers.profile = wanted
+    return (*message[:6], buffers)
+
+
+def _size_of(message: Arrived) -> int:
+    return len(message[5]) + sum(buffer.nbytes for buffer in message[6])
 
 
 def _after_fork() -> None:

@@ -55,6 +55,7 @@ from farcall.runtime.link import Link
 from farcall.runtime.loop import NEVER
 from farcall.runtime.members import life_of
 from farcall.runtime.role import role
+from farcall.runtime.tallies import Tallies
 from farcall.runtime.unkept import LostOffer, unkept_for
 
 logger = logging.getLogger("farcall")
@@ -67,7 +68,7 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "full", "incarnation", "info", "life", "member", "origin")
+    __slots__ = ("__weakref__", "called", "full", "incarnation", "info", "life", "member", "origin", "served")
 
     info: WorkerInfo
     incarnation: str
@@ -81,9 +82,8 @@ class Peer:
     full: Fullness | None
     """Has it said that too many calls wait there?"""
 
-    def identify(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
-        """Say who this is; ``is_static``: in a group of fixed size, where a rank is never given again."""
-        self.full = None
+    def __init__(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
+        """``is_static``: in a group of fixed size, where a rank is never given again."""
         self.life = life = life_of(incarnation)
         self.info = info
         self.incarnation = incarnation
@@ -92,6 +92,11 @@ class Peer:
             self.origin = info.id << ORIGIN_BITS
         else:  # any rank will do: two that share an origin by chance begin to count at different numbers
             self.origin = (info.id & 0x7FFF) << ORIGIN_BITS | (life & ((1 << ORIGIN_BITS) - 1))
+        self.full = None
+        self.called: Tallies = {}
+        """How calls to this peer ended."""
+        self.served: Tallies = {}
+        """How functions ended that ran for this peer."""
 
     def send(
         self,
@@ -173,7 +178,7 @@ class SelfPeer(Peer):
         on_message: Callable[[Peer, Arrived], None],
         memory: ReceivePool,
     ) -> None:
-        self.identify(info, incarnation, is_static)
+        super().__init__(info, incarnation, is_static)
         self._on_message = on_message
         self._memory = memory
         self.ended: RpcError | None = None
@@ -241,6 +246,8 @@ class RemotePeer(Peer):
         "leaving",
         "link",
         "segments",
+        "shared_bytes_received",
+        "shared_bytes_sent",
     )
 
     def __init__(
@@ -258,7 +265,7 @@ class RemotePeer(Peer):
 
         ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
         """
-        self.identify(info, incarnation, is_static)
+        super().__init__(info, incarnation, is_static)
         self._write_later = write_later
         self.known = True
         """Is it a member? Others are heard about membership only."""
@@ -273,6 +280,8 @@ class RemotePeer(Peer):
         self._accepted: set[int] = set()
         self._here = here
         self._fail_call = fail_call
+        self.shared_bytes_sent = 0  # about: it is counted without a lock
+        self.shared_bytes_received = 0
 
     def send(
         self,
@@ -301,6 +310,10 @@ class RemotePeer(Peer):
                 for index in range(len(buffers)):
                     placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
                 pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+                if self._pool is not None:
+                    for one in placed:
+                        if isinstance(one, Ticket):
+                            self.shared_bytes_sent += one.size_bytes
                 if len(pieces) > 1:
                     unkept = unkept_for(kind, call_id, notes, placed, pieces, self._here, self._fail_call)
                     self._send_pieces(pieces, deadline, kind == REQUEST, unkept)
@@ -522,6 +535,7 @@ class RemotePeer(Peer):
         views: list[memoryview] = []
         for buffer in buffers:
             if isinstance(buffer, Ticket):
+                self.shared_bytes_received += buffer.size_bytes
                 if buffer.segment_id & YOURS and self._pool is not None:
                     views.append(
                         self._pool.take_back(buffer.segment_id ^ YOURS, buffer.offset, buffer.size_bytes, self)

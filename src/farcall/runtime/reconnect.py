@@ -79,6 +79,8 @@ class Reconnecting:
         self._wrap = wrap
         self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
+        self.frames_sent_again = 0
+        """Over new connections, because the old ones may have lost them."""
         self._lock = threading.Lock()  # between dialling, attaching and stopping
         self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
         self.back_hooks: list[Callable[[WorkerInfo], None]] = []
@@ -266,6 +268,7 @@ class Reconnecting:
             except SessionError as error:
                 peer.link.die(str(error))
                 return
+            self.frames_sent_again += peer.link.session.sent_again
         logger.warning("%s: connected to %s again, over %s", self._me.name, peer.info.name, transport.describe())
         for hook in self.back_hooks:
             hook(peer.info)

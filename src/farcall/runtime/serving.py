@@ -21,6 +21,7 @@ import inspect
 import itertools
 import logging
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
@@ -31,19 +32,24 @@ import torch
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
-from farcall.protocol.notes import KEEP
-from farcall.runtime.executor import Executor
+from farcall.protocol.notes import KEEP, Notes, ProfileWanted, encode_notes
+from farcall.runtime import chronicle
+from farcall.runtime.executor import Executor, Task
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
+from farcall.runtime.profiling import PROFILING, RunProfile
+from farcall.runtime.tallies import BOUNDS_S, FAILED, tally_of
 from farcall.serialize import (
     RECORDING,
     Annotated,
     Encoded,
+    Recording,
     decode,
     decode_function,
     encode,
     encode_failure,
     encode_recorded,
+    in_one_line,
 )
 
 logger = logging.getLogger("farcall")
@@ -97,6 +103,7 @@ class Server:
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
         self.unanswered: dict[tuple[int, int], Request] = {}
+        self.chronicle = chronicle.Chronicle()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
@@ -112,11 +119,17 @@ class Server:
         """Called after each answer; set once the node is leaving."""
         self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
         """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
+        self.wrap: Callable[[Request], Task] | None = None
+        """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
         """Requests that have come and are not answered yet."""
         return list(self.unanswered.values())
+
+    def find(self, peer: Peer, call_id: int) -> Request | None:
+        """The request of that number, if it is not answered yet."""
+        return self.unanswered.get((peer.member, call_id))
 
     @property
     def awaited(self) -> int:
@@ -132,14 +145,16 @@ class Server:
         self.unanswered[peer.member, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
+        task: Task = request if self.wrap is None else self.wrap(request)
         if self._quick.get(function) == 2 and function not in self._banned:
-            kept = peer.run_inline(request)
+            kept = peer.run_inline(task)
             if kept is not None:
                 if not kept:
                     self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
-        self._executor.submit(request)
+        request.queued_at = perf_counter()
+        self._executor.submit(task)
 
     def _ban(self, function: bytes) -> None:
         """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
@@ -224,21 +239,29 @@ class Request:
         "frame",
         "function_name",
         "peer",
+        "profile",
+        "queued_at",
         "recording",
         "server",
         "started_at",
         "thread_id",
+        "wanted",
     )
 
     def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
         # The distributed autograd context that the function runs in, and that records its result.
-        self.recording = frame[6].recording if frame[6].__class__ is Annotated else None
+        self.recording: Recording | None = None
+        self.wanted: ProfileWanted | None = None  # what its caller, being profiled, wants to know
+        if frame[6].__class__ is Annotated:
+            self.recording, self.wanted = frame[6].recording, frame[6].profile
+        self.profile: RunProfile | None = None
         self.server = server
         self.peer = peer
         self.frame = frame
         self.cancelled = False
         self.deferred = False  # it returned, and will answer later
         self.function_name = ""
+        self.queued_at = 0.0  # if a worker was to run it
         self.started_at = 0.0
         self.thread_id = 0
 
@@ -254,6 +277,8 @@ class Request:
             return
         recording = self.recording
         outside = None if recording is None else recording.enter()
+        if self.wanted is not None or PROFILING.everywhere:
+            self.profile = PROFILING.begin_run(server.worker, self.wanted)
         _, _, _, function, _, payload, buffers = self.frame
         self.thread_id = threading.get_ident()
         started = self.started_at = perf_counter()
@@ -272,7 +297,10 @@ class Request:
                 buffers.clear()  # the reader's frames further up the stack hold the same list
             del buffers, payload
             # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
-            outcome = [func(*args, **kwargs) if kwargs else func(*args)]
+            if self.profile is not None:
+                outcome = [self.profile.run(func, args, kwargs)]
+            else:
+                outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
             if _answers_later(func, outcome[0]):
                 self._answer_later(func, outcome[0])
@@ -281,8 +309,13 @@ class Request:
             self._fail(error)
             return
         finally:
+            took_s = perf_counter() - started
+            try:
+                tally = self.peer.served[function]
+            except KeyError:
+                tally = tally_of(self.peer.served, function)
+            tally[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                took_s = perf_counter() - started
                 if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
                     server._quick[function] = 2
                     if function in server._banned:
@@ -324,16 +357,23 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
+            tally_of(self.peer.served, self.frame[3])[FAILED] += 1
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
             payload, buffers = encode_failure(error, self.server.worker, self.peer)
+            self.server.chronicle.note(
+                chronicle.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
+            )
         self._send(FAILURE, payload, buffers, False)
 
     def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
         # To its caller an answer belongs to a context only if gradients may come back for it.
         notes = b""
+        profiled = b"" if self.profile is None else self.profile.finish(self.function_name)
         if buffers.__class__ is Annotated and (buffers.message_id or buffers.notes):
-            notes = notes_of(buffers)
+            notes = notes_of(buffers, profiled=profiled)
+        elif profiled:
+            notes = encode_notes(Notes(profiled=profiled))
         try:
             self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
         except RpcError as error:
@@ -352,7 +392,7 @@ class Request:
         if result.__class__ is MarkedResult:
             result = result.value
         if inspect.iscoroutine(result):
-            self.server.run_coroutine(result, self._on_done)
+            self.server.run_coroutine(result if self.profile is None else self.profile.steps(result), self._on_done)
         elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
             result.add_done_callback(self._on_done)
         else:
@@ -386,7 +426,8 @@ class _Resumption:
         recording = request.recording
         outside = None if recording is None else recording.enter()
         try:
-            outcome = [self._finish()]
+            profile = request.profile
+            outcome = [self._finish() if profile is None else profile.run(self._finish)]
             if _answers_later(self._finish, outcome[0]):
                 request._answer_later(self._finish, outcome[0])
                 return

@@ -1,7 +1,7 @@
 """Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
 
 from farcall.serialize.context import Annotated, Decoding, Encoding, current_decoding, current_encoding
-from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure
+from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
 from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, encode_recorded, is_custom
 from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
@@ -27,6 +27,7 @@ __all__ = [
     "encode_failure",
     "encode_function",
     "encode_recorded",
+    "in_one_line",
     "installed_pickler",
     "is_custom",
     "register_reducer",

@@ -62,9 +62,10 @@ class Annotated(list[memoryview]):
     On the sender ``notes`` travel in the frame, and ``undo`` is what takes them back if the message is not sent after
     all; on the receiver ``notes`` are what the runtime made of them. The last reader clears both lists. A message of a
     distributed autograd context has its ``recording``, and a ``message_id`` if gradients may come back for its tensors.
+    A request whose caller is profiled has what it wants to know, ``profile``.
     """
 
-    __slots__ = ("message_id", "notes", "recording", "undo")
+    __slots__ = ("message_id", "notes", "profile", "recording", "undo")
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Annotated(list[memoryview]):
         self.undo = undo
         self.recording = recording
         self.message_id = message_id
+        self.profile: Any = None
 
     @property
     def context_id(self) -> int:

@@ -23,7 +23,7 @@ import torch
 from farcall.errors import RemoteError
 from farcall.serialize.pickler import Encoded, decode, encode
 
-__all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure"]
+__all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
 
 _LONGEST_TEXT = 1 << 16
 
@@ -58,6 +58,11 @@ def encode_failure(error: BaseException, worker: object, peer: Any = None) -> En
         # Its class, or what it carries, does not travel: the texts do.
         reduction, buffers = None, ()
     return pickle.dumps((*texts, reduction), 5), buffers
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's type and message, for a list of errors."""
+    return " ".join(f"{type(error).__name__}: {_message(error)}".split())
 
 
 def decode_failure(payload: bytes | memoryview, buffers: Sequence[memoryview] = (), peer: Any = None) -> BaseException:

@@ -120,7 +120,7 @@ NOT_OURS = {
 }
 
 
-@pytest.mark.parametrize("name", ["_get_profiling_future", "_set_profiling_future", "_deserialize"])
+@pytest.mark.parametrize("name", ["_deserialize"])
 def test_methods_of_references_that_are_not_served_say_so(installed: None, name: str) -> None:
     with pytest.raises(farcall.errors.RpcError, match="farcall does not have: "):
         getattr(torch.distributed.rpc.RRef, name)()

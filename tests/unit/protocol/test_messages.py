@@ -9,10 +9,12 @@ import pytest
 
 from farcall.errors import NetworkError
 from farcall.ids import ForkId, RefId
-from farcall.protocol import membership, messages, references
+from farcall.protocol import membership, messages, observing, references
 from farcall.protocol.messages import (
     BlocksReleased,
     CallCancelled,
+    ClockAsked,
+    ClockTold,
     DepartureAcknowledged,
     DepartureProbe,
     DepartureReleased,
@@ -53,6 +55,8 @@ EXAMPLES = [
     DepartureStatus(late=[(1, "has not called shutdown")], unnamed_count=2),
     DepartureReleased(),
     DepartureAcknowledged(),
+    ClockAsked(sent_ns=2**62),
+    ClockTold(sent_ns=2**62, clock_ns=1),
     references.Register([FORK]),
     references.Confirm([(FORK.ref, FORK.fork_id)]),
     references.Accept([FORK.fork_id]),
@@ -61,6 +65,9 @@ EXAMPLES = [
     references.Inquire(round=1, dead=[3]),
     references.Answer(round=1, forks=[FORK]),
     references.Farewell(),
+    observing.Ask(1, "snapshot", b"", True),
+    observing.Told(1, "w0", b"\x01"),
+    observing.Roster(1, "cluster", [observing.WorkerState("w0", 0), observing.WorkerState("w1", 1, "it has left")]),
 ]
 
 
@@ -71,7 +78,7 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_every_message_is_exported() -> None:
-    exported = {getattr(module, name) for module in (messages, references) for name in module.__all__}
+    exported = {getattr(module, name) for module in (messages, references, observing) for name in module.__all__}
     assert set(get_args(Message)) <= exported | set(get_args(membership.Message))
 
 

@@ -23,7 +23,7 @@ class FakeLoop:
 
 class FakePeer(Peer):
     def __init__(self, name: str) -> None:
-        self.info = WorkerInfo(name, 0)
+        super().__init__(WorkerInfo(name, 0), "1f", True)
 
 
 class Call(PendingCall):

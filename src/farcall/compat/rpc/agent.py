@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import sys
 import traceback
+import zlib
 from collections.abc import Iterator
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -126,10 +128,10 @@ class TensorPipeAgent(RpcAgent):
             "agent.num_idle_threads": str(executor.threads - executor.busy),
             "agent.client_active_calls": str(len(self._node.calls)),
             "agent.server_active_calls": str(len(self._node.server.active)),
-            "agent.server_active_async_calls": "0",
+            "agent.server_active_async_calls": str(sum(one.deferred for one in self._node.server.active)),
         }
         if native.gil_profiling_enabled():
-            info["agent.gil_average_wait_time_us"] = "0"
+            info["agent.gil_average_wait_time_us"] = f"{_interpreter_wait_us():.3f}"
         return info
 
     def get_metrics(self) -> dict[str, str]:
@@ -165,6 +167,18 @@ class TensorPipeAgent(RpcAgent):
 
     def __repr__(self) -> str:
         return f"<TensorPipeAgent over farcall: {self._node.info}>"
+
+
+_LETS_GO = bytes(1 << 19)
+_TRIES = 5
+
+
+def _interpreter_wait_us() -> float:
+    """How long a thread waits for the interpreter that has let it go for a moment, on average of a few times."""
+    began, computed = perf_counter(), thread_time()
+    for _ in range(_TRIES):
+        zlib.crc32(_LETS_GO)  # without the interpreter's lock, and for long enough that another thread takes it
+    return max(0.0, (perf_counter() - began) - (thread_time() - computed)) / _TRIES * 1e6
 
 
 # ---------------------------------------------------------------------- which one is current

@@ -55,7 +55,7 @@ _gil_profiling = False
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Tell in the debug info how long C++ threads wait for the interpreter. farcall has none: it is 0."""
+    """Tell in the debug info how long a thread waits for the interpreter: measured when the info is asked for."""
     global _gil_profiling
     _gil_profiling = flag
 

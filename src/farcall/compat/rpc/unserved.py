@@ -64,8 +64,6 @@ _WAYS = {
     "_remote_module_receiver": _SENT,
     "_remote_module_reducer": _SENT,
     "_deserialize": _SENT,
-    "_get_profiling_future": "use farcall.profile",
-    "_set_profiling_future": "use farcall.profile",
 }
 
 

@@ -1,0 +1,136 @@
+"""``farcall stacks``: who waits for whom, in words.
+
+Owns how snapshots are shown. One line for each call that a worker serves or makes, with how long, on which thread and
+at which line, and under it the call that it waits for in turn; what is stuck is named first.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from farcall.observe.observer import Heard, Observer
+from farcall.observe.snapshot import (
+    Frame,
+    OutgoingCall,
+    ServedCall,
+    ThreadKey,
+    ThreadView,
+    WorkerSnapshot,
+    find_troubles,
+    still_threads,
+)
+
+__all__ = ["show"]
+
+_MOST_CALLS_SHOWN = 20
+
+
+def show(console: Console, observer: Observer, between_s: float, full: bool) -> bool:
+    """Take two pictures, ``between_s`` apart, and show the second; True: something is stuck."""
+    before = observer.snapshots()
+    time.sleep(between_s)
+    heard = observer.snapshots()
+    still = still_threads(before.answers, heard.answers)
+    troubles = find_troubles(heard.answers, still)
+    console.print(_headline(heard))
+    for trouble in troubles:
+        console.print(Text(f"{trouble.kind.upper()}: {trouble.text}", style="bold red"))
+        for step in trouble.steps:
+            console.print(Text(f"  {step}", style="red"), soft_wrap=True)
+    for worker in heard.silent:
+        why = worker.gone or "it did not answer: its process may be stopped, or busy in native code"
+        console.print(Text(f"{worker.name} (rank {worker.rank}): {why}", style="yellow"))
+    for snapshot in heard.answers:
+        _show_worker(console, snapshot, still, full)
+    if not troubles:
+        console.print("Nothing is stuck as far as can be seen.", style="green")
+    return bool(troubles)
+
+
+def _headline(heard: Heard[WorkerSnapshot]) -> Text:
+    calls = sum(len(one.calls) + one.calls_left_out for one in heard.answers)
+    text = f"cluster {heard.cluster_id}: {len(heard.answers)} workers, {calls} calls in flight"
+    return Text(text, style="bold")
+
+
+def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], full: bool) -> None:
+    pool = one.pool
+    console.print(
+        f"\n[bold]{escape(one.worker)}[/] rank {one.rank}, process {one.process_id} on {escape(one.host)}, "
+        f"{one.state}; "
+        f"{pool.busy} of {pool.threads} threads busy ({pool.parked} wait for calls), {pool.queued} calls queued"
+    )
+    waiting = {call.thread_id: call for call in one.calls if call.thread_id}
+    for served in one.served[:_MOST_CALLS_SHOWN]:
+        _show_served(console, one, served, waiting.pop(served.thread_id, None), still, full)
+    _show_more(console, len(one.served) + one.served_left_out, "served")
+    loose = [call for call in one.calls if not call.thread_id or call.thread_id in waiting]
+    for call in loose[:_MOST_CALLS_SHOWN]:
+        thread = one.thread(call.thread_id)
+        console.print(f"  {_outgoing(call)}", highlight=False)
+        _show_stack(console, thread, full, "    ")
+    _show_more(console, len(loose) + one.calls_left_out, "made")
+    if not one.served and not one.calls and one.threads:
+        _show_stack(console, one.threads[0], full, "  ")
+
+
+def _show_served(
+    console: Console,
+    one: WorkerSnapshot,
+    served: ServedCall,
+    waits_for: OutgoingCall | None,
+    still: set[ThreadKey],
+    full: bool,
+) -> None:
+    mark = ""
+    if waits_for is None and served.thread_id and (one.worker, served.thread_id) in still:
+        mark = " [yellow](does not move)[/]"
+    console.print(
+        f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
+        f"{_seconds(served.for_s)}{mark}",
+        highlight=False,
+    )
+    if waits_for is not None:
+        console.print(f"    {_outgoing(waits_for)}", highlight=False)
+    _show_stack(console, one.thread(served.thread_id), full, "    ")
+
+
+def _outgoing(call: OutgoingCall) -> str:
+    limit = f" of {_seconds(call.timeout_s)}" if call.timeout_s else ", without a timeout"
+    verb = "waits for" if call.thread_id else "has called"
+    return f"{verb} [cyan]{escape(call.to)}[/] {escape(call.function)}(): {_seconds(call.for_s)}{limit}"
+
+
+def _show_stack(console: Console, thread: ThreadView | None, full: bool, indent: str) -> None:
+    if thread is None:
+        return
+    frames = thread.stack if full else thread.stack[:1]
+    for index, frame in enumerate(frames):
+        prefix = f"thread {thread.name} at " if index == 0 else "called from "
+        console.print(Text(f"{indent}{prefix}{_place(frame)}", style="dim" if index else ""), soft_wrap=True)
+
+
+def _place(frame: Frame) -> str:
+    # Of a worker on another host there may be no such file here, or another one: then there is no line to show.
+    line = linecache.getline(frame.file, frame.line).strip()
+    return f"{_short(frame.file)}:{frame.line} in {frame.function}" + (f": {line}" if line else "")
+
+
+def _short(file: str) -> str:
+    inside = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return inside
+
+
+def _show_more(console: Console, count: int, what: str) -> None:
+    if count > _MOST_CALLS_SHOWN:
+        console.print(f"  ... and {count - _MOST_CALLS_SHOWN} more calls {what}")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -1,0 +1,126 @@
+"""``farcall top``: what the workers of a cluster are doing, line by line, over and over.
+
+Owns the table. Rates and percentiles are of the time since the last look; a first look compares with the start of each
+worker. Sorted by rank; sixteen workers fit a screen of 80 by 24.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from farcall.observe.metrics import Metrics
+from farcall.observe.observer import Heard, Observer
+from farcall.observe.rates import Row, busiest, rows
+
+__all__ = ["page", "show_once", "watch"]
+
+_BUSIEST = 5
+
+
+Cell = Callable[[Row], str | Text]
+_WIDE: dict[str, Cell] = {
+    "calls/s": lambda row: _rate(row.called_per_s),
+    "served/s": lambda row: _rate(row.served_per_s),
+    "p50": lambda row: _duration(row.latency.percentile(50)),
+    "p99": lambda row: _duration(row.latency.percentile(99)),
+    "out/s": lambda row: _size(row.sent_per_s),
+    "in/s": lambda row: _size(row.received_per_s),
+    "flight": lambda row: f"{row.in_flight}/{row.serving}",
+    "queue": lambda row: Text(str(row.queued), style="bold red" if row.queued else ""),
+    "threads": lambda row: f"{row.busy}/{row.threads}",
+    "refs": lambda row: f"{row.owned}/{row.used}",
+    "errors": lambda row: Text(str(row.errors) if row.errors else "", style="red"),
+}
+_NARROW: dict[str, Cell] = {
+    **{title: _WIDE[title] for title in ("calls/s", "p50", "p99")},
+    "bytes/s": lambda row: _size(row.sent_per_s + row.received_per_s),
+    **{title: _WIDE[title] for title in ("queue", "refs")},
+}
+"""What fits where there are not ENOUGH_COLUMNS."""
+ENOUGH_COLUMNS = 112
+
+
+def _table(heard: Heard[Metrics], found: list[Row], columns: int) -> Table:
+    cells = _WIDE if columns >= ENOUGH_COLUMNS else _NARROW
+    table = Table(box=None, pad_edge=False, expand=False, header_style="bold")
+    table.add_column("worker", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for title in cells:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found:
+        state = Text(row.state, style="green" if row.state == "running" else "yellow")
+        table.add_row(Text(row.worker), state, *(cell(row) for cell in cells.values()))
+    for worker in heard.silent:
+        table.add_row(Text(worker.name), Text("gone" if worker.gone else "silent", style="bold red"))
+    return table
+
+
+def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
+    """The functions that took most of the workers' time."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("function", no_wrap=True)
+    for title in ("runs", "p50", "p99", "in all"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in busiest(before, now)[:_BUSIEST]:
+        table.add_row(
+            Text(row.function),
+            str(row.latency.count),
+            _duration(row.latency.percentile(50)),
+            _duration(row.latency.percentile(99)),
+            _duration(row.latency.total_s),
+        )
+    return table
+
+
+def page(heard: Heard[Metrics], before: list[Metrics], columns: int) -> RenderableType:
+    """All that is shown, on a terminal with so many columns."""
+    head = Text(f"cluster {heard.cluster_id}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
+    foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
+    return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
+
+
+def show_once(console: Console, observer: Observer, every_s: float) -> None:
+    """Look twice, ``every_s`` apart, and print what happened in between."""
+    before = observer.metrics().answers
+    time.sleep(every_s)
+    console.print(page(observer.metrics(), before, console.width))
+
+
+def watch(console: Console, observer: Observer, every_s: float) -> None:
+    """Show it until Ctrl-C, or the cluster's end."""
+    before: list[Metrics] = []
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            heard = observer.metrics()
+            live.update(page(heard, before, console.width), refresh=True)
+            before = heard.answers
+            time.sleep(every_s)
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 or per_s == 0 else f"{per_s:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds == 0:
+        return "-"
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return "<1 us"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} GiB"

@@ -1,0 +1,143 @@
+"""What torch's operators do on one thread, between two moments, as spans.
+
+Uses torch's legacy profiler, because that one belongs to a thread: any number of requests can be profiled at once, and
+threads that torch makes for a backward pass are included. Kineto has one session in a process, which may be the user's.
+Its parser is torch's own (`torch.autograd.profiler_legacy`); a torch without it gives spans of calls and runs only.
+
+    bit  what is recorded beside names and times
+    1    shapes of arguments
+    2    memory
+    4    Python stacks
+    8    floating point operations
+    16   modules
+    32   time on the device, where there is one
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import torch
+
+from farcall.observe.spans import OPERATOR, Span
+from farcall.runtime.profiling import PROFILING, is_profiled
+
+try:
+    from torch.autograd import profiler_legacy as legacy
+except ImportError:  # it is deprecated
+    legacy = None  # type: ignore[assignment]
+
+__all__ = [
+    "DEVICE",
+    "FLOPS",
+    "MEMORY",
+    "MODULES",
+    "SHAPES",
+    "STACKS",
+    "Records",
+    "legacy",
+    "start",
+    "start_ns",
+    "start_record",
+    "stop",
+    "to_spans",
+]
+
+SHAPES: Final = 1
+MEMORY: Final = 2
+STACKS: Final = 4
+FLOPS: Final = 8
+MODULES: Final = 16
+DEVICE: Final = 32
+
+Records = list[list[Any]]
+"""What the profiler noted, for each thread."""
+
+_autograd: Any = torch.autograd
+_parse: Any = None if legacy is None else legacy._parse_legacy_records
+_OTHER_THREADS: Final = 1 << 24
+"""From here on are the numbers of threads that torch does not name as the system does: above all of the system's."""
+
+
+def start(options: int) -> bool:
+    """Begin on the calling thread; False: it cannot be, or somebody else's profiler is at work there."""
+    if legacy is None or is_profiled():
+        return False
+    device = options & DEVICE and torch.cuda.is_available()
+    _autograd._enable_profiler_legacy(
+        _autograd.ProfilerConfig(
+            _autograd.ProfilerState.CUDA if device else _autograd.ProfilerState.CPU,
+            bool(options & (SHAPES | FLOPS)),
+            bool(options & MEMORY),
+            bool(options & STACKS),
+            bool(options & FLOPS),
+            bool(options & MODULES),
+            torch._C._profiler._ExperimentalConfig(),
+        )
+    )
+    return True
+
+
+def stop() -> Records:
+    """End on the calling thread."""
+    records: Records = _autograd._disable_profiler_legacy()
+    return records
+
+
+def start_record(records: Records) -> Any:
+    """The mark of the moment at which it began; times are counted from there."""
+    return next(record for thread in records for record in thread if record.name() == "__start_profile")
+
+
+def start_ns(record: Any) -> int:
+    """The moment of that mark, by the clock of spans."""
+    ahead_ns = 0 if PROFILING.clock_ns is time.time_ns else PROFILING.clock_ns() - time.time_ns()
+    return int(record.start_us() * 1000) + ahead_ns
+
+
+def to_spans(records: Records, worker: int, thread: int, call: int) -> list[Span]:
+    """The operators among ``records``; ``thread`` is the system's number of the thread that began."""
+    began = start_record(records)
+    base_ns = start_ns(began)
+    mine = began.thread_id()
+    return [
+        Span(
+            OPERATOR,
+            worker,
+            thread if event.thread == mine else _OTHER_THREADS + event.thread,
+            event.name,
+            base_ns + int(event.time_range.start * 1000),
+            base_ns + int(event.time_range.end * 1000),
+            call,
+            0,
+            _details(event),
+        )
+        for event in _parse(records)
+    ]
+
+
+def _details(event: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if event.trace_name is None:
+        found["timeless"] = True  # memory that was taken or freed outside of any operator
+    if event.input_shapes:
+        found["shapes"] = event.input_shapes
+    if event.cpu_memory_usage:
+        found["cpu_bytes"] = event.cpu_memory_usage
+    if event.device_memory_usage:
+        found["device_bytes"] = event.device_memory_usage
+    if event.stack:
+        found["stack"] = event.stack
+    if event.flops:
+        found["flops"] = event.flops
+    if event.scope:
+        found["scope"] = event.scope
+    if event.kernels:
+        found["kernels"] = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
+    if event.is_async:
+        found["async"] = True
+    if event.sequence_nr is not None and event.sequence_nr >= 0:
+        found["sequence"] = event.sequence_nr
+        found["forward_thread"] = event.fwd_thread
+    return found

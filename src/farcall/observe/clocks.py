@@ -1,0 +1,141 @@
+"""One time for all workers: how far apart their clocks are, measured on the links, and what follows from calls.
+
+Every worker's spans are in its own clock. A question and its answer bound the difference of two clocks: whatever the
+other one said, it said it between the two moments at which we asked and heard. So does each call: its run lies inside
+it. `align` finds one offset for each worker that breaks none of these bounds, and is near the tightest ones.
+
+`Clocks` asks over the links: by control messages, which never wait for a function, and without anybody waiting for the
+answers. A peer is asked a few times when it is first called by somebody who is profiled, and again half a minute later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import monotonic
+
+from farcall.observe.spans import CALL, RUN, Bound, Span
+from farcall.protocol.messages import ClockAsked, ClockTold
+from farcall.runtime.node import Node
+from farcall.runtime.peers import Peer, RemotePeer
+from farcall.runtime.profiling import PROFILING
+
+__all__ = ["Clocks", "align", "bounds_of_calls"]
+
+QUESTIONS = 5
+STALE_S = 30.0
+
+
+class Clocks:
+    """The clocks of a node's peers; ``node.part(Clocks)``."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._best: dict[int, Bound] = {}  # by worker: the tightest of the latest questions
+        self._asked_at: dict[int, float] = {}
+        self._left: dict[int, int] = {}
+        # In order, and so by the thread that reads: on its way to another one an answer would only get older.
+        node.on_control(ClockTold, self._on_told, in_order=True)
+
+    def ask(self, peer: Peer) -> None:
+        """Have the difference to ``peer``'s clock measured, unless that was done a moment ago."""
+        worker, now = peer.info.id, monotonic()
+        if not isinstance(peer, RemotePeer) or now - self._asked_at.get(worker, -STALE_S) < STALE_S:
+            return
+        self._asked_at[worker] = now
+        self._left[worker] = QUESTIONS - 1
+        self._best.pop(worker, None)
+        peer.control(ClockAsked(PROFILING.clock_ns()))
+
+    def bounds(self) -> list[Bound]:
+        """What is known by now."""
+        return list(self._best.values())
+
+    def _on_told(self, peer: RemotePeer, message: ClockTold) -> None:
+        heard_ns = PROFILING.clock_ns()
+        worker = peer.info.id
+        found = Bound(self._node.info.id, worker, message.clock_ns - heard_ns, message.clock_ns - message.sent_ns)
+        known = self._best.get(worker)
+        if known is None or found.high_ns - found.low_ns < known.high_ns - known.low_ns:
+            self._best[worker] = found
+        left = self._left.get(worker, 0)
+        self._left[worker] = left - 1
+        if left > 0:
+            peer.control(ClockAsked(PROFILING.clock_ns()))
+
+
+def bounds_of_calls(spans: Iterable[Span]) -> list[Bound]:
+    """What the calls among ``spans`` say: whatever was run for one was run while it lasted."""
+    calls: dict[int, Span] = {}
+    runs: dict[int, tuple[int, int, int]] = {}
+    for span in spans:
+        if span.kind == CALL and "unanswered" not in span.details:
+            calls[span.call] = span
+        elif span.kind == RUN and span.call:
+            _, start_ns, end_ns = runs.get(span.call, (0, span.start_ns, span.end_ns))
+            runs[span.call] = (span.worker, min(start_ns, span.start_ns), max(end_ns, span.end_ns))
+    found = []
+    for number, (worker, start_ns, end_ns) in runs.items():
+        call = calls.get(number)
+        if call is not None and call.worker != worker:
+            found.append(Bound(call.worker, worker, end_ns - call.end_ns, start_ns - call.start_ns))
+    return found
+
+
+def align(origin: int, bounds: Iterable[Bound]) -> dict[int, int]:
+    """For each worker named in ``bounds``: how far its clock is ahead of ``origin``'s, in nanoseconds."""
+    tightest = _tightest(bounds)
+    offsets = _estimates(origin, tightest)
+    # Each bound is two inequalities, x <= y + limit. Lowering what breaks one, again and again, ends after as many
+    # rounds as there are workers, if all can be kept at all; a clock that was set meanwhile may make that impossible.
+    limits = []
+    for (here, there), (low, high) in tightest.items():
+        limits += [(there, here, high), (here, there, -low)]
+    for _ in range(len(offsets) + 1):
+        changed = False
+        for lower, upper, limit in limits:
+            if offsets[lower] > offsets[upper] + limit:
+                offsets[lower] = offsets[upper] + limit
+                changed = True
+        if not changed:
+            break
+    base = offsets.get(origin, 0)
+    return {worker: offset - base for worker, offset in offsets.items()}
+
+
+def _tightest(bounds: Iterable[Bound]) -> dict[tuple[int, int], tuple[int, int]]:
+    """One pair of limits for each pair of workers."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for bound in bounds:
+        here, there, low, high = bound.here, bound.there, bound.low_ns, bound.high_ns
+        if here > there:
+            here, there, low, high = there, here, -high, -low
+        known = found.get((here, there))
+        found[here, there] = (low, high) if known is None else (max(low, known[0]), min(high, known[1]))
+    for pair, (low, high) in found.items():
+        if low > high:  # the clocks drifted apart meanwhile
+            found[pair] = ((low + high) // 2, (low + high) // 2)
+    return found
+
+
+def _estimates(origin: int, tightest: dict[tuple[int, int], tuple[int, int]]) -> dict[int, int]:
+    """The middle of the bounds, along the narrowest ways from ``origin``; workers out of reach count from 0."""
+    offsets = {origin: 0}
+    ways: dict[int, list[tuple[int, int, int]]] = {}
+    for (here, there), (low, high) in tightest.items():
+        middle, width = (low + high) // 2, high - low
+        ways.setdefault(here, []).append((width, there, middle))
+        ways.setdefault(there, []).append((width, here, -middle))
+    for start in (origin, *ways):
+        if start not in offsets:
+            offsets[start] = 0
+        elif start != origin:
+            continue
+        open_ways = [(width, there, offsets[start] + ahead) for width, there, ahead in ways.get(start, ())]
+        while open_ways:
+            narrowest = min(open_ways)
+            open_ways.remove(narrowest)
+            _, worker, offset = narrowest
+            if worker not in offsets:
+                offsets[worker] = offset
+                open_ways += [(width, there, offset + ahead) for width, there, ahead in ways[worker]]
+    return offsets

@@ -1,0 +1,50 @@
+"""Where farcall's log lines go.
+
+farcall logs through ``logging``, to the logger ``farcall``, one line for each event, with the names of workers in it;
+who configures logging configures that. ``FARCALL_LOG=info`` or ``debug``, perhaps with ``:file``, is for those who do
+not: it adds one handler of its own. Without either nothing below a warning is printed: Python's default.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["log_as_told"]
+
+_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process)d farcall: %(message)s"
+_LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
+_logger = logging.getLogger("farcall")
+
+
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """The handler that FARCALL_LOG asks for."""
+
+    told: str
+
+
+def log_as_told(told: str | None) -> None:
+    """Log as ``told`` (a valid option), from now on; None changes nothing. Called again, the last word counts."""
+    if told is None:
+        return
+    before = next((handler for handler in _logger.handlers if isinstance(handler, _OwnHandler)), None)
+    if before is not None:
+        if before.told == told:
+            return
+        _logger.removeHandler(before)
+        _close(before)
+    level, _, file = told.partition(":")
+    # Opened by us and appended to: several workers on one host may share a file, and a line is one write.
+    stream = open(os.path.expanduser(file), "a", buffering=1) if file else None  # noqa: SIM115
+    handler = _OwnHandler(stream)
+    handler.told = told
+    handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    _logger.addHandler(handler)
+    _logger.setLevel(_LEVELS[level])
+    _logger.propagate = False  # or a program that has configured logging would print each line twice
+
+
+def _close(handler: _OwnHandler) -> None:
+    handler.flush()
+    if handler.told.partition(":")[2]:
+        handler.stream.close()

@@ -1,0 +1,196 @@
+"""What a worker has done so far, in numbers: `Metrics`, and how they are read from a node.
+
+Reading is lazy: calls only add to tallies (`runtime/tallies.py`) and links to their byte counts; everything else here
+is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from farcall.autograd.recorder import Recorder
+from farcall.observe.snapshot import PoolView, function_title
+from farcall.remote.references import NodeReferences
+from farcall.runtime.changes import MEMBER_EVENTS
+from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED
+from farcall.runtime.node import Node
+from farcall.runtime.peers import RemotePeer
+from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST, TIMED_OUT, Tallies, Tally
+from farcall.transport.absent import Absent
+
+__all__ = ["CallMetrics", "ChannelMetrics", "Histogram", "Metrics", "collect"]
+
+
+class Histogram(msgspec.Struct, frozen=True, array_like=True):
+    """Durations, counted in buckets that grow by 19 % each, from 1 us to 18 minutes.
+
+    What is read from it is right to the width of a bucket.
+    """
+
+    buckets: dict[int, int]
+    """How many in each bucket that has any; bucket ``i`` ends at ``1 us * 2 ** (i / 4)``."""
+
+    @property
+    def count(self) -> int:
+        """How many in all."""
+        return sum(self.buckets.values())
+
+    @property
+    def total_s(self) -> float:
+        """About how long all of them took together."""
+        return sum(_middle_s(bucket) * count for bucket, count in self.buckets.items())
+
+    def percentile(self, percent: float) -> float:
+        """The duration, in seconds, that so many percent did not exceed; 0 if there is none."""
+        left = self.count * percent / 100
+        for bucket, count in sorted(self.buckets.items()):
+            left -= count
+            if left <= 0:
+                return _middle_s(bucket)
+        return 0.0
+
+    def __sub__(self, earlier: Histogram) -> Histogram:
+        """What came after ``earlier``, an older picture of the same."""
+        left = {bucket: count - earlier.buckets.get(bucket, 0) for bucket, count in self.buckets.items()}
+        return Histogram({bucket: count for bucket, count in left.items() if count > 0})
+
+    def __add__(self, other: Histogram) -> Histogram:
+        both = dict(self.buckets)
+        for bucket, count in other.buckets.items():
+            both[bucket] = both.get(bucket, 0) + count
+        return Histogram(both)
+
+
+class CallMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """Calls of one function to, or from, one peer."""
+
+    peer: str
+    function: str
+    latency: Histogram
+    """Of calls made: from call to answer. Of calls served: how long the function ran, without waiting for a thread."""
+    failed: int
+    """The function raised."""
+    timed_out: int
+    lost: int
+    """The peer was lost, or this node ended, before the answer came."""
+
+
+class ChannelMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes exchanged with one peer over one channel."""
+
+    peer: str
+    channel: str
+    """"unix", "tcp", or "shared memory" for what lay there and was only named over the socket."""
+    sent_bytes: int
+    received_bytes: int
+
+
+class Metrics(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker has done since it started, and what it has at the moment."""
+
+    worker: str
+    rank: int
+    process_id: int
+    host: str
+    state: str
+    taken_at: float
+    """Seconds since the epoch."""
+    up_s: float
+    called: list[CallMetrics]
+    """Calls made by this worker."""
+    served: list[CallMetrics]
+    """Calls that other workers, or it itself, made to this worker."""
+    channels: list[ChannelMetrics]
+    calls_in_flight: int
+    """Made and not answered yet."""
+    served_in_flight: int
+    """Come and not answered yet."""
+    pool: PoolView
+    """Threads for functions; its ``queued`` is the queue before them."""
+    owned_references: int
+    """Values of this worker that references exist to, anywhere."""
+    used_references: int
+    """References held here to values of others."""
+    contexts: int
+    """Distributed autograd contexts that are alive here."""
+    interruptions: int
+    """How often the connection to a live member broke, if this end saw it before the other one came back."""
+    reconnects: int
+    """How often it was made again."""
+    frames_sent_again: int
+    """Messages that were written once more after that, because they may have been lost."""
+    peers_lost: int
+    """Members whose link is gone for good although they did not say that they leave."""
+    members: dict[str, int]
+    """How often a member has joined, left, was suspected, has recovered from that, or was declared dead."""
+
+
+def collect(node: Node) -> Metrics:
+    """The metrics of ``node`` now. From any thread; it takes no lock for more than an instant."""
+    others = node.others()
+    everyone = [node.me, *others]
+    executor = node.executor
+    references = node.part(NodeReferences).counts()
+    recorder = node.part_if_made(Recorder)
+    return Metrics(
+        worker=node.info.name,
+        rank=node.info.id,
+        process_id=os.getpid(),
+        host=socket.gethostname(),
+        state=node.state,
+        taken_at=time.time(),
+        up_s=time.monotonic() - node.started_at,
+        called=[one for peer in everyone for one in _calls(peer.info.name, peer.called)],
+        served=[one for peer in everyone for one in _calls(peer.info.name, peer.served)],
+        channels=[one for peer in others for one in _channels(peer)],
+        calls_in_flight=len(node.calls),
+        served_in_flight=len(node.server.active),
+        pool=PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting),
+        owned_references=references.owned,
+        used_references=references.users,
+        contexts=0 if recorder is None else len(recorder.contexts.ids()),
+        interruptions=node.chronicle.count(INTERRUPTED),
+        reconnects=node.chronicle.count(RECONNECTED),
+        frames_sent_again=node.reconnecting.frames_sent_again,
+        peers_lost=node.peers_lost,
+        members={kind: node.chronicle.count(kind) for kind in MEMBER_EVENTS},
+    )
+
+
+def _calls(peer: str, tallies: Tallies) -> Iterable[CallMetrics]:
+    for function, tally in list(tallies.items()):
+        counted = tally.copy()
+        yield CallMetrics(
+            peer, _title(function), _histogram(counted), counted[FAILED], counted[TIMED_OUT], counted[LOST]
+        )
+
+
+def _title(function: bytes) -> str:
+    return "(others)" if function == b"?" else function_title(function)
+
+
+def _histogram(tally: Tally) -> Histogram:
+    return Histogram({bucket: count for bucket, count in enumerate(tally[: len(BOUNDS_S) + 1]) if count})
+
+
+def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
+    name, link = peer.info.name, peer.link
+    if isinstance(link.transport, Absent):
+        return  # a member that is about to be connected
+    yield ChannelMetrics(name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.bytes_received)
+    if peer.shared_bytes_sent or peer.shared_bytes_received:
+        yield ChannelMetrics(name, "shared memory", peer.shared_bytes_sent, peer.shared_bytes_received)
+
+
+def _middle_s(bucket: int) -> float:
+    """Half-way, on the logarithmic scale, between the ends of a bucket."""
+    if bucket == 0:
+        return BOUNDS_S[0]
+    if bucket == len(BOUNDS_S):
+        return BOUNDS_S[-1]
+    return float((BOUNDS_S[bucket - 1] * BOUNDS_S[bucket]) ** 0.5)

@@ -1,0 +1,239 @@
+"""Looking into a running cluster from outside: for commands, and for whoever writes one.
+
+    with Observer.find() as observer:
+        for snapshot in observer.snapshots().answers: ...
+
+An observer connects to one member, proves that it may look on, and asks; the member asks the others for it. It is no
+member: it has no rank, nobody else sees it, it cannot call functions, and nothing is unpickled at either end. Whoever
+does not answer within the bound is named, and does not hold up the rest.
+
+Runs on the calling thread and starts none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import msgspec
+
+from farcall.errors import InitError, NetworkError
+from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
+from farcall.observe.metrics import Metrics
+from farcall.observe.presence import find_nodes, runtime_directory
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.options import RpcBackendOptions
+from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Role, observer_identity, observer_key
+from farcall.protocol.observing import (
+    MAX_ANSWER_BYTES,
+    Ask,
+    MessageDecoder,
+    Roster,
+    Told,
+    WorkerState,
+    encode_framed,
+)
+from farcall.transport.address import dial
+from farcall.transport.interface import DialFailed, Transport, TransportError
+
+__all__ = ["Heard", "NothingToObserve", "Observer"]
+
+DIAL_S = 3.0
+ANSWER_S = 2.0
+_READ_BYTES = 64 * 1024
+
+A = TypeVar("A")
+
+
+class NothingToObserve(InitError):
+    """There is no cluster to look at, or it is not clear which one; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Heard(Generic[A]):
+    """What a question brought."""
+
+    cluster_id: str
+    answers: list[A]
+    """By rank."""
+    silent: list[WorkerState]
+    """Workers that did not answer: those with ``gone`` set are known to be gone, the others said nothing in time."""
+
+
+class Observer:
+    """A connection to one member of a cluster, to ask about all of it. A context manager."""
+
+    def __init__(self, transport: Transport, established: Established) -> None:
+        self._transport = transport
+        self.member = established.peer.name
+        """The member that is asked."""
+        self._decoder = MessageDecoder(MAX_ANSWER_BYTES)
+        self._numbers = itertools.count(1)
+        self._arrived = self._decoder.receive(established.leftover)
+
+    @classmethod
+    def find(cls, cluster: str = "", options: RpcBackendOptions | None = None) -> Observer:
+        """Connect to a cluster of this user on this host; ``cluster``: whose id, or a worker of it, begins so."""
+        options = options or RpcBackendOptions()
+        directory = runtime_directory(options.runtime_directory)
+        nodes = find_nodes(directory)
+        wanted = [one for one in nodes if one.cluster_id.startswith(cluster) or one.name.startswith(cluster)]
+        clusters = {one.cluster_id: one for one in wanted}
+        if not wanted:
+            more = f" that matches {cluster!r}" if cluster else ""
+            raise NothingToObserve(
+                f"no running worker of yours{more} was found on this host (in {directory}); for one on another host "
+                "use --connect HOST:PORT and FARCALL_SECRET"
+            )
+        if len(clusters) > 1:
+            lines = [
+                f"  {cluster_id}  {', '.join(one.name for one in wanted if one.cluster_id == cluster_id)}"
+                for cluster_id in clusters
+            ]
+            raise NothingToObserve("there are several clusters: choose one with --cluster\n" + "\n".join(lines))
+        failures = []
+        for one in wanted:
+            try:
+                return cls.connect_any(one.addresses, bytes.fromhex(one.key), one.cluster_id, one.name)
+            except (TransportError, NetworkError) as error:
+                failures.append(f"{one.name} (process {one.process_id}): {error}")
+        raise NothingToObserve("no worker of the cluster could be reached: " + "; ".join(failures))
+
+    @classmethod
+    def connect_any(cls, addresses: Iterable[str], key: bytes, cluster_id: str, member: str) -> Observer:
+        """Connect to ``member`` of this host at the first of its addresses that works."""
+        failure: TransportError | None = None
+        for address in sorted(addresses, key=lambda address: not address.startswith("unix:")):
+            try:
+                return cls.connect(address, key, cluster_id, member)
+            except TransportError as error:
+                failure = error
+        raise failure or DialFailed(f"{member} has no address")
+
+    @classmethod
+    def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
+        """Connect to the member at ``address`` (``host:port`` or as farcall writes it) with the cluster's secret."""
+        secret = (options or RpcBackendOptions()).secret_bytes
+        if secret is None:
+            raise NothingToObserve("set FARCALL_SECRET to the cluster's secret to observe it from elsewhere")
+        known = address.partition(":")[0] in ("tcp", "unix")
+        return cls.connect(address if known else f"tcp://{address}", observer_key(secret))
+
+    @classmethod
+    def connect(cls, address: str, key: bytes, cluster_id: str = "", member: str | None = None) -> Observer:
+        """Connect to the member at ``address`` with the observer's key."""
+        deadline = monotonic() + DIAL_S
+        transport = dial(address, DIAL_S)
+        try:
+            me = observer_identity("observer", secrets.token_hex(8), cluster_id)
+            handshake = Handshake(Role.DIALER, me, key, secrets.token_bytes(NONCE_BYTES), member)
+            _send(transport, handshake.start(), deadline)
+            buffer = bytearray(_READ_BYTES)
+            while True:
+                count = _receive(transport, buffer, deadline)
+                if not count:
+                    raise DialFailed(f"{address} does not answer while {handshake.state.value}")
+                reply, established = handshake.receive(memoryview(buffer)[:count])
+                _send(transport, reply, deadline)
+                if established is not None:
+                    return cls(transport, established)
+        except BaseException:
+            transport.close()
+            raise
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._transport.close()
+
+    def interrupt(self) -> None:
+        """Have a question that is being asked fail at once. From any thread."""
+        self._transport.interrupt()
+
+    # ------------------------------------------------------------------ questions
+
+    def snapshots(self, timeout_s: float = ANSWER_S) -> Heard[WorkerSnapshot]:
+        """What every worker is doing now."""
+        return self.ask(SNAPSHOT, WorkerSnapshot, timeout_s)
+
+    def metrics(self, timeout_s: float = ANSWER_S) -> Heard[Metrics]:
+        """What every worker has done so far."""
+        return self.ask(METRICS, Metrics, timeout_s)
+
+    def events(self, timeout_s: float = ANSWER_S) -> Heard[WorkerEvents]:
+        """What has happened of late at every worker: errors, deaths, connections that broke."""
+        return self.ask(EVENTS, WorkerEvents, timeout_s)
+
+    def ask(self, subject: str, kind: type[A], timeout_s: float = ANSWER_S, argument: bytes = b"") -> Heard[A]:
+        """Every worker's answer about ``subject``, of the ones that come within ``timeout_s``."""
+        deadline = monotonic() + timeout_s
+        number = next(self._numbers)
+        _send(self._transport, encode_framed(Ask(number, subject, argument, everyone=True)), deadline)
+        roster: Roster | None = None
+        answers: dict[str, A] = {}
+        refused: set[str] = set()
+        while roster is None or any(
+            not worker.gone and worker.name not in answers and worker.name not in refused for worker in roster.workers
+        ):
+            message = self._next(deadline)
+            if message is None:
+                break
+            if isinstance(message, Roster) and message.number == number:
+                roster = message
+            elif isinstance(message, Told) and message.number == number:
+                if message.data:
+                    answers[message.worker] = msgspec.msgpack.decode(message.data, type=kind)
+                else:
+                    refused.add(message.worker)
+        if roster is None:
+            raise NetworkError(f"{self.member} does not answer: its process may be stopped")
+        workers = sorted(roster.workers, key=lambda worker: worker.rank)
+        return Heard(
+            roster.cluster_id,
+            [answers[worker.name] for worker in workers if worker.name in answers],
+            [worker for worker in workers if worker.name not in answers],
+        )
+
+    def _next(self, deadline: float) -> Ask | Told | Roster | None:
+        """The next message, or None at ``deadline``."""
+        buffer = bytearray(_READ_BYTES)
+        while not self._arrived:
+            count = _receive(self._transport, buffer, deadline)
+            if count is None:
+                return None
+            if count == 0:
+                raise NetworkError(f"{self.member} closed the connection")
+            self._arrived.extend(self._decoder.receive(memoryview(buffer)[:count]))
+        return self._arrived.pop(0)
+
+
+def _send(transport: Transport, data: bytes, deadline: float) -> None:
+    while data:
+        taken = transport.send((data,))
+        data = data[taken:]
+        if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
+            raise DialFailed("the worker does not read")
+
+
+def _receive(transport: Transport, buffer: bytearray, deadline: float) -> int | None:
+    """How many bytes came; None: nothing did before ``deadline``."""
+    while True:
+        remaining_s = deadline - monotonic()
+        if remaining_s <= 0:
+            return None
+        if transport.wait_readable(remaining_s):
+            count = transport.receive_into(memoryview(buffer))
+            if count is not None:
+                return count

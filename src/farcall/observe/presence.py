@@ -1,0 +1,142 @@
+"""Files by which commands on this host find the nodes of this user: one small file for each node.
+
+Owns the directory, the files in it and what counts as stale. A file holds where its node can be reached and the
+observer's key: whoever reads it can look on, and no more (`protocol/handshake.py`). The directory and the files can be
+read by their user only; a directory that others could have put files into is not used.
+
+A node removes its file when it ends. One that was killed leaves it behind: whoever looks next sees that the process
+is gone (or that its number has gone to another), and removes it. Of a process in another container nothing is known, so
+its file stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Presence", "PresenceFile", "find_nodes", "runtime_directory"]
+
+logger = logging.getLogger("farcall")
+
+_SUFFIX = ".node"
+_MAX_FILE_BYTES = 64 * 1024
+
+
+class Presence(msgspec.Struct, frozen=True):
+    """A node on this host."""
+
+    name: str
+    rank: int
+    cluster_id: str
+    addresses: tuple[str, ...]
+    key: str
+    """The observer's key, in hexadecimal digits."""
+    process_id: int
+    process_start: str
+    """When the process started, in the kernel's words: numbers of processes are used again."""
+    namespace: str
+    """In which space of process numbers that number means something."""
+    started_at: float
+
+
+def runtime_directory(chosen: str | None = None) -> Path:
+    """Where the files are."""
+    if chosen is not None:
+        return Path(chosen)
+    of_session = os.environ.get("XDG_RUNTIME_DIR")
+    if of_session and os.path.isdir(of_session):
+        return Path(of_session) / "farcall"
+    return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
+
+
+class PresenceFile:
+    """The file of one node, from its start to its end."""
+
+    def __init__(self, directory: Path, presence: Presence) -> None:
+        """Raises ``OSError`` where it cannot be written safely."""
+        _make_private(directory)
+        token = os.urandom(4).hex()
+        self._path = directory / f"{presence.process_id}-{token}{_SUFFIX}"
+        partial = self._path.with_suffix(".partial")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(presence))
+        os.rename(partial, self._path)  # whoever looks sees all of it or nothing
+        self._process_id = os.getpid()
+
+    def remove(self) -> None:
+        """The node has ended."""
+        if os.getpid() == self._process_id:  # and not in a child that was forked from it
+            self._path.unlink(missing_ok=True)
+
+
+def find_nodes(directory: Path) -> list[Presence]:
+    """The nodes of this user on this host, the youngest cluster first; files of dead ones are removed."""
+    try:
+        _check_private(directory)
+        paths = sorted(directory.glob(f"*{_SUFFIX}"))
+    except OSError:
+        return []
+    found = []
+    for path in paths:
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                continue
+            presence = msgspec.json.decode(path.read_bytes(), type=Presence)
+        except (OSError, msgspec.DecodeError, ValueError):
+            continue  # removed this moment, or not ours
+        if _is_stale(presence):
+            path.unlink(missing_ok=True)
+        else:
+            found.append(presence)
+    youngest: dict[str, float] = {}
+    for one in found:
+        youngest[one.cluster_id] = max(youngest.get(one.cluster_id, 0.0), one.started_at)
+    return sorted(found, key=lambda one: (-youngest[one.cluster_id], one.cluster_id, one.rank))
+
+
+def process_start(process_id: int) -> str:
+    """When a process started; nothing if that cannot be known, or there is none."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
+        return fields[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def namespace() -> str:
+    """The space of process numbers that this process lives in."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _is_stale(presence: Presence) -> bool:
+    if presence.namespace != namespace():
+        return False
+    if presence.process_start:
+        return process_start(presence.process_id) != presence.process_start
+    try:
+        os.kill(presence.process_id, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(directory)
+
+
+def _check_private(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{directory} must be a directory that belongs to you and that nobody else may enter")

@@ -1,0 +1,348 @@
+"""Profiled calls: what a profiled caller asks of its callee, what the callee records, and how that comes home.
+
+A `Collector` is where the spans of one profiled piece of work go: a session (a block inside some profiler), or a run
+(a request that a profiled caller sent). Which one a thread works for is a thread-local variable, like torch's own
+profilers. A call made for a collector asks, in its notes, to be profiled; its run collects what happens there, what the
+calls onward brought home included, and sends all of it with the answer. So everything ends up in the first session,
+whatever the depth.
+
+    who                      on which thread         made by                  gives its spans to
+    `Collector` of session   the profiled one        `torch_profilers`        the profiler of torch's, at its end
+    `Call`                   the caller's            every call made for it   its collector, when the answer is there
+    `Run`                    any that serves it      every request that asks  the answer, and recordings of this process
+
+Recordings (`Recorder`) want everything that a process does, from whatever thread.
+
+Invariant: nothing here raises into a call; each span is handed over once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from threading import get_native_id
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from farcall.ids import WorkerInfo
+from farcall.observe import capture
+from farcall.observe.clocks import Clocks
+from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
+from farcall.protocol.notes import ProfileWanted
+from farcall.runtime.node import Node
+from farcall.runtime.peers import Peer, RemotePeer
+from farcall.runtime.profiling import PROFILING
+
+__all__ = ["THREAD", "Call", "Collector", "Recorder", "Run", "add_recorder", "call_name", "remove_recorder"]
+
+logger = logging.getLogger("farcall")
+
+_next_number = itertools.count(1).__next__
+_NUMBER_BITS = 32
+_KNOWN_NAMES = {"RRef._get_type": "_rref_typeof_on_owner"}
+
+
+class _Thread(threading.local):
+    """What the calling thread works for."""
+
+    collector: Collector | None = None
+    closing: Collector | None = None
+    """The session whose profiler is about to read what was recorded."""
+
+
+THREAD = _Thread()
+
+
+class Recorder(Protocol):
+    """Wants to know of everything that happens in this process."""
+
+    options: int
+
+    def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
+        """A call that ``worker`` made for another collector than its own, or a run there, is over."""
+
+    def take_records(self, records: capture.Records) -> None:
+        """The operators of one part of a run."""
+
+    def collector_of(self, worker: WorkerInfo) -> Collector | None:
+        """For calls that nobody else profiles."""
+
+
+_recorders: list[Recorder] = []
+_lock = threading.Lock()
+
+
+def add_recorder(recorder: Recorder) -> None:
+    """From now on, every run and call is recorded."""
+    with _lock:
+        _recorders.append(recorder)
+        PROFILING.everywhere += 1
+
+
+def remove_recorder(recorder: Recorder) -> None:
+    """Not for this one any more."""
+    with _lock:
+        _recorders.remove(recorder)
+        PROFILING.everywhere -= 1
+
+
+class Collector:
+    """Where spans go."""
+
+    def __init__(self, options: int, inside: int = 0, home: bool = True) -> None:
+        self.options = options
+        self.inside = inside
+        self.home = home  # do callees send what they record back?
+        self.worker: WorkerInfo | None = None  # whose calls these are, once there is one
+        self.harvest = Harvest([], [], {})
+        self.open: dict[int, Call] = {}  # by number
+
+    def everything(self) -> Harvest:
+        """What has come home, and the calls that are still under way, as if they ended now."""
+        found = Harvest([], [], {})
+        for call in list(self.open.values()):
+            span = call.span(PROFILING.clock_ns(), {"unanswered": True})
+            if span.call in self.open:  # else it has been answered meanwhile
+                found.spans.append(span)
+                found.names.update(call.names())
+        found.add(self.harvest)
+        return found
+
+
+class Call:
+    """One call that is made for a collector; a `CallProfile`."""
+
+    __slots__ = ("_collector", "_details", "_node", "_number", "_peer", "_start_ns", "_thread", "name")
+
+    def __init__(self, node: Node, peer: Peer, kind: str, what: Any, collector: Collector) -> None:
+        self._start_ns = PROFILING.clock_ns()
+        self._node = node
+        self._peer = peer
+        self._collector = collector
+        self._thread = get_native_id()
+        self._number = (node.info.id << _NUMBER_BITS) | _next_number()
+        self._details: dict[str, Any] = {"kind": kind, "to": peer.info.name, "transport": _transport(peer)}
+        self.name = call_name(kind, what, node.info.name, peer.info.name)
+        node.part(Clocks).ask(peer)
+
+    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
+        self._details["request_bytes"] = len(payload) + sum(buffer.nbytes for buffer in buffers)
+        collector = self._collector
+        collector.worker = self._node.info
+        collector.open[self._number] = self
+        return ProfileWanted(self._number, collector.options, collector.home)
+
+    def ended(self, profiled: bytes = b"", size_bytes: int = 0) -> None:
+        end_ns = PROFILING.clock_ns()
+        if self._collector.open.pop(self._number, None) is None:
+            return
+        span = self.span(end_ns, {"response_bytes": size_bytes})
+        harvest = Harvest([span], self._node.part(Clocks).bounds(), self.names())
+        for recorder in tuple(_recorders):
+            if recorder.collector_of(self._node.info) is not self._collector:
+                recorder.take_harvest(self._node.info, harvest)
+        if profiled:
+            try:
+                harvest.add(decode_harvest(profiled))
+            except (msgspec.DecodeError, ValueError) as error:
+                logger.warning("what %s recorded of %s cannot be read: %s", self._peer.info.name, self.name, error)
+        self._collector.harvest.add(harvest)
+
+    def names(self) -> dict[int, str]:
+        """Who takes part in it."""
+        return {info.id: info.name for info in (self._node.info, self._peer.info)}
+
+    def span(self, end_ns: int, details: dict[str, Any]) -> Span:
+        """This call, if it ended then."""
+        return Span(
+            CALL,
+            self._node.info.id,
+            self._thread,
+            self.name,
+            self._start_ns,
+            end_ns,
+            self._number,
+            self._collector.inside,
+            {**self._details, **details},
+        )
+
+
+class _Here(threading.local):
+    """The part of a run that the calling thread runs."""
+
+    part: Span | None = None
+    captures = False
+
+
+class Run(Collector):
+    """A request, or a part of a backward pass, that runs here; a `RunProfile`."""
+
+    def __init__(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> None:
+        number = 0 if wanted is None else wanted.number
+        options = 0 if wanted is None else wanted.options
+        for recorder in tuple(_recorders):
+            options |= recorder.options
+        super().__init__(options, number, wanted is not None and wanted.home)
+        self._worker = self.worker = worker
+        self._own: list[Span] = []
+        self._here = _Here()
+        self.harvest.names[worker.id] = worker.name
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        outside, THREAD.collector = THREAD.collector, self
+        here = self._here
+        here.part = Span(RUN, self._worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
+        self.resume()
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            self.pause()
+            THREAD.collector = outside
+
+    def steps(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        return _Steps(self, coroutine)
+
+    def pause(self) -> None:
+        records = self._stop_capture()
+        part, self._here.part = self._here.part, None
+        if part is not None:
+            part.end_ns = PROFILING.clock_ns()  # before the records are read, which takes longer than many a function
+            self._own.append(part)
+        self._take(records)
+
+    def suspend(self) -> bool:
+        """Record no operators on this thread for now; True: they were recorded."""
+        records = self._stop_capture()
+        self._take(records)
+        return records is not None
+
+    def _stop_capture(self) -> capture.Records | None:
+        if not self._here.captures:
+            return None
+        self._here.captures = False
+        return capture.stop()
+
+    def _take(self, records: capture.Records | None) -> None:
+        if records is not None:
+            self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
+            for recorder in tuple(_recorders):
+                recorder.take_records(records)
+
+    def resume(self) -> None:
+        """Record the operators of this thread."""
+        self._here.captures = capture.start(self.options)
+
+    def take_own(self, name: str) -> list[Span]:
+        """What was done here for it, called ``name``."""
+        own, self._own = self._own, []
+        for span in own:
+            if span.kind == RUN:
+                span.name = name
+        return own
+
+    def finish(self, name: str) -> bytes:
+        self.pause()  # a callback that completes a future answers the request from inside of the run
+        own = self.take_own(name)
+        for recorder in tuple(_recorders):
+            recorder.take_harvest(self._worker, Harvest(own, [], {self._worker.id: self._worker.name}))
+        if not self.home:
+            return b""
+        self.harvest.spans += own
+        return encode_harvest(self.everything())
+
+
+class _Steps(Coroutine[Any, Any, Any]):
+    """A coroutine whose steps are parts of a run: others run on the same thread in between."""
+
+    def __init__(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._run = run
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        return self._run.run(self._coroutine.send, (value,))
+
+    def throw(self, *error: Any) -> Any:
+        return self._run.run(self._coroutine.throw, error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise TypeError("made to be run by an event loop")
+
+
+def call_name(kind: str, what: Any, caller: str, callee: str) -> str:
+    """What a call is called among a profiler's events: as in ``torch.distributed.rpc``."""
+    if kind == "backward":
+        return f"backward({caller} -> {callee})"
+    name: str = getattr(what, "__qualname__", None) or type(what).__qualname__
+    if name == "RRef.to_here":
+        return f"to_here#({caller})->({callee})"
+    builtin = torch.jit._builtins._find_builtin(what)  # type: ignore[no-untyped-call]
+    if builtin is not None:
+        name = builtin
+    elif isinstance(what, torch.jit.ScriptFunction):
+        name = torch._jit_internal._qualified_name(what)
+    return f"rpc_{kind}#{_KNOWN_NAMES.get(name, name)}({caller} -> {callee})"
+
+
+def _transport(peer: Peer) -> str:
+    return peer.link.transport.describe() if isinstance(peer, RemotePeer) else "this process"
+
+
+def _begin_call(node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
+    collector: Collector | None = run if run is not None else THREAD.collector
+    if collector is None:
+        for recorder in tuple(_recorders):
+            collector = recorder.collector_of(node.info)
+            if collector is not None:
+                break
+    return None if collector is None else Call(node, peer, kind, what, collector)
+
+
+def _begin_run(worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
+    if not _recorders and (wanted is None or not wanted.home):
+        return None  # its caller keeps what it records, and nobody does here
+    return Run(worker, wanted)
+
+
+def _carry(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``callback``, to be profiled for whom this thread works, on whatever thread it will run."""
+    collector = THREAD.collector
+    if collector is None:
+        return callback
+
+    def run(future: Any) -> Any:
+        worker = collector.worker
+        if THREAD.collector is collector or worker is None:
+            return callback(future)
+        if isinstance(collector, Run):
+            return collector.run(callback, (future,))
+        part = Run(worker, ProfileWanted(collector.inside, collector.options, collector.home))
+        part.harvest, part.open = collector.harvest, collector.open  # its calls are the collector's
+        try:
+            return part.run(callback, (future,))
+        finally:
+            collector.harvest.spans += part.take_own(getattr(callback, "__qualname__", "callback"))
+
+    return run
+
+
+def _after_fork() -> None:
+    """Recordings belong to the parent."""
+    global _lock
+    _lock = threading.Lock()
+    _recorders.clear()
+    PROFILING.everywhere = 0
+
+
+PROFILING.begin_call = _begin_call
+PROFILING.begin_run = _begin_run
+PROFILING.carry = _carry
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

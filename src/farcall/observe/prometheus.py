@@ -1,0 +1,143 @@
+"""Metrics in Prometheus' text format, on a port that the user asked for.
+
+Owns the names of the series. The numbers are read when Prometheus asks (`metrics.collect`), on the thread of its
+request; nothing is kept between two requests. Uses ``prometheus-client``, which is an extra:
+``pip install 'farcall[metrics]'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from farcall.errors import InitError
+from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
+from farcall.runtime.node import Node
+from farcall.runtime.tallies import BOUNDS_S
+
+__all__ = ["MetricsServer"]
+
+_STOP_S = 2.0
+_EVERY = 8
+"""Of the fine buckets so many make one here: two octaves, 16 buckets for each function and peer."""
+
+
+class MetricsServer:
+    """Serves one node's metrics until it is closed."""
+
+    def __init__(self, node: Node, host: str, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError:
+            raise InitError(
+                "metrics_port needs prometheus-client: pip install 'farcall[metrics]', or leave the option out"
+            ) from None
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(node))
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
+        self.port = int(self._server.server_port)
+        """Where they are served."""
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_STOP_S)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the port is the parent's."""
+        self._server.socket.close()
+
+
+class _Collector:
+    """What prometheus-client asks for the numbers."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def collect(self) -> Iterable[Any]:
+        return families(collect(self._node))
+
+    def describe(self) -> Iterable[Any]:
+        return ()  # the names are not known before there are calls
+
+
+def families(metrics: Metrics) -> list[Any]:
+    """The series of one worker."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    worker = metrics.worker
+    ended = CounterMetricFamily(
+        "farcall_call_errors", "Calls made that did not end well.", labels=["worker", "peer", "function", "why"]
+    )
+    for one in metrics.called:
+        for why, count in (("failed", one.failed), ("timed_out", one.timed_out), ("lost", one.lost)):
+            if count:
+                ended.add_metric([worker, one.peer, one.function, why], count)
+    traffic = CounterMetricFamily(
+        "farcall_channel_bytes", "Bytes exchanged with peers.", labels=["worker", "peer", "channel", "direction"]
+    )
+    for channel in metrics.channels:
+        traffic.add_metric([worker, channel.peer, channel.channel, "sent"], channel.sent_bytes)
+        traffic.add_metric([worker, channel.peer, channel.channel, "received"], channel.received_bytes)
+    found = [
+        _histograms("farcall_call_seconds", "From call to answer.", worker, metrics.called),
+        _histograms("farcall_served_seconds", "How long served functions ran.", worker, metrics.served),
+        ended,
+        traffic,
+    ]
+    for name, text, value in (
+        ("farcall_calls_in_flight", "Calls made and not answered yet.", metrics.calls_in_flight),
+        ("farcall_served_in_flight", "Calls that have come and are not answered yet.", metrics.served_in_flight),
+        ("farcall_queue_depth", "Calls that no thread has taken yet.", metrics.pool.queued),
+        ("farcall_threads", "Threads for functions.", metrics.pool.threads),
+        ("farcall_threads_busy", "Threads inside functions.", metrics.pool.busy),
+        ("farcall_threads_parked", "Threads that wait for calls.", metrics.pool.parked),
+        ("farcall_references_owned", "Values of this worker that are referred to.", metrics.owned_references),
+        ("farcall_references_used", "References held to values of others.", metrics.used_references),
+        ("farcall_contexts", "Distributed autograd contexts.", metrics.contexts),
+        ("farcall_up_seconds", "Since this worker started.", metrics.up_s),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=["worker"])
+        gauge.add_metric([worker], value)
+        found.append(gauge)
+    for name, text, value in (
+        ("farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
+        ("farcall_reconnects", "Connections that were made again.", metrics.reconnects),
+        ("farcall_frames_sent_again", "Messages written once more after that.", metrics.frames_sent_again),
+        ("farcall_peers_lost", "Members that were lost.", metrics.peers_lost),
+    ):
+        counter = CounterMetricFamily(name, text, labels=["worker"])
+        counter.add_metric([worker], value)
+        found.append(counter)
+    changes = CounterMetricFamily("farcall_member_events", "What became of members.", labels=["worker", "event"])
+    for event, count in metrics.members.items():
+        changes.add_metric([worker, event], count)
+    found.append(changes)
+    return found
+
+
+def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics]) -> Any:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(name, text, labels=["worker", "peer", "function"])
+    together: dict[tuple[str, str], Histogram] = {}
+    for one in calls:  # two functions of one name, in different modules, are one series
+        key = (one.peer, one.function)
+        together[key] = together.get(key, Histogram({})) + one.latency
+    for (peer, function), latency in together.items():
+        family.add_metric([worker, peer, function], _cumulative(latency), latency.total_s)
+    return family
+
+
+def _cumulative(latency: Histogram) -> list[tuple[str, float]]:
+    """Prometheus' buckets: how many were at most so long."""
+    found: list[tuple[str, float]] = []
+    for last in range(0, len(BOUNDS_S), _EVERY):
+        count = sum(count for bucket, count in latency.buckets.items() if bucket <= last)
+        found.append((f"{BOUNDS_S[last]:.9g}", float(count)))
+    found.append(("+Inf", float(latency.count)))
+    return found

@@ -1,0 +1,99 @@
+"""What is recorded, and how it travels: spans of time on some worker's thread, by that worker's own clock.
+
+Owns the shapes and their bytes. A harvest is what was recorded of one run and of everything it set off elsewhere; it
+goes home in the notes of an answer, so it never holds user objects, and nothing of it is unpickled.
+
+Invariant: spans are in the clock of the worker that they name; whoever wants one time for all asks `clocks.align`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+__all__ = ["CALL", "OPERATOR", "RUN", "Bound", "Harvest", "Span", "decode_harvest", "encode_harvest"]
+
+OPERATOR: Final = 0
+CALL: Final = 1
+RUN: Final = 2
+
+MOST_BYTES = 8 * 1024 * 1024
+"""Of one harvest; a frame takes notes of twice that."""
+
+
+class Span(msgspec.Struct, array_like=True):
+    """Something that took time.
+
+    kind       name                      call                            inside
+    OPERATOR   as the profiler names it  of the run it is part of, or 0
+    CALL       the stock key             its number                      the call in whose run it was made, or 0
+    RUN        the function              the call that it serves, or 0
+    """
+
+    kind: int
+    worker: int
+    thread: int
+    name: str
+    start_ns: int
+    end_ns: int
+    call: int = 0
+    inside: int = 0
+    details: dict[str, Any] = {}
+
+
+class Bound(msgspec.Struct, array_like=True, frozen=True):
+    """The clock of worker ``there`` less that of ``here`` is at least ``low_ns`` and at most ``high_ns``."""
+
+    here: int
+    there: int
+    low_ns: int
+    high_ns: int
+
+
+class Harvest(msgspec.Struct, array_like=True):
+    """What was recorded."""
+
+    spans: list[Span] = []
+    bounds: list[Bound] = []
+    names: dict[int, str] = {}
+    dropped: int = 0  # operators that were too many to be sent
+
+    def add(self, other: Harvest) -> None:
+        """Take over what ``other`` has."""
+        self.spans.extend(other.spans)
+        self.bounds.extend(other.bounds)
+        self.names.update(other.names)
+        self.dropped += other.dropped
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Harvest] = msgspec.msgpack.Decoder(Harvest)
+
+
+def encode_harvest(harvest: Harvest, most_bytes: int | None = MOST_BYTES) -> bytes:
+    """Its bytes. Of one that is too large, the calls and runs, and as many operators as there is room for."""
+    data = _encode(harvest)
+    if most_bytes is None or len(data) <= most_bytes:
+        return data
+    frame = [span for span in harvest.spans if span.kind != OPERATOR]
+    room = most_bytes - len(_encode(Harvest(frame, harvest.bounds, harvest.names)))
+    kept = _as_many_as_fit((span for span in harvest.spans if span.kind == OPERATOR), room)
+    dropped = len(harvest.spans) - len(frame) - len(kept)
+    return _encode(Harvest(frame + kept, harvest.bounds, harvest.names, harvest.dropped + dropped))
+
+
+def _as_many_as_fit(spans: Iterable[Span], room: int) -> list[Span]:
+    kept = []
+    for span in spans:
+        room -= len(_encode(span))
+        if room < 0:
+            break
+        kept.append(span)
+    return kept
+
+
+def decode_harvest(data: bytes) -> Harvest:
+    """The harvest in ``data``; `msgspec.DecodeError` if it is none."""
+    return _decoder.decode(data)

@@ -1,0 +1,329 @@
+"""The live page in a real browser, clicked through while a cluster works, waits, fails and loses a member.
+
+Pictures are left in the test's folder, or where ``FARCALL_SCREENSHOTS`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import torch
+from tests.processes.browser import Browser, find_chromium
+from tests.unit.observe.simulated import SimulatedObserver, proof_of
+
+import farcall
+from farcall.errors import InitError
+from farcall.observe.dashboard.server import Dashboard
+from farcall.options import RpcBackendOptions
+from farcall.testing.cluster import Member, finish, start_cluster
+
+PATIENCE_S = 60.0
+SECRET = b"the cluster's secret"
+SIZE = 4
+TABS = ["overview", "workers", "matrix", "functions", "memory", "waiting", "events"]
+
+needs_chromium = pytest.mark.skipif(
+    find_chromium() is None, reason="no Chromium here: install one (Debian: chromium), or set FARCALL_CHROMIUM"
+)
+
+
+# ---------------------------------------------------------------------- a cluster at work
+
+
+def add(left: int, right: int) -> int:
+    return left + right
+
+
+def echo(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def around(route: list[str]) -> int:
+    return int(farcall.rpc_sync(route[0], around, args=(route[1:],))) + 1 if route else 0
+
+
+def bad_batch() -> None:
+    raise ValueError("a <b>bad</b> batch")
+
+
+def wait_for_file(path: str) -> None:
+    wait_for(Path(path).exists)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def work(rank: int, done: str) -> None:
+    """Each member calls the next ones, in all ways; w0 also waits for something that takes long."""
+    names = [f"w{(rank + step) % SIZE}" for step in range(1, SIZE)]
+    tensor = torch.ones(1 << 16)
+    kept = farcall.remote(names[0], echo, args=(tensor,))
+    waiting = farcall.rpc_async("w1", wait_for_file, args=(done,), timeout=PATIENCE_S) if rank == 0 else None
+    while not Path(done).exists():
+        for name in names:
+            try:
+                farcall.rpc_sync(name, add, args=(1, 2))
+                farcall.rpc_sync(name, echo, args=(tensor,))
+            except farcall.errors.RpcError:
+                names = [other for other in names if other != name]  # one of them will be killed
+        if len(names) == SIZE - 1:
+            try:
+                farcall.rpc_sync(names[0], around, args=(names[1:],))
+                with pytest.raises(ValueError, match="bad"):
+                    farcall.rpc_sync(names[0], bad_batch)
+            except farcall.errors.RpcError:
+                pass
+        time.sleep(0.005)
+    if waiting is not None:
+        waiting.wait()
+    del kept
+    os._exit(0)  # a member is missing: there is no graceful end to agree on
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[list[Member]]:
+    done = folder / "done"
+    members = start_cluster(SIZE, work, str(done), runtime_directory=str(folder / "run"), secret="a test's secret")
+    try:
+        yield members
+    finally:
+        done.touch()
+        finish(members, may_fail=range(SIZE))
+
+
+@contextmanager
+def command(folder: Path) -> Iterator[str]:
+    """`farcall dashboard`; the address that it prints."""
+    run = folder / "run"
+    wait_for(lambda: len(list(run.glob("*.node"))) == SIZE)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "farcall", "dashboard"],
+        env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(run)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        assert found
+        yield found[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def pictures(folder: Path) -> Path:
+    chosen = Path(os.environ.get("FARCALL_SCREENSHOTS", folder / "pictures"))
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return struct.unpack(">II", data[16:24])  # type: ignore[return-value]
+
+
+def shows(browser: Browser, selector: str, pattern: str) -> None:
+    """Wait until an element says something."""
+    browser.wait_for(f"/{pattern}/.test(document.querySelector({json.dumps(selector)})?.innerText ?? '')")
+
+
+@contextmanager
+def served(size: int, host: str = "127.0.0.1", secret: bytes | None = None) -> Iterator[Dashboard]:
+    """The page of a cluster that exists in numbers only."""
+    page = Dashboard(lambda: SimulatedObserver(size), host, 0, secret)  # type: ignore[arg-type, return-value]
+    page.start()
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+# ---------------------------------------------------------------------- in a browser
+
+
+@needs_chromium
+def test_clicking_through_a_running_cluster(tmp_path: Path) -> None:
+    shots = pictures(tmp_path)
+    with running(tmp_path) as members, command(tmp_path) as address, Browser(tmp_path) as browser:
+        browser.prefer("light")
+        browser.open(address)
+        shows(browser, "#health", "4 running")
+        shows(browser, "#live", "live")
+        assert browser.evaluate("document.querySelectorAll('#squares button').length") == SIZE
+        browser.wait_for("document.querySelectorAll('[data-chart=latency] path').length === 3")
+        browser.wait_for("(document.querySelector('[data-chart=calls] path')?.getAttribute('d') ?? '').includes('L')")
+        assert browser.evaluate("parseFloat(document.querySelector('#tiles strong').innerText)") > 0
+        browser.screenshot(shots / "overview-light.png")
+        assert picture_size(shots / "overview-light.png") == (1440, 900)
+
+        browser.click("nav [data-tab=workers]")
+        shows(browser, "#worker-table", "w3")
+        browser.click("#worker-table [data-sort=calls]")
+        assert browser.evaluate("document.querySelector('[data-sort=calls]').ariaSort") == "descending"
+        browser.write("#worker-filter", "w2")
+        shows(browser, "#worker-shown", "1 of 4")
+        browser.click("#worker-table tbody tr")
+        shows(browser, "#worker-name", "w2")
+        shows(browser, "#worker-called", "echo")
+        shows(browser, "#worker-served", "around")
+        browser.screenshot(shots / "worker-light.png")
+        browser.click("#worker-close")
+
+        browser.click("nav [data-tab=matrix]")
+        browser.click("#matrix-canvas", 0.5, 0.3)
+        shows(browser, "#pair h2", r"w\d → w\d")
+        browser.screenshot(shots / "matrix-light.png")
+
+        browser.click("nav [data-tab=functions]")
+        shows(browser, "#function-table", "around")
+        browser.click("nav [data-tab=memory]")
+        shows(browser, "#owners", "w0")
+        shows(browser, "#channel-table", "shared memory")
+
+        browser.click("nav [data-tab=waiting]")
+        shows(browser, "#waiting-list", "w0 → w1 wait_for_file")
+        browser.click("#waiting-list summary")
+        shows(browser, "#waiting-list details[open] .ends", r"in wait_for\b")
+        browser.screenshot(shots / "waiting-light.png")
+
+        # It goes dark: by a click, and it is still so after the page is loaded again.
+        before = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        browser.click("#theme")
+        browser.click("#theme")
+        shows(browser, "#theme", "dark")
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != before
+        browser.open(address + "#events")
+        shows(browser, "#theme", "dark")
+        shows(browser, "#event-list", "bad_batch")
+        shows(browser, "#event-list", "a <b>bad<.b> batch")  # what users write is text
+
+        members[3].kill()
+        shows(browser, "#event-list", "dead")
+        shows(browser, "#health", "3 running")
+        browser.click("[data-kind=members]")
+        assert "bad_batch" not in browser.text("#event-list")
+        browser.screenshot(shots / "events-dark.png")
+        browser.click("nav [data-tab=overview]")
+        browser.screenshot(shots / "overview-dark.png")
+        assert browser.complaints == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [16, 200])
+def test_every_view_of_a_large_cluster(tmp_path: Path, size: int) -> None:
+    shots = pictures(tmp_path)
+    with served(size) as page, Browser(tmp_path) as browser:
+        for theme in ("light", "dark"):
+            browser.prefer(theme)
+            browser.open(page.url)
+            browser.wait_for(f"document.querySelectorAll('#squares button').length === {size}")
+            browser.wait_for("document.querySelector('[data-chart=calls] path') !== null")
+            for tab in TABS:
+                browser.click(f"nav [data-tab={tab}]")
+                browser.wait_for(f"!document.getElementById('{tab}').hidden")
+                # Nothing sticks out: the page never scrolls sideways.
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+                browser.screenshot(shots / f"{size}-{theme}-{tab}.png")
+            browser.click("nav [data-tab=matrix]")
+            assert browser.evaluate("document.getElementById('matrix-canvas').width") > 4 * size
+        browser.click("nav [data-tab=workers]")
+        browser.wait_for(f"document.querySelectorAll('#worker-table tbody tr').length === {size}")
+        assert browser.complaints == []
+
+
+@needs_chromium
+def test_elsewhere_a_browser_can_prove_the_secret(tmp_path: Path) -> None:
+    with served(8, "0.0.0.0", SECRET) as page, Browser(tmp_path) as browser:
+        # As if it were typed into the browser's question, which belongs to no page.
+        browser.open(f"http://me:{quote(SECRET, safe='')}@127.0.0.1:{page.port}/style.css")
+        browser.open(f"http://127.0.0.1:{page.port}/")
+        shows(browser, "#health", "6 running")
+        shows(browser, "#live", "live")
+
+
+# ---------------------------------------------------------------------- without one
+
+
+def fetch(address: str, **headers: str) -> tuple[int, Any, bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=PATIENCE_S) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def test_the_page_and_nothing_else_is_served() -> None:
+    with served(8) as page:
+        status, headers, body = fetch(page.url)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        for name in re.findall(r'(?:href|src)="([a-z.]+)"', body.decode()):
+            assert fetch(page.url + name)[0] == 200, name
+        assert "workers" in json.loads(fetch(page.url + "state.json?since=nonsense")[2])
+        assert json.loads(fetch(page.url + "calls.json?from=nobody&to=")[2]) == []
+        for path in ("server.py", "page/app.js", "..%2fserver.py", "../server.py", "%2e%2e/access.py"):
+            assert fetch(page.url + path)[0] == 404, path
+        assert fetch(page.url, Host="evil.example")[0] == 403
+        request = urllib.request.Request(page.url, data=b"x", method="POST")
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+
+def test_elsewhere_it_is_behind_the_secret() -> None:
+    with pytest.raises(InitError, match="FARCALL_SECRET"):
+        Dashboard(lambda: SimulatedObserver(8), "0.0.0.0", 0, None)  # type: ignore[arg-type, return-value]
+    with served(8, "0.0.0.0", SECRET) as page:
+        address = f"http://127.0.0.1:{page.port}/state.json"
+        status, headers, body = fetch(address)
+        assert status == 401
+        assert b"workers" not in body
+        known = proof_of(headers["WWW-Authenticate"], SECRET, "/state.json")
+        assert fetch(address, Authorization=known)[0] == 200
+        assert fetch(address, Authorization=known)[0] == 401
+
+
+def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", dashboard_port=0, observable=False)
+    with farcall.Node("alone", 0, 1, options) as node:
+        assert node.dashboard_url is not None
+
+        def seen() -> bool:
+            with urllib.request.urlopen(f"{node.dashboard_url}state.json", timeout=PATIENCE_S) as answer:
+                state = json.load(answer)
+            return [worker["name"] for worker in state["workers"]] == ["alone"] and not state["error"]
+
+        wait_for(seen)
+        address = node.dashboard_url
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address, timeout=PATIENCE_S)
+
+
+def test_a_node_does_not_serve_it_to_the_world_without_a_secret(tmp_path: Path) -> None:
+    options = RpcBackendOptions(
+        init_method=f"file://{tmp_path}/meet", dashboard_port=0, dashboard_host="0.0.0.0", observable=False
+    )
+    with pytest.raises(farcall.errors.InitError, match="secret"):
+        farcall.Node("alone", 0, 1, options).start()

@@ -1,0 +1,109 @@
+"""What happens to members and links is counted, and told to whoever asks afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+
+import farcall
+from farcall.errors import RpcTimeout
+from farcall.observe.observer import NothingToObserve, Observer
+from farcall.options import RpcBackendOptions
+from farcall.protocol.handshake import observer_identity
+from farcall.protocol.resumption import resuming
+from farcall.runtime.reconnect import Reconnecting
+from farcall.testing.faults import Faults
+
+BOUND_S = 30.0
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = monotonic() + BOUND_S
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.005)
+
+
+@contextmanager
+def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall.Node]]:
+    """Members of a group without a fixed size, in this process."""
+    chosen = {"init_method": f"file://{path}/meet", "runtime_directory": str(path / "run"), **options}
+    with ExitStack() as stack:
+        nodes = [farcall.Node(f"w{rank}", rank, options=RpcBackendOptions(**chosen)) for rank in range(size)]
+        for node in nodes:
+            node.start()
+            stack.callback(node.shutdown, False)
+        for node in nodes:
+            wait_until(lambda node=node: len(node.workers()) == size)
+        yield nodes
+
+
+def observer(path: Path) -> Observer:
+    return Observer.find(options=RpcBackendOptions(runtime_directory=str(path / "run")))
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(tmp_path: Path) -> None:
+    with dynamic_team(3, tmp_path) as nodes:
+        assert nodes[0].metrics().members["joined"] == 2
+        with observer(tmp_path) as eyes:
+            assert [one.worker for one in eyes.metrics().answers] == ["w0", "w1", "w2"]
+            nodes[2].shutdown()
+            wait_until(lambda: nodes[0].metrics().members["left"] == 1)
+            heard = eyes.metrics()
+            assert [one.worker for one in heard.answers] == ["w0", "w1"]
+            assert heard.silent == []
+            kinds = [(event.kind, event.worker) for event in eyes.events().answers[0].events]
+            assert kinds == [("joined", "w1"), ("joined", "w2"), ("left", "w2")]
+        assert nodes[0].metrics().peers_lost == 0
+
+
+def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> None:
+    faults = Faults()
+    with dynamic_team(2, tmp_path, faults=faults) as nodes:
+        with faults.cut(sender="w0", to="w1"):
+            assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
+        wait_until(lambda: all(node.metrics().reconnects == 1 for node in nodes))
+        found = [node.metrics() for node in nodes]
+        assert sum(one.interruptions for one in found) >= 1  # one of the two may hear of it from the other first
+        assert [(one.peers_lost, one.members["dead"]) for one in found] == [(0, 0), (0, 0)]
+        assert found[0].frames_sent_again >= 1  # the request was cut
+        for node, peer in zip(nodes, ("w1", "w0"), strict=True):
+            assert node.chronicle.latest()[-1][1:3] == ("reconnected", peer)
+
+
+def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> None:
+    with dynamic_team(2, tmp_path) as nodes:
+        with pytest.raises(ValueError, match="purpose"):
+            nodes[0].rpc_sync("w1", fail, ("on\n purpose",))
+        with pytest.raises(RpcTimeout):
+            nodes[0].rpc_sync("w1", sleep, (0.5,), timeout=0.05)
+        with observer(tmp_path) as eyes:
+            mine, theirs = (one.events for one in eyes.events().answers)
+        assert mine[-1][1:5] == ("timed out", "w1", "sleep", "after 0.05 s")
+        assert theirs[-1][1:5] == ("failed", "w0", "fail", "ValueError: on purpose")
+
+
+def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key proves no member, whatever else it says about itself."""
+    asked: list[object] = []
+    monkeypatch.setattr(Reconnecting, "admit", lambda self, identity, arrived_at: asked.append(identity) or b"")
+    monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
+    monkeypatch.setattr(
+        "farcall.observe.observer.observer_identity",
+        lambda name, token, cluster_id: resuming(observer_identity(name, token, cluster_id), "00" * 16, 0),
+    )
+    with dynamic_team(1, tmp_path):
+        with pytest.raises(NothingToObserve, match="awaiting count"):  # which nobody tells it
+            observer(tmp_path)
+        assert asked == []

@@ -1,0 +1,301 @@
+"""A real cluster looked at from inside and outside: metrics, observers and what they may not do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import farcall
+from farcall import autograd
+from farcall.errors import HandshakeRefused, NetworkError
+from farcall.observe.metrics import Metrics
+from farcall.observe.observer import Observer
+from farcall.observe.presence import find_nodes
+from farcall.options import RpcBackendOptions
+from farcall.protocol.frames import REQUEST, encode_small
+from farcall.protocol.handshake import observer_key
+from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
+
+PATIENCE_S = 30.0
+SECRET = "the cluster's secret"
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def wait_for_file(path: str) -> None:
+    _wait_for(Path(path).exists)
+
+
+def stay(rank: int, done: str) -> None:
+    wait_for_file(done)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+class Cluster:
+    """Members that stay until the test is over."""
+
+    def __init__(self, size: int, path: Path, **options: Any) -> None:
+        self.directory = path / "run"
+        self.done = path / "done"
+        self.size = size
+        self.options = {"runtime_directory": str(self.directory), **options}
+        self.members: list[Member] = []
+
+    def __enter__(self) -> Cluster:
+        self.members = start_cluster(self.size, stay, str(self.done), **self.options)
+        _wait_for(lambda: len(find_nodes(self.directory)) == self.size)
+        with self.observer() as observer:
+            _wait_for(lambda: [one.state for one in observer.metrics().answers] == ["running"] * self.size)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.touch()
+        finish(self.members)
+
+    def observer(self) -> Observer:
+        return Observer.find(options=RpcBackendOptions(runtime_directory=str(self.directory)))
+
+
+# ---------------------------------------------------------------------- from inside
+
+
+def counted(rank: int) -> Metrics | None:
+    if rank != 0:
+        return None
+    for _ in range(10):
+        farcall.rpc_sync("w1", echo, args=(1,))
+    farcall.rpc_async("w1", echo, args=(torch.ones(1 << 18),)).wait()
+    farcall.rpc_async("w1", echo, args=(torch.ones(1 << 18),)).wait()
+    farcall.rpc_sync("w0", echo, args=(1,))
+    with pytest.raises(ValueError, match="on purpose"):
+        farcall.rpc_sync("w1", fail)
+    reference = farcall.remote("w1", echo, args=(1,))
+    reference.to_here()
+    with autograd.context():
+        found = farcall.metrics()
+        del reference
+    return found
+
+
+def test_what_happened_is_counted() -> None:
+    found = run_cluster(2, counted)[0]
+    calls = {(one.peer, one.function): one for one in found.called}
+    assert calls["w1", "echo"].latency.count == 13  # the creating call of a reference is one, too
+    assert calls["w0", "echo"].latency.count == 1
+    assert 0 < calls["w1", "echo"].latency.percentile(50) < PATIENCE_S
+    assert calls["w1", "fail"].failed == 1
+    assert {(one.peer, one.function): one.latency.count for one in found.served} == {("w0", "echo"): 1}
+    bytes_by_channel = {one.channel: (one.sent_bytes, one.received_bytes) for one in found.channels}
+    assert all(count > 0 for count in bytes_by_channel["unix"])
+    assert bytes_by_channel["shared memory"][0] >= 1 << 20
+    assert (found.worker, found.rank, found.state, found.contexts) == ("w0", 0, "running", 1)
+    assert found.used_references == 1
+    assert (found.calls_in_flight, found.pool.queued, found.reconnects, found.peers_lost) == (0, 0, 0, 0)
+
+
+def scraped(rank: int) -> str:
+    farcall.rpc_sync(f"w{1 - rank}", echo, args=(1,))
+    node = farcall.api._slot.node
+    assert node is not None
+    port = node.metrics_port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_prometheus_is_served_on_a_port_of_choice() -> None:
+    pytest.importorskip("prometheus_client")
+    for rank, text in enumerate(run_cluster(2, scraped, metrics_port=0)):
+        assert f'farcall_call_seconds_count{{function="echo",peer="w{1 - rank}",worker="w{rank}"}} 1.0' in text
+
+
+def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
+    """(name, kind, trace, span, parent) of every span of this process."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    farcall._barrier(["w0", "w1", "w2"])
+    if rank == 0:
+        exporter.clear()
+        with trace.get_tracer("test").start_as_current_span("step"):
+            farcall.rpc_sync("w1", call_on, args=("w2",))
+            farcall.rpc_async("w2", echo, args=(1,)).wait()
+    farcall._barrier(["w0", "w1", "w2"])
+    return [
+        (
+            span.name,
+            span.kind.name,
+            span.context.trace_id,
+            span.context.span_id,
+            span.parent.span_id if span.parent is not None else 0,
+        )
+        for span in exporter.get_finished_spans()
+    ]
+
+
+def call_on(to: str) -> Any:
+    return farcall.rpc_sync(to, echo, args=(1,))
+
+
+def test_spans_of_all_workers_make_one_trace() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    spans = [span for member in run_cluster(3, traced, opentelemetry=True) for span in member]
+    by_id = {span[3]: span for span in spans}
+    (step,) = [span for span in spans if span[0] == "step"]
+
+    def ancestors(span: tuple[str, str, int, int, int]) -> list[str]:
+        names = []
+        while span[4]:
+            span = by_id[span[4]]
+            names.append(f"{span[0]} {span[1]}")
+        return names
+
+    served = [span for span in spans if span[0] == "w2/echo" and span[1] == "SERVER"]
+    assert [ancestors(span) for span in served] == [
+        ["w2/echo CLIENT", "w1/call_on SERVER", "w1/call_on CLIENT", "step INTERNAL"],
+        ["w2/echo CLIENT", "step INTERNAL"],
+    ]
+    assert {span[2] for span in served} == {step[2]}
+
+
+def test_telemetry_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(farcall.errors.InitError, match="pip install"):
+        farcall.Node("w0", 0, 1, RpcBackendOptions(init_method="tcp://127.0.0.1:1", opentelemetry=True)).start()
+
+
+# ---------------------------------------------------------------------- from outside
+
+
+def test_an_observer_hears_all_workers_and_is_seen_by_none(tmp_path: Path) -> None:
+    with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
+        heard = observer.metrics()
+        assert [one.worker for one in heard.answers] == ["w0", "w1", "w2"]
+        assert heard.silent == []
+        assert [one.rank for one in observer.snapshots().answers] == [0, 1, 2]
+        assert all(len(one.channels) == 2 for one in heard.answers)  # the members, and nobody else
+
+
+def test_with_the_secret_and_an_address(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path, secret=SECRET, observable=True) as cluster:
+        node = find_nodes(cluster.directory)[1]
+        assert SECRET not in repr(node)
+        address = next(one for one in node.addresses if one.startswith("tcp"))
+        with Observer.connect_with_secret(address, RpcBackendOptions(secret=SECRET)) as observer:
+            assert observer.member == "w1"
+            assert len(observer.snapshots().answers) == 2
+        with pytest.raises(HandshakeRefused, match="secret"):
+            Observer.connect_with_secret(address, RpcBackendOptions(secret="another secret"))
+        with pytest.raises(HandshakeRefused, match="cluster"):
+            Observer.connect(address, observer_key(SECRET.encode()), "another cluster")
+
+
+def test_an_observer_can_only_ask(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path) as cluster:
+        with cluster.observer() as observer:
+            request = encode_small(REQUEST, 0, 1, b"pos\0getpid", b"", b"")
+            assert observer._transport.send((request,)) == len(request)
+            with pytest.raises((NetworkError, ConnectionError)):
+                observer.snapshots()
+        with cluster.observer() as observer:
+            assert {one.name for one in observer.ask("nonsense", Metrics).silent} == {"w0", "w1"}
+            assert len(observer.metrics().answers) == 2
+
+
+def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Path) -> None:
+    with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
+        cluster.members[2].kill(signal.SIGSTOP)
+        try:
+            heard = observer.metrics(timeout_s=0.5)
+        finally:
+            cluster.members[2].kill(signal.SIGCONT)
+        assert [one.worker for one in heard.answers] == ["w0", "w1"]
+        assert [(one.name, one.gone) for one in heard.silent] == [("w2", "")]
+        assert len(observer.metrics(PATIENCE_S).answers) == 3
+
+
+def test_a_member_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path) as cluster:
+        cluster.members[0].kill(signal.SIGSTOP)
+        try:
+            with cluster.observer() as observer:
+                assert observer.member == "w1"
+        finally:
+            cluster.members[0].kill(signal.SIGCONT)
+
+
+def test_a_node_that_is_not_observable_leaves_no_file(tmp_path: Path) -> None:
+    assert run_cluster(1, files_in, str(tmp_path), runtime_directory=str(tmp_path), observable=False) == [[]]
+
+
+def files_in(rank: int, directory: str) -> list[str]:
+    return os.listdir(directory)
+
+
+def test_files_are_gone_after_a_graceful_end(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path) as cluster:
+        assert len(list(cluster.directory.iterdir())) == 2
+    assert list(cluster.directory.iterdir()) == []
+
+
+def test_top_prints_a_table_for_scripts(tmp_path: Path) -> None:
+    with Cluster(2, tmp_path) as cluster:
+        done = subprocess.run(
+            [sys.executable, "-m", "farcall", "top", "--once", "--every", "0.2"],
+            env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(cluster.directory)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[1].split()[:4] == ["worker", "state", "calls/s", "served/s"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["w0", "running"], ["w1", "running"]]
+
+
+def test_nothing_to_observe_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    for arguments in (["top", "--once"], ["stacks", "--connect", address]):
+        done = subprocess.run(
+            [sys.executable, "-m", "farcall", *arguments],
+            env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(tmp_path), "FARCALL_SECRET": SECRET},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("farcall: ")
+        assert "Traceback" not in done.stderr

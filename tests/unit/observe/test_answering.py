@@ -1,0 +1,187 @@
+"""A node's questions: each is answered once, in time, whatever happens to the peer or the node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from farcall.ids import WorkerInfo
+from farcall.observe import explaining
+from farcall.observe.answering import CALL, SILENT_S, Answering
+from farcall.observe.explaining import CallState
+from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
+from farcall.protocol.observing import Ask, Told
+from farcall.runtime.peers import RemotePeer
+
+POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
+
+
+class FakeLink:
+    broken: str | None = None
+
+
+class FakePeer(RemotePeer):
+    __slots__ = ("__dict__",)
+
+    def __init__(self) -> None:
+        super().__init__(
+            WorkerInfo("w1", 1), "1f", True, None, None, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None
+        )
+        self.link: Any = FakeLink()
+        self.sent: list[Any] = []
+
+    def control(self, message: Any, more: bool = False) -> None:
+        self.sent.append(message)
+
+
+class FakeCalls:
+    explain: Any = None
+
+
+class FakeNode:
+    """As much of a node as questions need."""
+
+    def __init__(self) -> None:
+        self.info = WorkerInfo("w0", 0)
+        self.calls = FakeCalls()
+        self.running = True
+        self.on_question: Any = None
+        self.handlers: dict[type, Callable[..., None]] = {}
+        self.ending: list[Callable[[], None]] = []
+        self.counts: list[Callable[[], int]] = []
+
+    def on_control(self, kind: type, handle: Callable[..., None]) -> None:
+        self.handlers[kind] = handle
+
+    def wait_for(self, count: Callable[[], int]) -> None:
+        self.counts.append(count)
+
+    def on_end(self, hook: Callable[[], None]) -> None:
+        self.ending.append(hook)
+
+    def add_ticker(self, ticker: object) -> None:
+        pass
+
+    def attend_by(self, when: float) -> None:
+        pass
+
+    def something_ended(self) -> None:
+        pass
+
+    def on_io_thread(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        self.running = False
+        for hook in self.ending:
+            hook()
+
+
+@pytest.fixture
+def node() -> Any:
+    return FakeNode()
+
+
+@pytest.fixture
+def answering(node: Any) -> Answering:
+    return Answering(node)
+
+
+def ask(answering: Answering, peer: RemotePeer) -> list[bytes]:
+    heard: list[bytes] = []
+    answering.ask(peer, CALL, b"", 0.3, heard.append)
+    return heard
+
+
+def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
+    peer = FakePeer()
+    heard = ask(answering, peer)
+    (question,) = peer.sent
+    assert (question.subject, question.everyone) == (CALL, False)
+    assert node.counts[0]() == 1  # a graceful shutdown waits for it
+    node.handlers[Told](peer, Told(question.number, "w1", b"so"))
+    node.handlers[Told](peer, Told(question.number, "w1", b"twice"))
+    assert heard == [b"so"]
+    assert node.counts[0]() == 0
+
+
+def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
+    peer = FakePeer()
+    heard = ask(answering, peer)
+    assert answering.tick(100.2) == pytest.approx(100.3)
+    assert heard == []
+    answering.tick(100.3)
+    assert heard == [b""]
+    assert ask(answering, peer) == [b""]
+    assert len(peer.sent) == 1
+    now[0] += SILENT_S + 1
+    assert ask(answering, peer) == []
+    assert len(peer.sent) == 2
+
+
+def test_a_peer_that_is_gone_is_not_asked(answering: Answering) -> None:
+    peer = FakePeer()
+    peer.link.broken = "gone"
+    assert ask(answering, peer) == [b""]
+    assert peer.sent == []
+
+
+def test_the_end_of_the_node_leaves_nobody_waiting(node: Any, answering: Answering) -> None:
+    peer = FakePeer()
+    heard = ask(answering, peer)
+    node.end()
+    assert heard == [b""]
+    assert ask(answering, peer) == [b""]
+
+
+def test_a_member_is_answered_and_unknown_subjects_get_nothing(node: Any, answering: Answering) -> None:
+    peer = FakePeer()
+    answering.subjects["color"] = lambda asker, argument: b"blue" + argument
+    node.handlers[Ask](peer, Ask(1, "color", b"ish"))
+    node.handlers[Ask](peer, Ask(2, "nonsense"))
+    assert peer.sent == [Told(1, "w0", b"blueish"), Told(2, "w0", b"")]
+
+
+def test_a_subject_that_fails_says_nothing_and_is_logged(
+    node: Any, answering: Answering, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(asker: object, argument: bytes) -> bytes:
+        raise ValueError("on purpose")
+
+    answering.subjects["color"] = fail
+    heard: list[bytes] = []
+    answering.answer(None, "color", b"", heard.append)
+    assert heard == [b""]
+    assert "on purpose" in caplog.text
+
+
+# ---------------------------------------------------------------------- how it reads
+
+
+def said(served: ServedCall | None, **more: Any) -> str:
+    return explaining.say("w1", msgspec.msgpack.encode(CallState(served, POOL, **more)), 0.3)
+
+
+def test_each_state_in_words() -> None:
+    assert "never arrived there, or its answer is on the way" in said(None)
+    assert "w1 for a thread for 2.00 s: 16 functions hold the 16 threads" in said(
+        ServedCall(1, "w0", "f", QUEUED, 2.0, 0)
+    )
+    assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
+    nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
+    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
+    assert "running it for 2.00 s, on thread T, now at a.py:3 in f, where it has waited 1.50 s for w2" in text
+    assert "did not say within 0.3 s" in explaining.say("w1", b"", 0.3)
+    assert explaining.say("w1", b"nonsense", 0.3) == ""
+
+
+@pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])
+def test_who_has_little_patience_is_not_held_up_for_long(timeout_s: float, bound_s: float) -> None:
+    assert explaining.bound_s(timeout_s) == pytest.approx(bound_s)

@@ -1,0 +1,183 @@
+"""What the live page is told, who may see it, and how it looks again and again."""
+
+from __future__ import annotations
+
+import re
+import threading
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from tests.unit.observe.simulated import SimulatedObserver, proof_of
+
+from farcall.errors import NetworkError
+from farcall.observe.answering import WorkerEvents
+from farcall.observe.dashboard import digest, looks
+from farcall.observe.dashboard.access import NONCE_S, Access, Denied
+from farcall.observe.dashboard.looks import Looks
+from farcall.observe.rates import rows
+from farcall.runtime.chronicle import Event
+
+SECRET = b"the cluster's secret"
+PATIENCE_S = 30.0
+
+
+# ---------------------------------------------------------------------- who may see it
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "localhost"])
+def test_on_loopback_a_loopback_name_is_enough(host: str) -> None:
+    Access(None).check("GET", "/", host, "", 0.0)
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "", "127.0.0.1.evil.example", "[::1", "10.0.0.1"])
+def test_on_loopback_other_names_are_refused(host: str) -> None:
+    """A page of the internet may have its own name lead to loopback, and read what it gets."""
+    with pytest.raises(Denied) as denied:
+        Access(None).check("GET", "/", host, "", 0.0)
+    assert denied.value.status == 403
+
+
+def challenge_of(access: Access, authorization: str = "", target: str = "/", now: float = 1000.0) -> str:
+    with pytest.raises(Denied) as denied:
+        access.check("GET", target, "anywhere", authorization, now)
+    assert denied.value.status == 401
+    return denied.value.challenge
+
+
+def test_elsewhere_the_secret_is_proved() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    assert "algorithm=SHA-256" in challenge
+    access.check("GET", "/", "anywhere", proof_of(challenge, SECRET), 1001.0)
+    access.check("GET", "/", "anywhere", proof_of(challenge, SECRET, count="00000002"), 1001.0)
+
+
+def test_what_proves_nothing() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    challenge_of(access, proof_of(challenge, b"another secret"))
+    challenge_of(access, proof_of(challenge, SECRET, target="/state.json"))  # of another address
+    challenge_of(access, proof_of(challenge, SECRET, method="POST"))
+    challenge_of(access, proof_of(challenge_of(Access(SECRET)), SECRET))  # of another server
+    challenge_of(access, "Basic bWU6c2VjcmV0")
+    challenge_of(access, "Digest")
+    challenge_of(access, 'Digest nonce="é"')
+
+
+def test_a_proof_is_good_once_and_for_a_while() -> None:
+    access = Access(SECRET)
+    challenge = challenge_of(access)
+    access.check("GET", "/", "", proof_of(challenge, SECRET), 1001.0)
+    assert "stale=true" in challenge_of(access, proof_of(challenge, SECRET), now=1001.0)
+    assert "stale=true" in challenge_of(access, proof_of(challenge, SECRET, count="2"), now=1000.0 + NONCE_S + 1)
+
+
+# ---------------------------------------------------------------------- what it is told
+
+
+def test_what_one_look_says() -> None:
+    observer = SimulatedObserver(16)
+    before, heard = observer.metrics().answers, observer.metrics()
+    found = rows(before, heard.answers)
+    workers = digest.workers(found, heard)
+    assert [worker["rank"] for worker in workers] == list(range(16))
+    assert [worker["state"] for worker in workers[-3:]] == ["running", "silent", "gone"]
+    pairs = digest.pairs(before, heard.answers)
+    assert {pair[0] for pair in pairs} == set(observer.names[:-2])
+    calls = sum(one.latency.count for metrics in heard.answers for one in metrics.called)
+    assert sum(pair[3] for pair in pairs) == calls
+    sent = digest.channels(before, heard.answers)
+    assert [one["channel"] for one in sent] == ["shared memory", "tcp", "unix"]
+    point = digest.point(5.0, found, sent)
+    assert set(point["workers"]) == set(observer.names[:-2])
+    assert point["p50"] <= point["p90"] <= point["p99"]
+    assert point["calls"] == pytest.approx(sum(worker.get("calls", 0.0) for worker in workers))
+    functions = digest.functions(before, heard.answers, 1.0)
+    assert len(functions) == 4
+    assert functions[0]["threads"] >= functions[-1]["threads"] > 0
+    between = digest.functions_between(heard.answers, observer.names[0], "")
+    assert sum(one["calls"] for one in between) == sum(one.latency.count for one in heard.answers[0].called)
+
+
+def test_a_call_is_joined_from_both_ends() -> None:
+    observer = SimulatedObserver(16)
+    calls = digest.waiting(observer.snapshots().answers)
+    assert [call["for_s"] for call in calls] == sorted((call["for_s"] for call in calls), reverse=True)
+    assert {call["state"] for call in calls} == {"running"}
+    assert calls[0]["at_caller"]["frames"][0] == "/home/me/train.py:57 in step"
+    assert calls[0]["at_callee"]["frames"][0] == "/home/me/train.py:112 in main"
+
+
+def test_a_death_that_everybody_saw_is_told_once() -> None:
+    dead = [WorkerEvents(f"w{rank}", [Event(100.0 + rank, "dead", "w9", text="silent")]) for rank in range(5)]
+    late = WorkerEvents("w8", [Event(50.0, "failed", "w1", "f"), Event(500.0, "dead", "w9")])
+    found = digest.events([*dead, late])
+    assert [(event["kind"], event["at"], event["seen_by"]) for event in found] == [
+        ("dead", 500.0, ["w8"]),  # another one of that name
+        ("dead", 100.0, ["w0", "w1", "w2", "w3", "w4"]),
+        ("failed", 50.0, ["w8"]),
+    ]
+    many = digest.events([WorkerEvents("w0", [Event(float(at), "failed", f"w{at}", "f") for at in range(300)])])
+    assert [event["at"] for event in many[:2]] == [299.0, 298.0]
+    assert len(many) == digest.MOST_EVENTS
+
+
+# ---------------------------------------------------------------------- again and again
+
+
+class Blind(SimulatedObserver):
+    def metrics(self) -> Any:
+        raise NetworkError("it closed the connection")
+
+
+def test_a_cluster_that_is_lost_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "RETRY_S", 0.01)
+    tries: list[str] = []
+    again = threading.Event()
+
+    def connect() -> Any:
+        tries.append(watched.state(0)["error"])
+        if len(tries) == 1:
+            raise NetworkError("nobody there")
+        if len(tries) == 4:
+            again.set()
+        return Blind(8)
+
+    watched = Looks(connect)
+    watched.start()
+    assert again.wait(PATIENCE_S)
+    watched.stop()
+    assert tries[:3] == ["it has not been looked at yet", "nobody there", "it closed the connection"]
+
+
+def test_points_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "EVERY_S", 0.01)
+    observer = SimulatedObserver(8)
+    enough = threading.Event()
+    look = observer.events
+
+    def counted() -> Any:
+        if len(watched._points) >= 3:
+            enough.set()
+        return look()
+
+    monkeypatch.setattr(observer, "events", counted)
+    watched = Looks(lambda: observer)  # type: ignore[arg-type, return-value]
+    watched.start()
+    assert enough.wait(PATIENCE_S)
+    watched.stop()
+    points = watched.state(0)["points"]
+    assert [point["number"] for point in points] == list(range(2, 2 + len(points)))
+    assert watched.state(points[1]["number"])["points"] == points[2:]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_nothing_of_the_page_comes_from_elsewhere() -> None:
+    """Nor does it make markup of names: those are the user's."""
+    for file in (files("farcall.observe.dashboard") / "page").iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"(?m)^\s*//.*$|\s//\s.*$", "", text), file.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name

@@ -1,0 +1,90 @@
+"""The files by which commands find nodes: private, and gone when their node is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start, runtime_directory
+
+
+def presence(process_id: int | None = None, start: str | None = None, name: str = "w0", **changes: str) -> Presence:
+    process_id = os.getpid() if process_id is None else process_id
+    fields = {"cluster_id": "c", "key": "00", "namespace": namespace(), **changes}
+    start = process_start(process_id) if start is None else start
+    return Presence(name, 0, fields["cluster_id"], (), fields["key"], process_id, start, fields["namespace"], 1.0)
+
+
+def test_only_its_user_can_read_it(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    PresenceFile(directory, presence())
+    (path,) = directory.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_it_is_found_until_it_is_removed(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    one, other = PresenceFile(directory, presence(name="w0")), PresenceFile(directory, presence(name="w1"))
+    assert {found.name for found in find_nodes(directory)} == {"w0", "w1"}
+    one.remove()
+    assert [found.name for found in find_nodes(directory)] == ["w1"]
+    other.remove()
+    other.remove()
+    assert list(directory.iterdir()) == []
+
+
+def test_the_file_of_a_dead_process_is_stale(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    directory = tmp_path / "farcall"
+    PresenceFile(directory, presence(child.pid, start="1"))
+    PresenceFile(directory, presence(child.pid, start=""))
+    assert find_nodes(directory) == []
+    assert list(directory.iterdir()) == []
+
+
+def test_so_is_that_of_a_process_whose_number_another_has_now(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    PresenceFile(directory, presence(start="1"))
+    assert find_nodes(directory) == []
+
+
+def test_of_another_container_nothing_is_known(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    PresenceFile(directory, presence(start="1", namespace="pid:[1]"))
+    assert len(find_nodes(directory)) == 1
+
+
+def test_a_directory_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    directory.mkdir()
+    directory.chmod(0o777)
+    with pytest.raises(PermissionError, match="nobody else"):
+        PresenceFile(directory, presence())
+    assert find_nodes(directory) == []
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    directory.chmod(0o700)
+    with pytest.raises(PermissionError, match="nobody else"):
+        PresenceFile(link, presence())
+
+
+def test_what_is_no_presence_is_left_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    directory.mkdir(mode=0o700)
+    (directory / "x.node").write_text("nonsense")
+    assert find_nodes(directory) == []
+    assert (directory / "x.node").exists()
+
+
+def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert runtime_directory(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path / "farcall"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert runtime_directory().name == f"farcall-{os.getuid()}"
