@@ -145,6 +145,7 @@ class RetryingFuture(Future[Any]):
             elif buffers.__class__ is Annotated or RECORDING.get() is not None:
                 notes = request_notes(peer, buffers)
             self.arrived = False
+            self.started_at = monotonic()  # attempts are counted, and timed, one by one
             self._node.calls.send(self, function, notes, payload, buffers)
         except BaseException as error:
             if buffers.__class__ is Annotated:
@@ -240,6 +241,7 @@ class RetryingCreation(Creation):
         try:
             function, payload, buffers = encode_request(self.peer, *self._request)
             notes = request_notes(self.peer, buffers, self.fork, self._origin)
+            self.started_at = monotonic()
             node.calls.send(self, function, notes, payload, buffers, KEEP)
         except BaseException as error:
             if buffers.__class__ is Annotated:

@@ -261,8 +261,16 @@ function showShortEvents() {
 }
 
 function showTroubles() {
+  const place = find("troubles");
+  const open = new Map([...place.querySelectorAll("details")].map((one) => [one.dataset.about, one.open]));
   const troubles = state.troubles ?? [];
-  fill(find("troubles"), JSON.stringify(troubles), () => troubles.map((trouble) => make("div", { class: "trouble" }, trouble.steps.length ? make("details", { open: trouble.steps.length <= 6 }, make("summary", {}, make("b", {}, trouble.kind), trouble.text), make("ol", {}, ...trouble.steps.map((step) => make("li", {}, step)))) : make("span", {}, make("b", {}, trouble.kind), trouble.text))));
+  fill(place, JSON.stringify(troubles), () => troubles.map((trouble) => {
+    const head = [make("b", {}, trouble.kind), trouble.text];
+    if (!trouble.steps.length) return make("div", { class: "trouble" }, ...head);
+    const isOpen = open.get(trouble.text) ?? trouble.steps.length <= 6;
+    const steps = trouble.steps.map((step) => make("li", {}, step));
+    return make("div", { class: "trouble" }, make("details", { open: isOpen, "data-about": trouble.text }, make("summary", {}, ...head), make("ol", {}, ...steps)));
+  }));
 }
 
 function showCounts() {
