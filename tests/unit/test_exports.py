@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -69,3 +70,7 @@ def test_importing_loads_nothing_else() -> None:
     program = "import farcall, sys; print('torch' in sys.modules, 'farcall.api' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_version_is_one_that_tools_can_order() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+([ab.]\w+)?", farcall.__version__)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from farcall import __version__
+
 app = typer.Typer(
     name="farcall",
-    help="Remote procedure calls for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,6 +26,22 @@ app = typer.Typer(
 def _console() -> Console:
     # Where nobody says how wide it is (a file, a pipe), tables need not be squeezed into 80 columns.
     return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        # From the metadata: importing torch only to ask it takes seconds.
+        print(f"farcall {__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which versions these are.")
+    ] = False,
+) -> None:
+    """Remote procedure calls for PyTorch."""
 
 
 @app.command()

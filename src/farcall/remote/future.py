@@ -20,7 +20,7 @@ import torch
 from farcall.errors import RpcError
 from farcall.protocol.frames import LARGE_BYTES, Arrived
 from farcall.remote.answer import read_answer
-from farcall.runtime.calls import PendingCall
+from farcall.runtime.calls import PendingCall, name_of
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
@@ -55,6 +55,17 @@ class Future(torch.futures.Future[T], PendingCall):
         self.deadline = monotonic() + timeout_s if timeout_s else NEVER
         self.arrived = False
         self.call_id = 0
+
+    def __repr__(self) -> str:
+        # Never the value itself: it may be large, and its own repr may be anything.
+        if not self.done():
+            state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
+        else:
+            try:
+                state = f"done, {type(super().wait()).__name__}"
+            except BaseException as error:
+                state = f"failed, {type(error).__name__}: {error}"
+        return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {state}>"
 
     def wait(self) -> T:
         """Block until the call is done; return its result or raise its error."""
