@@ -112,3 +112,37 @@ def bench(
     console.print(f"wrote {json} and {plot}")
     if check and any(verdict.held is False for verdict in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[HOST:PORT]...", help="Where `farcall doctor --listen PORT` runs on other hosts."),
+    ] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="Let other hosts' doctors visit; 0: any port.")
+    ] = None,
+    init_method: Annotated[
+        str, typer.Option(metavar="URL", help="Where members meet; by default what the environment says.")
+    ] = "env://",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what works here, and between these hosts; and for what does not, why, and what to do. Exits with 1 then."""
+    from farcall.cli.doctor.consultation import consult, receive_visits
+    from farcall.cli.doctor.finding import as_json, exit_status, print_findings
+
+    places = []
+    for place in hosts or []:
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdecimal():
+            raise typer.BadParameter(f"not HOST:PORT: {place}", param_hint="HOST:PORT")
+        places.append((host.strip("[]"), int(port)))
+    findings = consult(init_method, places)
+    if json:
+        print(as_json(findings))
+    else:
+        print_findings(_console(), findings)
+    if listen is not None:
+        receive_visits(_console(), listen)
+    raise typer.Exit(exit_status(findings))
