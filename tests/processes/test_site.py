@@ -1,4 +1,4 @@
-"""The documentation builds as a site, with warnings as errors: a link that leads nowhere, a name that does not exist."""
+"""The documentation builds as a site, with warnings as errors: links that lead nowhere, names that do not exist."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def host_name(name: str) -> Finding:
         return note(
             "host name",
             f"{name} is {places}, which means this machine wherever it is looked up",
-            "farcall tells the others another address (see the next line); do not use the name as MASTER_ADDR",
+            "farcall tells the others another address, see the next line; as MASTER_ADDR it will do if they know it",
         )
     return ok("host name", f"{name} is {places}")
 
