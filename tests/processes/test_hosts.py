@@ -9,10 +9,11 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,15 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
 
 
+def remove(host: Host) -> None:
+    """And whatever still runs there: what a launcher has started may outlive it."""
+    listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+    for process_id in listed.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(process_id), signal.SIGKILL)
+    ip("netns", "delete", host.name)
+
+
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts, each of which reaches the other."""
@@ -57,7 +67,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
                 pytest.skip("there is no command `ip` here")
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-            cleanup.callback(ip, "netns", "delete", host.name)
+            cleanup.callback(remove, host)
         try:
             ip("-n", first.name, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", second.name)
         except subprocess.CalledProcessError as error:
@@ -94,8 +104,9 @@ def test_with_torchrun(hosts: tuple[Host, Host]) -> None:
         return host.start(
             *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(workers)),
             *("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"{first.address}:{PORT}"),
-            # What the hosts are to each other: their names are the same, and mean loopback.
-            *("--local-addr", host.address, EXAMPLE),
+            # The hosts' names are the same, and mean loopback: so torchrun has to be told which of them serves the
+            # store, and by what address each is known.
+            *("--rdzv-conf", f"is_host={int(host is first)}", "--local-addr", host.address, EXAMPLE),
         )
 
     check(finish([torchrun(host, workers) for host, workers in zip(hosts, (2, 1), strict=True)]))
