@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,15 @@ def test_nobody_listens() -> None:
     status, findings = consult(f"127.0.0.1:{port}")
     assert status == 1
     assert findings["127.0.0.1"]["advice"] == f"run there: farcall doctor --listen {port}"
+
+
+def test_a_port_that_cannot_be_had() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = subprocess.run([*DOCTOR, "--listen", port], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert f"cannot listen on tcp://*:{port}" in done.stdout
+    assert done.stderr == ""
 
 
 def test_not_a_place() -> None:

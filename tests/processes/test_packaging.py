@@ -20,8 +20,8 @@ pytest.importorskip("hatchling", reason="the dev extra is not installed")
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: str | Path) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+def run(*command: str | Path, **more: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")} | more
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, timeout=110, check=False, env=environ
     )
@@ -71,6 +71,10 @@ def test_a_program_runs_where_only_the_wheel_is(built: Path, tmp_path: Path) -> 
     assert Path(where).parent == packages / "farcall"
     version = run(tmp_path / "venv" / "bin" / "farcall", "--version")
     assert version.startswith(f"farcall {farcall.__version__} ")
+    # The path file that the wheel brings: farcall in the place of torch's RPC, for programs that know nothing of it.
+    stock = "import torch.distributed.rpc as rpc; print(rpc.rpc_sync.__module__)"
+    assert run(python, "-c", stock, FARCALL_INSTALL="1").startswith("farcall.")
+    assert run(python, "-c", stock).startswith("torch.")
     told = run(python, ROOT / "examples" / "asyncio_program.py")
     assert "100 requests, every answer right" in told
 

@@ -143,6 +143,5 @@ def doctor(
         print(as_json(findings))
     else:
         print_findings(_console(), findings)
-    if listen is not None:
-        receive_visits(_console(), listen)
-    raise typer.Exit(exit_status(findings))
+    listened = listen is None or receive_visits(_console(), listen)
+    raise typer.Exit(exit_status(findings) if listened else 1)

@@ -15,6 +15,7 @@ from farcall.cli.doctor.machine import look_at_machine, look_at_options
 from farcall.cli.doctor.store import look_at_store, meeting_place
 from farcall.options import RpcBackendOptions
 from farcall.runtime.addresses import choose_host
+from farcall.transport.interface import ListenFailed
 
 __all__ = ["consult", "receive_visits"]
 
@@ -37,10 +38,15 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
     return findings
 
 
-def receive_visits(console: Console, port: int) -> None:
-    """Let other hosts' doctors visit this one, until Ctrl-C."""
-    host = Host(RpcBackendOptions().secret_bytes, port)
-    where = choose_host(RpcBackendOptions().advertise, None).host
+def receive_visits(console: Console, port: int) -> bool:
+    """Let other hosts' doctors visit this one, until Ctrl-C; False where that is not possible."""
+    try:
+        options = RpcBackendOptions()
+        host = Host(options.secret_bytes, port)
+    except (TypeError, ValueError, ListenFailed) as error:
+        console.print(f"cannot let other hosts' doctors in: {escape(str(error))}", highlight=False, soft_wrap=True)
+        return False
+    where = choose_host(options.advertise, None).host
     console.print(f"on other hosts run: farcall doctor {where}:{host.port}    (Ctrl-C ends this)", highlight=False)
     try:
         host.serve(lambda line: console.print(escape(line), highlight=False, soft_wrap=True))
@@ -48,3 +54,4 @@ def receive_visits(console: Console, port: int) -> None:
         pass
     finally:
         host.release()
+    return True
