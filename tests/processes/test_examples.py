@@ -18,7 +18,7 @@ SAYS = {
     "data_parallel": "trainer1: the same, to within rounding, as in one process",
     "hyperparameter_search": "trials left on the workers: 1",
     "parameter_server": "trainer1: the same, bit for bit, as in one process",
-    "pipeline": "from those of one process",
+    "pipeline": "the same, to within rounding, as in one process",
 }
 
 
