@@ -28,11 +28,6 @@ from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """A function's name for people."""
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
 class PendingCall:
     """One request whose answer has not come yet; subclasses say what its outcome does.
 
@@ -229,9 +224,10 @@ class CallTable:
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
+        name = getattr(call.what, "__qualname__", None) or repr(call.what)
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
-            f"{call.peer.info.name} has not answered {name_of(call.what)}()"
+            f"{call.peer.info.name} has not answered {name}()"
         )
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
