@@ -26,4 +26,5 @@ def test_the_site_builds(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "rpc_sync" in (tmp_path / "api.html").read_text()
+    assert "<code>examples/README.md</code>" in (tmp_path / "tutorial.html").read_text()
     assert "magic" in (tmp_path / "wire_format.html").read_text()
