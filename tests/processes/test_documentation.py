@@ -5,9 +5,12 @@ See documentation.py for how. For the blocks of one page: ``pytest tests/process
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from tests.processes.documentation import (
     PAGE_WORKERS,
+    ROOT,
     Block,
     blocks_of,
     join_and_run_page,
@@ -42,6 +45,10 @@ def test_blocks_that_are_not_run_are_few_and_known() -> None:
     ]
 
 
-def test_no_other_titles_and_no_other_fences() -> None:
-    for block in BLOCKS:
+@pytest.mark.parametrize("page", pages())
+def test_no_block_is_overlooked(page: str) -> None:
+    fences = re.findall(r"^ *```+ *(\w*).*$", (ROOT / page).read_text(), re.MULTILINE)
+    assert fences.count("python") == len(blocks_of(page))
+    assert not {"py", "python3", "pycon"} & set(fences), "write ```python"
+    for block in blocks_of(page):
         assert not block.title or not block.is_run, f"{block.place}: a title is only for what is not run"
