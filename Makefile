@@ -4,15 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    four workers on this machine call each other; ends by itself"
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
-	@echo "make format  let ruff write what it would complain about"
+	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers"
 	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
+	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make clean   remove everything that was built"
 
 $(READY): pyproject.toml constraints.txt
@@ -36,9 +37,14 @@ test: lint
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tools/draw_layers.py
 
 bench: $(READY)
 	$(BIN)/farcall bench $(ARGS)
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg

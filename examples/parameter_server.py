@@ -1,6 +1,7 @@
 """A parameter server: one worker owns the model, trainers compute on it and step its optimizer.
 
-    python examples/parameter_server.py
+    python examples/parameter_server.py                                     # everything on this machine
+    torchrun --standalone --nproc-per-node 3 examples/parameter_server.py   # or on several: docs/multi_host.md
 
 The trainers take turns, so the run is the same each time, and the same, bit for bit, as one process that sees the
 batches in that order: the program trains both and compares them.
@@ -8,11 +9,12 @@ batches in that order: the program trains both and compares them.
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import tempfile
 import threading
 
 import torch
+import torch.multiprocessing
 from torch import nn
 
 import farcall
@@ -89,32 +91,26 @@ def train_alone() -> list[list[float]]:
     return losses
 
 
-def run(rank: int, directory: str, losses: multiprocessing.Queue[tuple[int, list[float]]]) -> None:
+def run(rank: int, init_method: str) -> None:
+    """One worker, from start to end."""
     names = ("server", *TRAINERS)
-    options = farcall.RpcBackendOptions(init_method=f"file://{directory}/meeting")
+    options = farcall.RpcBackendOptions(init_method=init_method)
     farcall.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
     if rank > 0:
-        losses.put((rank - 1, train(rank - 1)))
+        losses = train(rank - 1)
+        print(f"{names[rank]}: loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last", flush=True)
+        assert losses == train_alone()[rank - 1], "not the losses of one process"
+        assert losses[-1] < losses[0]
+        print(f"{names[rank]}: the same, bit for bit, as in one process", flush=True)
     farcall.shutdown()  # the server serves in here until all trainers are done
 
 
 def main() -> None:
-    spawning = multiprocessing.get_context("spawn")
-    losses: multiprocessing.Queue[tuple[int, list[float]]] = spawning.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        processes = [spawning.Process(target=run, args=(rank, directory, losses)) for rank in range(3)]
-        for process in processes:
-            process.start()
-        found = dict(losses.get(timeout=120) for _ in TRAINERS)
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
-    alone = train_alone()
-    for trainer, name in enumerate(TRAINERS):
-        print(f"{name}: loss {found[trainer][0]:.4f} at first, {found[trainer][-1]:.4f} at last")
-        assert found[trainer] == alone[trainer], "not the losses of one process"
-    assert found[0][-1] < found[0][0]
-    print("the same, bit for bit, as in one process")
+    if "RANK" in os.environ:  # started by torchrun, `farcall run` or Slurm: be that worker
+        run(int(os.environ["RANK"]), "env://")
+    else:  # started alone: be all workers, on this machine
+        with tempfile.TemporaryDirectory() as directory:
+            torch.multiprocessing.spawn(run, args=(f"file://{directory}/meeting",), nprocs=1 + len(TRAINERS))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ come, so the losses are those of one process to within rounding; the program tra
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import tempfile
 import threading
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch import nn
 
 import farcall
@@ -87,31 +88,27 @@ def train_alone() -> list[float]:
     return losses
 
 
-def run(rank: int, directory: str, losses: multiprocessing.Queue[list[float]]) -> None:
+def run(rank: int, init_method: str) -> None:
+    """One worker, from start to end."""
     names = ("master", *STAGES)
-    options = farcall.RpcBackendOptions(init_method=f"file://{directory}/meeting")
+    options = farcall.RpcBackendOptions(init_method=init_method)
     farcall.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
     if rank == 0:
-        losses.put(train())
+        losses, alone = train(), train_alone()
+        worst = max(abs(got - wanted) for got, wanted in zip(losses, alone, strict=True))
+        print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last", flush=True)
+        assert worst < 1e-6, worst
+        assert losses[-1] < losses[0]
+        print("the same, to within rounding, as in one process", flush=True)
     farcall.shutdown()  # the stages serve in here until the master is done
 
 
 def main() -> None:
-    spawning = multiprocessing.get_context("spawn")
-    losses: multiprocessing.Queue[list[float]] = spawning.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        processes = [spawning.Process(target=run, args=(rank, directory, losses)) for rank in range(3)]
-        for process in processes:
-            process.start()
-        found = losses.get(timeout=120)
-        for process in processes:
-            process.join()
-            assert process.exitcode == 0
-    alone = train_alone()
-    worst = max(abs(got - wanted) for got, wanted in zip(found, alone, strict=True))
-    print(f"loss {found[0]:.4f} at first, {found[-1]:.4f} at last; at most {worst:.1e} from those of one process")
-    assert worst < 1e-6
-    assert found[-1] < found[0]
+    if "RANK" in os.environ:  # started by torchrun, `farcall run` or Slurm: be that worker
+        run(int(os.environ["RANK"]), "env://")
+    else:  # started alone: be all workers, on this machine
+        with tempfile.TemporaryDirectory() as directory:
+            torch.multiprocessing.spawn(run, args=(f"file://{directory}/meeting",), nprocs=1 + len(STAGES))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from farcall.remote.retry import Retry as Retry
     from farcall.runtime.changes import MemberEvent as MemberEvent
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "Future": "farcall.remote.future",
     "MemberEvent": "farcall.runtime.changes",

@@ -86,7 +86,7 @@ class MissingPeers(InitError, TimeoutError):
 
     def __init__(self, message: str, missing: Iterable[str | int] = ()) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
+        self.missing: tuple[str | int, ...] = tuple(missing)
 
 
 class UnknownWorker(RpcError, ValueError):
@@ -200,7 +200,7 @@ class ShutdownTimeout(RpcError, TimeoutError):
 
     def __init__(self, message: str, late: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.late = tuple(late)
+        self.late: tuple[str, ...] = tuple(late)
 
 
 class Cancelled(RpcError):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import farcall
+
 
 def farcall_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "farcall", *arguments]
@@ -44,3 +46,9 @@ def test_bench_names_its_cases_where_none_matches() -> None:
     done = farcall_command("bench", "--only", "no such case")
     assert done.returncode == 2
     assert "no case matches" in done.stderr
+
+
+def test_version() -> None:
+    done = farcall_command("--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"farcall {farcall.__version__} (torch ")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -71,3 +73,13 @@ def test_importing_loads_nothing_else() -> None:
     program = "import farcall, sys; print('torch' in sys.modules, 'farcall.api' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_version_is_one_that_tools_can_order() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+([ab.]\w+)?", farcall.__version__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_is_documented(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert re.search(rf"(^::: farcall\..*\b{name}$)|`farcall\.{name}`", page, re.MULTILINE), "enter it in docs/api.md"

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from farcall import __version__
+
 if TYPE_CHECKING:
     from farcall.observe.observer import Observer
 
 app = typer.Typer(
     name="farcall",
-    help="Remote procedure calls for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,6 +31,22 @@ app = typer.Typer(
 def _console() -> Console:
     # Where nobody says how wide it is (a file, a pipe), tables need not be squeezed into 80 columns.
     return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        # From the metadata: importing torch only to ask it takes seconds.
+        print(f"farcall {__version__} (torch {version('torch')}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which versions these are.")
+    ] = False,
+) -> None:
+    """Remote procedure calls for PyTorch."""
 
 
 @app.command()
@@ -198,3 +217,36 @@ def bench(
     console.print(f"wrote {json} and {plot}")
     if check and any(verdict.held is False for verdict in verdicts):
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[HOST:PORT]...", help="Where `farcall doctor --listen PORT` runs on other hosts."),
+    ] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="Let other hosts' doctors visit; 0: any port.")
+    ] = None,
+    init_method: Annotated[
+        str, typer.Option(metavar="URL", help="Where members meet; by default what the environment says.")
+    ] = "env://",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what works here, and between these hosts; and for what does not, why, and what to do. Exits with 1 then."""
+    from farcall.cli.doctor.consultation import consult, receive_visits
+    from farcall.cli.doctor.finding import as_json, exit_status, print_findings
+
+    places = []
+    for place in hosts or []:
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdecimal():
+            raise typer.BadParameter(f"not HOST:PORT: {place}", param_hint="HOST:PORT")
+        places.append((host.strip("[]"), int(port)))
+    findings = consult(init_method, places)
+    if json:
+        print(as_json(findings))
+    else:
+        print_findings(_console(), findings)
+    listened = listen is None or receive_visits(_console(), listen)
+    raise typer.Exit(exit_status(findings) if listened else 1)

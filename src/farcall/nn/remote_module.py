@@ -46,7 +46,8 @@ class RemoteModule(nn.Module):
     Args:
         remote_device: ``"worker"``, ``"worker/cpu"``, ``"worker/cuda:0"``, ``"rank:0/cpu"``; the CPU if none is given.
         module_cls: a subclass of ``nn.Module``, or a function that makes a module, to be called there.
-        args, kwargs: for ``module_cls``.
+        args: for ``module_cls``.
+        kwargs: the same.
     """
 
     module_rref: RRef[nn.Module]

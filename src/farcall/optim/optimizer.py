@@ -39,7 +39,8 @@ class DistributedOptimizer:
     Args:
         optimizer_class: any class of ``torch.optim``, or one like them, that all owners of parameters can import.
         params_rref: references to the parameters, or a list of groups, as ``torch.optim`` has them, of references.
-        args, kwargs: for ``optimizer_class``, on every worker.
+        *args: for ``optimizer_class``, on every worker.
+        **kwargs: the same.
     """
 
     def __init__(
@@ -62,10 +63,8 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Step every worker's optimizer with the gradients of a context; returns when all have done so.
 
-        Parameters that have no gradient in the context are left as they are.
-
-        Raises:
-            The first error of a worker; its notes name all workers that failed. The others have stepped.
+        Parameters that have no gradient in the context are left as they are. If workers fail, the first error is
+        raised; its notes name all workers that failed, and the others have stepped.
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
         inside = RECORDING.get()

@@ -59,6 +59,18 @@ class Future(torch.futures.Future[T], PendingCall):
         self.arrived = False
         self.call_id = 0
 
+    def __repr__(self) -> str:
+        # Never the value itself: it may be large, and its own repr may be anything.
+        if not self.done():
+            state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
+        else:
+            try:
+                state = f"done, {type(super().wait()).__name__}"
+            except BaseException as error:
+                state = f"failed, {type(error).__name__}: {error}"
+        name = getattr(self.what, "__qualname__", None) or repr(self.what)
+        return f"<Future of {name}() on {self.peer.info.name!r}: {state}>"
+
     def wait(self) -> T:
         """Block until the call is done; return its result or raise its error."""
         if not self.done():

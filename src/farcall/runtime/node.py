@@ -214,6 +214,10 @@ class Node(Layered):
         for kind in NEWS:
             self._controls[kind] = lambda peer, message: self.watch.on_message(peer.life, message)
 
+    def __repr__(self) -> str:
+        who = f"rank {self.info.id} of {len(self.workers())}, " if self.running else ""
+        return f"<Node {self._name!r}: {who}{self._state}>"
+
     # ------------------------------------------------------------------ life
 
     def __enter__(self) -> Node:

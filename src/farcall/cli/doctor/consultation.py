@@ -1,0 +1,57 @@
+"""The doctor's round: everything that is looked at, in order, and the waiting room for other hosts' doctors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from farcall.cli.doctor.finding import Finding
+from farcall.cli.doctor.hosts import Host, visit
+from farcall.cli.doctor.machine import look_at_machine, look_at_options
+from farcall.cli.doctor.store import look_at_store, meeting_place
+from farcall.options import RpcBackendOptions
+from farcall.runtime.addresses import choose_host
+from farcall.transport.interface import ListenFailed
+
+__all__ = ["consult", "receive_visits"]
+
+
+def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]:
+    """Look at everything, here and at ``hosts`` (names and ports)."""
+    logging.getLogger("farcall").setLevel(logging.ERROR)  # what is logged is among the findings
+    options, findings = look_at_options()
+    if options is None:
+        return findings
+    place, about_place = meeting_place(init_method, os.environ)
+    store_host = place.host if place is not None else None
+    findings = look_at_machine(options, store_host) + findings + about_place
+    if place is not None:
+        findings += look_at_store(place)
+    for host, port in hosts:
+        # What a worker here would tell if rank 0 were over there.
+        advertised = choose_host(options.advertise, host).host
+        findings += visit(host, port, options.secret_bytes, advertised)
+    return findings
+
+
+def receive_visits(console: Console, port: int) -> bool:
+    """Let other hosts' doctors visit this one, until Ctrl-C; False where that is not possible."""
+    try:
+        options = RpcBackendOptions()
+        host = Host(options.secret_bytes, port)
+    except (TypeError, ValueError, ListenFailed) as error:
+        console.print(f"cannot let other hosts' doctors in: {escape(str(error))}", highlight=False, soft_wrap=True)
+        return False
+    where = choose_host(options.advertise, None).host
+    console.print(f"on other hosts run: farcall doctor {where}:{host.port}    (Ctrl-C ends this)", highlight=False)
+    try:
+        host.serve(lambda line: console.print(escape(line), highlight=False, soft_wrap=True))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        host.release()
+    return True

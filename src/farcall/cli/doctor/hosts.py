@@ -1,0 +1,306 @@
+"""What the doctor finds out between hosts: one listens (``--listen``), the other visits it.
+
+The visit is made with the parts that members use: a TCP connection and the handshake, in which both prove the shared
+secret and say which versions they have. Then
+
+    visitor                            listener
+    BLOB_BYTES                    ->
+                                  <-   the same back: large packets pass, both ways
+                                       dials the visitor's own port, as members of lower rank are dialled, and proves
+                                  <-   one line: empty, or why that did not work
+
+Whoever has proved nothing gets nothing but the handshake's own answers. Without a secret of the user's, everybody can
+prove the one that is used instead; then only the host that the visitor comes from is dialled back.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from time import monotonic
+
+from farcall import __version__
+from farcall.channel.host import host_token
+from farcall.cli.doctor.finding import Finding, note, ok, wrong
+from farcall.errors import HandshakeRefused
+from farcall.options import ENV_ADVERTISE, ENV_SECRET
+from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, RefusalReason, Refused, Role
+from farcall.runtime.doors import prove
+from farcall.transport.address import dial, listen
+from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
+from farcall.transport.tcp import format_tcp, leads_to, parse_tcp
+
+__all__ = ["Host", "visit"]
+
+BLOB_BYTES = 1 << 20
+STEP_S = 5.0
+VISIT_S = 4 * STEP_S
+LOOK_S = 0.1
+NO_SECRET = b"farcall doctor without a secret"
+CLUSTER = "farcall doctor"
+MAX_LINE_BYTES = 2048
+
+
+def _identity(back: str = "", unix: str = "") -> Identity:
+    told = {
+        "farcall": __version__,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "host": host_token(),
+        "back": back,
+        "unix": unix,
+    }
+    return Identity("doctor", 0, CLUSTER, secrets.token_hex(8), told)
+
+
+class Host:
+    """Lets visitors in, one after the other, until it is closed."""
+
+    def __init__(self, secret: bytes | None, port: int = 0) -> None:
+        self._secret = secret
+        self._listeners: list[Listener] = [listen(f"tcp://*:{port}")]
+        self.port = parse_tcp(self._listeners[0].address)[1]
+        self._closing = threading.Event()
+        try:
+            self._listeners.append(listen("unix:"))
+        except TransportError:
+            pass  # the look at this machine has said so
+        self.unix = self._listeners[1].address if len(self._listeners) > 1 else ""
+
+    def serve(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        """Let visitors in; ``tell`` is told of each."""
+        while not self._closing.is_set():
+            guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
+            for guest in guests:
+                try:
+                    peer = self._welcome(guest, monotonic() + VISIT_S)
+                    tell(f"{guest.describe()}: farcall {peer.capabilities.get('farcall')}, proved the secret")
+                except (HandshakeRefused, TransportError) as error:
+                    tell(f"{guest.describe()}: {error}")
+                finally:
+                    guest.close()
+            if not guests:
+                self._closing.wait(LOOK_S)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._closing.set()
+
+    def release(self) -> None:
+        """Give the ports back; after `serve` has returned."""
+        for listener in self._listeners:
+            listener.close()
+
+    def _welcome(self, guest: Transport, deadline: float) -> Identity:
+        established = _admit(guest, self._secret or NO_SECRET, self.unix, deadline)
+        back = established.peer.capabilities.get("back", "")
+        if back:
+            conversation = _Conversation(guest, deadline, established.leftover)
+            conversation.send(conversation.take(BLOB_BYTES))
+            conversation.send(self._dial_back(back, guest.peer_host).encode()[:MAX_LINE_BYTES] + b"\n")
+        return established.peer
+
+    def _dial_back(self, back: str, peer_host: str) -> str:
+        """Empty, or why the visitor cannot be dialled from here."""
+        try:
+            if self._secret is None and not leads_to(back, peer_host):
+                return (
+                    f"not tried: it tells {back}, but comes from {peer_host}, and without {ENV_SECRET} no other host "
+                    "is dialled"
+                )
+            _handshake(back, self._secret or NO_SECRET).close()
+        except (HandshakeRefused, TransportError, ValueError) as error:
+            return str(error) or type(error).__name__
+        return ""
+
+
+def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> Established:
+    """The listener's side of the handshake."""
+    handshake = Handshake(Role.LISTENER, _identity(unix=unix), secret, secrets.token_bytes(NONCE_BYTES))
+    conversation = _Conversation(guest, deadline)
+    try:
+        while True:
+            reply, established = handshake.receive(conversation.some())
+            conversation.send(reply)
+            if established is not None:
+                return established
+    except Refused as refusal:
+        conversation.send(refusal.farewell)
+        raise
+
+
+def _handshake(address: str, secret: bytes) -> Transport:
+    """Dial, and prove."""
+    transport = dial(address, STEP_S)
+    try:
+        prove(transport, None, _identity(), secret, monotonic() + STEP_S)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def visit(host: str, port: int, secret: bytes | None, advertised: str) -> list[Finding]:
+    """Visit the doctor that listens at ``host``; ``advertised`` is what workers here tell the others."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        advice = "is it spelled right, and known to this machine's name service? An IP address always works"
+        return [wrong(host, f"the name does not resolve: {error}", advice)]
+    where = ", ".join(sorted({str(target[0]) for *_, target in found}))
+    own = Host(secret)
+    serving = threading.Thread(target=own.serve, name="farcall-doctor", daemon=True)
+    serving.start()
+    try:
+        return _visit(host, format_tcp(host, port), where, secret, format_tcp(advertised, own.port))
+    finally:
+        own.close()
+        serving.join()
+        own.release()
+
+
+def _visit(host: str, address: str, where: str, secret: bytes | None, back: str) -> list[Finding]:
+    deadline = monotonic() + VISIT_S
+    try:
+        transport = dial(address, STEP_S)
+    except DialRefused:
+        advice = f"run there: farcall doctor --listen {parse_tcp(address)[1]}"
+        return [wrong(host, f"{where} is there, but nobody listens on that port", advice)]
+    except DialFailed as error:
+        advice = "is the machine up, is there a route, does a firewall drop connections?"
+        return [wrong(host, f"{where} cannot be reached: {error}", advice)]
+    try:
+        try:
+            established = prove(transport, None, _identity(back), secret or NO_SECRET, deadline)
+        except Refused as refusal:
+            return [_refused(host, refusal)]
+        except TransportError as error:
+            return [wrong(host, f"no handshake: {error}", "is it farcall doctor that listens on that port?")]
+        findings = [_met(host, where, established.peer)]
+        conversation = _Conversation(transport, deadline, established.leftover)
+        findings.append(_packets(host, conversation))
+        if findings[-1].state == "ok":
+            findings.append(_way_back(host, conversation, back))
+        findings.append(_same_machine(host, established.peer, secret))
+        return findings
+    finally:
+        transport.close()
+
+
+def _refused(host: str, refusal: Refused) -> Finding:
+    if refusal.reason is RefusalReason.WRONG_SECRET:
+        return wrong(host, "it has another secret", f"give both the same {ENV_SECRET}, or neither")
+    if refusal.reason is RefusalReason.VERSION_MISMATCH:
+        return wrong(host, str(refusal), "install the same version of farcall on all hosts")
+    return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")
+
+
+def _met(host: str, where: str, peer: Identity) -> Finding:
+    mine, theirs = _identity().capabilities, peer.capabilities
+    found = f"reached at {where}; both prove the same secret"
+    different = [
+        f"{what} {theirs.get(what)} there and {mine[what]} here"
+        for what in ("farcall", "torch", "python")
+        if theirs.get(what) != mine[what]
+    ]
+    if different:
+        return note(host, f"{found}; {', '.join(different)}", "the same everywhere saves trouble with what is pickled")
+    return ok(host, f"{found}; same versions")
+
+
+def _packets(host: str, conversation: _Conversation) -> Finding:
+    """Large packets may be lost where small ones pass."""
+    subject = f"{host}: data"
+    blob = b"\x55" * BLOB_BYTES
+    begun = monotonic()
+    try:
+        conversation.send(blob)
+        returned = conversation.take(BLOB_BYTES)
+    except TransportError as error:
+        advice = "small packets pass and large ones do not: compare the MTU of the interfaces on the way (ip link)"
+        return wrong(subject, str(error), advice)
+    if returned != blob:
+        return wrong(subject, "what came back is not what was sent", "what is between these hosts?")
+    return ok(subject, f"1 MiB there and back in {1e3 * (monotonic() - begun):.0f} ms")
+
+
+def _way_back(host: str, conversation: _Conversation, back: str) -> Finding:
+    subject = f"{host}: way back"
+    try:
+        why_not = conversation.line()
+    except TransportError as error:
+        return wrong(subject, f"it does not say whether it can reach {back}: {error}", "try again")
+    if why_not:
+        advice = (
+            "workers dial each other on ports that the system chooses: open them in the firewall here, or set "
+            f"{ENV_ADVERTISE} to an address of this machine that is known there"
+        )
+        return wrong(subject, f"workers there cannot reach workers here at {back}: {why_not}", advice)
+    return ok(subject, f"workers there reach workers here ({back})")
+
+
+def _same_machine(host: str, peer: Identity, secret: bytes | None) -> Finding:
+    subject = f"{host}: ways"
+    token = host_token()
+    if not token or peer.capabilities.get("host") != token:
+        return ok(subject, "another machine, or another network namespace: workers will use TCP")
+    unix = peer.capabilities.get("unix", "")
+    try:
+        if not unix:
+            raise DialFailed("it has none")
+        _handshake(unix, secret or NO_SECRET).close()
+    except (HandshakeRefused, TransportError) as error:
+        return note(subject, f"the same machine, but no unix socket: {error}", "workers will use TCP")
+    return ok(subject, "the same machine: workers will use unix sockets and shared memory")
+
+
+class _Conversation:
+    """Bytes over a transport, up to a deadline."""
+
+    def __init__(self, transport: Transport, deadline: float, received: bytes = b"") -> None:
+        self._transport = transport
+        self._deadline = deadline
+        self._received = received
+
+    def send(self, data: bytes) -> None:
+        """Send all of it."""
+        left = memoryview(data)
+        while left:
+            taken = self._transport.send((left,))
+            left = left[taken:]
+            if not taken and not self._transport.wait_writable(max(0.0, self._deadline - monotonic())):
+                raise TransportError(f"{len(left)} of {len(data)} bytes could not be sent in time")
+
+    def some(self) -> bytes:
+        """What comes next."""
+        buffer = bytearray(64 << 10)
+        while True:
+            if not self._transport.wait_readable(max(0.0, self._deadline - monotonic())):
+                raise TransportError("nothing came in time")
+            count = self._transport.receive_into(memoryview(buffer))
+            if count == 0:
+                raise TransportError("the other side closed the connection")
+            if count is not None:
+                return bytes(buffer[:count])
+
+    def take(self, size: int) -> bytes:
+        """So many bytes."""
+        while len(self._received) < size:
+            try:
+                self._received += self.some()
+            except TransportError as error:
+                missing = size - len(self._received)
+                raise TransportError(f"{missing} of {size} bytes did not arrive: {error}") from error
+        taken, self._received = self._received[:size], self._received[size:]
+        return taken
+
+    def line(self) -> str:
+        """A line, without its end."""
+        while b"\n" not in self._received and len(self._received) <= MAX_LINE_BYTES:
+            self._received += self.some()
+        line, _, self._received = self._received.partition(b"\n")
+        return line.decode(errors="replace")

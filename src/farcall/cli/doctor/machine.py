@@ -1,0 +1,290 @@
+"""What the doctor looks at on this machine: versions, options, names, ways for bytes, memory, descriptors, ports.
+
+Each function looks at one thing and returns findings; what works is found out by doing it, with the very parts that a
+node uses. Nothing here talks to another machine.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import re
+import resource
+import socket
+import sys
+from importlib.metadata import version
+from time import monotonic
+
+from farcall import __version__
+from farcall.channel.host import why_not_shared
+from farcall.channel.segment import Segment
+from farcall.cli.doctor.finding import Finding, note, ok, wrong
+from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
+from farcall.runtime.addresses import choose_host, is_local, is_loopback
+from farcall.transport.address import dial, listen
+from farcall.transport.interface import Listener, Transport, TransportError
+from farcall.transport.tcp import format_tcp, parse_tcp
+from farcall.transport.unix import unix_sockets_work
+
+__all__ = ["look_at_machine", "look_at_options"]
+
+OLDEST_TORCH = (2, 6)
+FEW_DESCRIPTORS = 256
+SOME_DESCRIPTORS = 1024
+FEW_PORTS = 1000
+DIAL_S = 3.0
+MEBIBYTE = 1 << 20
+GIBIBYTE = 1 << 30
+
+
+def look_at_options() -> tuple[RpcBackendOptions | None, list[Finding]]:
+    """The options that a program gets which sets none itself, and what is to be said of them."""
+    try:
+        options = RpcBackendOptions()
+    except (TypeError, ValueError) as error:
+        return None, [wrong("environment", str(error), "correct the variable, or unset it")]
+    return options, [secret(options), *switched_off(options)]
+
+
+def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[Finding]:
+    """Everything, in the order in which a program meets it."""
+    host = choose_host(options.advertise, store_host)
+    return [
+        versions(),
+        host_name(socket.gethostname()),
+        address(options, host.host, host.reason),
+        *ways(options, host.host),
+        shared_memory(options),
+        memory(options.shared_memory_limit_bytes, memory_left()),
+        descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        ports(),
+    ]
+
+
+def versions() -> Finding:
+    """Of what farcall is built on."""
+    torch = version("torch")
+    found = (
+        f"farcall {__version__}, torch {torch}, msgspec {version('msgspec')}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    )
+    numbers = tuple(int(number) for number in re.findall(r"\d+", torch)[:2])
+    if numbers < OLDEST_TORCH:
+        return wrong("versions", found, "farcall needs torch 2.6 or later: pip install 'torch>=2.6'")
+    if not sys.platform.startswith("linux"):
+        return note("versions", found, "farcall is tested on Linux only; shared memory works only there")
+    return ok("versions", found)
+
+
+def secret(options: RpcBackendOptions) -> Finding:
+    """Is there a secret that members must prove?"""
+    value = options.secret_bytes
+    if value is not None:
+        return ok("secret", f"{ENV_SECRET} is set, {len(value)} bytes; every member must have the same")
+    return note(
+        "secret",
+        "none is set: the first member makes one, and whoever reaches the store while the cluster forms can join it",
+        f"on a network that others use, the same for every member: export {ENV_SECRET}="
+        '$(python -c "import secrets; print(secrets.token_hex(32))")',
+    )
+
+
+def switched_off(options: RpcBackendOptions) -> list[Finding]:
+    """Ways that the environment forbids."""
+    if options.transports is None:
+        return []
+    allowed = ", ".join(options.allowed_transports)
+    return [note("transports", f"{ENV_TRANSPORTS} allows {allowed} only", f"unset {ENV_TRANSPORTS} to allow all")]
+
+
+def host_name(name: str) -> Finding:
+    """Does this machine's name lead somewhere?"""
+    try:
+        found = sorted({str(where[0]) for *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        return note(
+            "host name",
+            f"{name} does not resolve here ({error})",
+            f"farcall does not need it; torch's gloo may. Add it to /etc/hosts, or give addresses ({ENV_ADVERTISE})",
+        )
+    places = ", ".join(found)
+    if all(is_loopback(place) for place in found):
+        return note(
+            "host name",
+            f"{name} is {places}, which means this machine wherever it is looked up",
+            "farcall tells the others another address, see the next line; as MASTER_ADDR it will do if they know it",
+        )
+    return ok("host name", f"{name} is {places}")
+
+
+def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
+    """What a worker here tells the others."""
+    found = f"workers here tell the others {host}: {reason}"
+    if options.advertise is not None and not is_local(host):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            return wrong("address", f"{found}; it does not resolve ({error})", f"correct or unset {ENV_ADVERTISE}")
+        return note(
+            "address",
+            f"{found}; it is no address of this machine",
+            "right where addresses are translated between here and the others; try it with farcall doctor HOST:PORT",
+        )
+    if is_loopback(host):
+        return note(
+            "address",
+            f"{found}; nobody elsewhere can reach that",
+            f"for several hosts: set MASTER_ADDR to a host that all reach, or {ENV_ADVERTISE} here",
+        )
+    return ok("address", found)
+
+
+def ways(options: RpcBackendOptions, host: str) -> list[Finding]:
+    """Can one process here reach another, over each way?"""
+    found = []
+    if "unix" in options.allowed_transports:
+        found.append(_unix())
+    if "tcp" in options.allowed_transports:
+        found.append(
+            _tcp("tcp on loopback", "tcp://127.0.0.1:0", "127.0.0.1", "is the loopback interface up (ip link)?")
+        )
+        if not is_loopback(host) and is_local(host):
+            advice = f"does a firewall on this machine block it? Else set {ENV_ADVERTISE} to another of its addresses"
+            found.append(_tcp("tcp on the network", "tcp://*:0", host, advice))
+    return found
+
+
+def _unix() -> Finding:
+    if not unix_sockets_work():
+        return note("unix sockets", "this system has none that carry descriptors", "workers here will use TCP")
+    try:
+        _exchange(listen("unix:"), None)
+    except (OSError, TransportError) as error:
+        return note("unix sockets", f"do not work: {error}", "workers here will use TCP, without shared memory")
+    return ok("unix sockets", "work")
+
+
+def _tcp(subject: str, listening: str, host: str, advice: str) -> Finding:
+    try:
+        listener = listen(listening)
+        _exchange(listener, format_tcp(host, parse_tcp(listener.address)[1]))
+    except (OSError, TransportError) as error:
+        return wrong(subject, f"{host} cannot be dialled: {error}", advice)
+    return ok(subject, f"works ({host})")
+
+
+def _exchange(listener: Listener, where: str | None) -> None:
+    """Dial ``listener``, say something and hear it."""
+    try:
+        ours = dial(where or listener.address, DIAL_S)
+        try:
+            theirs = _accepted(listener)
+            try:
+                ours.send_bytes(b"farcall")
+                buffer = bytearray(7)
+                if not theirs.wait_readable(DIAL_S) or theirs.receive_into(memoryview(buffer)) != 7:
+                    raise TransportError("what is written does not arrive")
+            finally:
+                theirs.close()
+        finally:
+            ours.close()
+    finally:
+        listener.close()
+
+
+def _accepted(listener: Listener) -> Transport:
+    give_up_at = monotonic() + DIAL_S
+    while (found := listener.accept()) is None:
+        if monotonic() > give_up_at:
+            raise TransportError("the connection does not arrive")
+    return found
+
+
+def shared_memory(options: RpcBackendOptions) -> Finding:
+    """Can a tensor's memory be seen by two processes here?"""
+    if "unix" not in options.allowed_transports:
+        return note("shared memory", f"not used: it needs unix sockets, which {ENV_TRANSPORTS} forbids", "allow unix")
+    why_not = why_not_shared()
+    if why_not:
+        return note(
+            "shared memory",
+            f"does not work: {why_not}",
+            "large tensors will go through sockets, at half the speed; in a container, allow memfd_create",
+        )
+    segment = Segment(0, MEBIBYTE)
+    try:
+        segment.view[:7] = b"farcall"
+        with mmap.mmap(segment.descriptor, MEBIBYTE, mmap.MAP_SHARED, mmap.PROT_READ) as seen:
+            if seen[:7] != b"farcall":
+                return wrong("shared memory", "two mappings differ", "switch it off: shared_memory=False")
+    finally:
+        segment.close()
+    return ok("shared memory", "works, by memory files: the size of /dev/shm does not matter")
+
+
+def memory(limit_bytes: int, left_bytes: int | None) -> Finding:
+    """Is there as much as a worker may take for sending?"""
+    if left_bytes is None:
+        return note(
+            "memory", "how much is left cannot be read here", "watch it yourself: shared memory counts as memory"
+        )
+    found = (
+        f"{left_bytes / GIBIBYTE:.1f} GiB left; a worker may take {limit_bytes / GIBIBYTE:.1f} GiB of it for sending"
+    )
+    if left_bytes < limit_bytes:
+        return note(
+            "memory",
+            found,
+            "shared memory counts as memory of the machine or container; with large tensors give less: "
+            "RpcBackendOptions(shared_memory_limit_bytes=...)",
+        )
+    return ok("memory", found)
+
+
+def memory_left() -> int | None:
+    """Bytes that this process may still take, as far as the machine and its container say."""
+    left = []
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            left += [int(amount) * 1024 for amount in re.findall(r"MemAvailable:\s+(\d+) kB", file.read())]
+    except OSError:
+        pass
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit is not None and used is not None:
+        left.append(max(0, limit - used))
+    return min(left, default=None)
+
+
+def _cgroup(name: str) -> int | None:
+    try:
+        with open(f"/sys/fs/cgroup/{name}", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None  # no such file, or "max"
+
+
+def descriptors(soft: int, hard: int) -> Finding:
+    """How many files and connections a process may have open."""
+    if soft == resource.RLIM_INFINITY:
+        return ok("descriptors", "no limit")
+    most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+    found = f"a process may open {soft} (at most {most}); a worker needs one for each other worker, and some more"
+    advice = f"ulimit -n {most if hard != resource.RLIM_INFINITY else 65536}"
+    if soft < FEW_DESCRIPTORS:
+        return wrong("descriptors", found, f"raise it before starting workers: {advice}")
+    if soft < SOME_DESCRIPTORS:
+        return note("descriptors", found, f"for hundreds of workers: {advice}")
+    return ok("descriptors", found)
+
+
+def ports() -> Finding:
+    """From which ports the system chooses those that workers listen on."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            first, last = (int(number) for number in file.read().split())
+    except (OSError, ValueError):
+        return note("ports", "the range of ports cannot be read here", "between hosts, any port may be used")
+    found = f"each worker listens on one that the system chooses, from {first} to {last}"
+    if last - first < FEW_PORTS:
+        return note("ports", found, "few, if many connections are open: widen net.ipv4.ip_local_port_range")
+    return ok("ports", f"{found}; between hosts, no firewall may block these")
