@@ -15,7 +15,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -79,7 +79,6 @@ class RRef(Generic[T]):
         "_release",
         "_type",
         "_type_future",
-        "_type_hint",
         "origin",
     )
 
@@ -94,12 +93,20 @@ class RRef(Generic[T]):
     _type_future: weakref.ref[torch.futures.Future[Any]] | None
     origin: str
     """Where in the program the reference was created, if that is recorded."""
+    script_class: ClassVar[type[Any] | None] = None
+    """What TorchScript knows references as, where that is in use; see `farcall.torchscript`."""
+
+    @property
+    def __class__(self) -> type[Any]:  # type: ignore[override]
+        # Asked by isinstance, also by that of torch's C++, where an object's own type is not the one looked for.
+        return RRef.script_class or RRef
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         from farcall.remote.references import NodeReferences
 
         current_node().part(NodeReferences).own(self, value)
-        self._type_hint = type_hint
+        assert self._owned is not None
+        self._owned.type_hint = type_hint
 
     @staticmethod
     def _of(
@@ -117,7 +124,6 @@ class RRef(Generic[T]):
         self._creation = creation
         self._type = None
         self._type_future = None
-        self._type_hint = None
         self.origin = origin
         self._fork = fork
         self._release = references.released.append

@@ -37,6 +37,7 @@ _missing = object()
 # The function is held, so its id stays its own.
 _written: dict[int, tuple[Any, str, str, tuple[str, ...], bytes]] = {}
 _read: dict[bytes, tuple[str, str, tuple[str, ...]]] = {}
+_operators: dict[bytes, Any] = {}  # once defined they stay what they are
 
 
 def encode_function(function: Any) -> bytes | None:
@@ -149,7 +150,10 @@ def _decode_function(data: bytes) -> Any:
         if kind == b"p":
             return _find_path(data, name.decode())
         if kind == b"o":
-            return find_operator(name.decode())
+            found = _operators.get(data)
+            if found is None:
+                found = _operators[data] = find_operator(name.decode())
+            return found
         if kind == b"s":
             return find_script_function(name.decode())
         if kind == b"k":

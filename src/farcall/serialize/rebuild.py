@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from farcall.errors import SerializationError
+from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
@@ -157,7 +157,11 @@ def find_script_function(qualified_name: str) -> Any:
     """Return the TorchScript function of that name compiled in this process."""
     function = torch.jit._state._python_cu.find_function(qualified_name)
     if function is None:
-        raise AttributeError(f"no TorchScript function {qualified_name!r} has been compiled in this process")
+        name = qualified_name.rpartition(".")[2]
+        raise FunctionNotFound(
+            f"attempted to get undefined function {name}: no TorchScript function {qualified_name!r} has been compiled in "
+            "this process; compile it on both sides"
+        )
     return function
 
 
