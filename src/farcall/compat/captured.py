@@ -202,11 +202,9 @@ def _script_builtins() -> list[Undo]:
 
 def _scripts() -> list[Undo]:
     """Code that TorchScript compiles, and that issues calls itself."""
-    from farcall.compat import autograd, rpc
-    from farcall.torchscript import bridging, need
+    from farcall.compat.scripts import serve
 
-    functions = (rpc.rpc_sync, rpc.rpc_async, rpc.remote, autograd.get_gradients, autograd.backward)
-    return [bridging.disable, *need.watch(functions)]
+    return serve()
 
 
 AFTER_IMPORT: dict[str, Callable[[ModuleType], list[Undo]]] = {

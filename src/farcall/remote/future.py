@@ -42,7 +42,7 @@ _make_future = torch._C.Future.__init__
 class Future(torch.futures.Future[T], PendingCall):
     """The outcome of one `rpc_async` call."""
 
-    settle: Callable[[torch._C.Future, Any], None] = staticmethod(torch._C.Future.set_result)
+    settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
     """How a future is given its value: so that TorchScript can use it, where that is in use."""
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:

@@ -72,7 +72,7 @@ def _find_operator(func: Any) -> tuple[Any, str]:
     """``func`` and its operator's name, "" for none; remembered, with the function, so that its id stays its own."""
     name: str | None = None
     if getattr(func, "__module__", None) != "math":
-        name = torch.jit._builtins._find_builtin(func)
+        name = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
     found = (func, name if name is not None and name.startswith("aten::") else "")
     if len(_operators) >= _MOST_REMEMBERED:
         _operators.clear()

@@ -96,8 +96,8 @@ class RRef(Generic[T]):
     script_class: ClassVar[type[Any] | None] = None
     """What TorchScript knows references as, where that is in use; see `farcall.torchscript`."""
 
-    @property
-    def __class__(self) -> type[Any]:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
         # Asked by isinstance, also by that of torch's C++, where an object's own type is not the one looked for.
         return RRef.script_class or RRef
 

@@ -155,12 +155,12 @@ def load_script_module(data: Any) -> Any:
 
 def find_script_function(qualified_name: str) -> Any:
     """Return the TorchScript function of that name compiled in this process."""
-    function = torch.jit._state._python_cu.find_function(qualified_name)
+    function: Any = torch.jit._state._python_cu.find_function(qualified_name)
     if function is None:
         name = qualified_name.rpartition(".")[2]
         raise FunctionNotFound(
-            f"attempted to get undefined function {name}: no TorchScript function {qualified_name!r} has been compiled in "
-            "this process; compile it on both sides"
+            f"attempted to get undefined function {name}: no TorchScript function {qualified_name!r} has been compiled "
+            "in this process; compile it on both sides"
         )
     return function
 

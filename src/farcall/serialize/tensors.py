@@ -187,6 +187,11 @@ def _reduce_typed_storage(storage: torch.TypedStorage, encoding: Encoding) -> An
 
 
 def _reduce_script_module(module: torch.jit.ScriptModule, encoding: Encoding) -> Any:
+    if hasattr(module._c, "module_rref"):
+        raise SerializationError(
+            "Passing a script RemoteModule over RPC is not supported. Send its module_rref, and make another from that "
+            "there: RemoteModule.init_from_module_rref"
+        )
     file = io.BytesIO()
     torch.jit.save(module, file)
     return load_script_module, (pickle.PickleBuffer(file.getbuffer()),)

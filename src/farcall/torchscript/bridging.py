@@ -26,7 +26,6 @@ from farcall.torchscript.types import type_of_result
 
 __all__ = ["allow_pickling", "disable", "enable", "is_enabled"]
 
-_PATCHED = ("__getattribute__", "__repr__", "__str__")
 _lock = threading.Lock()
 _undo: list[Callable[[], object]] = []
 
@@ -81,7 +80,12 @@ def allow_pickling(allowed: bool) -> None:
 
 def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Callable[[], object]]:
     """Have torch's class hand on what it is asked."""
-    before = {name: vars(wrapper).get(name) for name in _PATCHED}
+
+    def describe(self: Any) -> str:
+        return repr(unwrap(self))
+
+    def print_(self: Any) -> str:
+        return str(unwrap(self))
 
     def get(self: Any, name: str) -> Any:
         return RRef if name == "__class__" else getattr(unwrap(self), name)
@@ -89,10 +93,9 @@ def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Calla
     def reduce(self: Any, encoding: Encoding) -> Any:
         return reference._reduce(unwrap(self), encoding)
 
-    # torch's class is made by a metaclass of pybind11 that allows it.
-    wrapper.__getattribute__ = get  # type: ignore[method-assign, assignment]
-    wrapper.__repr__ = lambda self: repr(unwrap(self))  # type: ignore[method-assign, assignment]
-    wrapper.__str__ = lambda self: str(unwrap(self))  # type: ignore[method-assign, assignment]
+    before = {name: vars(wrapper).get(name) for name in ("__getattribute__", "__repr__", "__str__")}
+    for name, method in zip(before, (get, describe, print_), strict=True):
+        setattr(wrapper, name, method)
     register_reducer(wrapper, reduce)
 
     def undo() -> None:

@@ -102,12 +102,12 @@ def _directory() -> Path:
 def _compile(directory: Path) -> None:
     from torch.utils import cpp_extension
 
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     if shutil.which(compiler) is None:
         raise RpcError(
-            f"RPC in TorchScript code needs a C++ compiler, once, and there is no {compiler!r} here. Install one (or name "
-            "it in CXX) and run `farcall torchscript build`, or build where there is one and set FARCALL_CACHE to a "
-            "directory that both see. Everything else works without"
+            f"RPC in TorchScript code needs a C++ compiler, once, and there is no {compiler!r} here. Install one (or "
+            "name it in CXX) and run `farcall torchscript build`, or build where there is one and set FARCALL_CACHE to "
+            "a directory that both see. Everything else works without"
         )
     if not cpp_extension.is_ninja_available():
         raise RpcError(

@@ -144,7 +144,7 @@ def _written(number: int) -> RRef[Any]:
     try:
         return node.part(_Pickled).written[number]
     except KeyError:
-        raise ReferenceLost(f"{node.info.name} has not written a reference of number {number} since it started") from None
+        raise ReferenceLost(f"{node.info.name} has not written a reference {number} since it started") from None
 
 
 # ---------------------------------------------------------------------- distributed autograd
@@ -158,5 +158,3 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 def backward(context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """``dist_autograd.backward`` in a script."""
     autograd.backward(context_id, roots, retain_graph)
-
-

@@ -1,8 +1,9 @@
 """Code that TorchScript is about to compile and that needs the extension: it is enabled just before.
 
 Torch compiles ``rpc.rpc_async`` and ``RRef[...]`` whoever is in their place, and nobody is asked when such code runs;
-so this looks at what is compiled. `watch` is told by whoever took the place of ``torch.distributed.rpc`` which functions
-count, and wraps the three doors through which such code comes: source, annotations and values whose type is inferred.
+so this looks at what is compiled. `watch` is told which functions count by whoever took the place of
+``torch.distributed.rpc``, and wraps the three doors through which such code comes: source, annotations and values
+whose type is inferred.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
     from torch.jit import annotations, frontend
 
     wanted = list(functions)
-    parse, infer, make_type = frontend.parse_def, torch._C._jit_try_infer_type, torch._C.RRefType
     front: Any = frontend
     notes: Any = annotations
     native: Any = torch._C
+    parse, infer, make_type = front.parse_def, native._jit_try_infer_type, native.RRefType
 
     def parse_def(function: Any) -> Any:
         parsed = parse(function)

@@ -22,7 +22,8 @@ __all__ = ["type_of", "type_of_result"]
 def type_of_result(function: Any) -> Any:
     """The type that ``function`` returns, if that is fixed: a TorchScript function or one operator; else None."""
     if isinstance(function, torch.jit.ScriptFunction):
-        returns = function.schema.returns
+        schema: Any = function.schema  # a property, whatever torch's stubs say
+        returns = schema.returns
     elif isinstance(function, torch._ops.OpOverload):
         returns = function._schema.returns
     else:
