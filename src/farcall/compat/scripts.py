@@ -37,4 +37,6 @@ def _issue_async(to: str, function: Any, *request: Any) -> Any:
         RPCExecMode.ASYNC_JIT, function.qualified_name, api.get_worker_info().name, api.get_worker_info(to).name
     )
     with record_function(key) as event:
-        return event._call_end_callbacks_on_future(api.rpc_async(to, function, *request))
+        future = api.rpc_async(to, function, *request)
+        event._call_end_callbacks_on_future(future)  # what it returns would take an error for a value
+        return future

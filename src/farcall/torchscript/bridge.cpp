@@ -213,11 +213,47 @@ bool is_mutable(const TypePtr& type) {
   }
 }
 
+bool contains_reference(const TypePtr& type) {
+  if (type->kind() == c10::TypeKind::RRefType) {
+    return true;
+  }
+  for (const auto& part : type->containedTypes()) {
+    if (contains_reference(part)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// `value` with torch's objects in the place of farcall's references. `convert` does that by itself, but only below a
+// call from Python into torch, which keeps what it makes; and TorchScript has threads of its own.
+py::object with_references(const py::object& value) {
+  if (value.get_type().is(handlers->reference_class)) {
+    return py::cast(rpc::PyRRef(make_reference(value, nullptr)));
+  }
+  auto each = [](const py::handle& one) { return with_references(py::reinterpret_borrow<py::object>(one)); };
+  if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
+    py::list items;
+    for (auto one : value) {
+      items.append(each(one));
+    }
+    return py::isinstance<py::list>(value) ? py::object(items) : py::object(py::tuple(items));
+  }
+  if (py::isinstance<py::dict>(value)) {
+    py::dict items;
+    for (auto one : value.cast<py::dict>()) {
+      items[each(one.first)] = each(one.second);
+    }
+    return items;
+  }
+  return value;
+}
+
 IValue value_of(const py::object& value, const TypePtr& type) {
   if (py::isinstance<ScriptValue>(value)) {
     return value.cast<ScriptValue&>().value;
   }
-  return toIValue(value, type);
+  return toIValue(contains_reference(type) ? with_references(value) : value, type);
 }
 
 // The same for a value that Python made, of which nobody promised that it has the type that the script says: then the
@@ -481,7 +517,7 @@ TypePtr parse_type(const std::string& text) {
 }
 
 void set_result(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const py::object& value, TypePtr type) {
-  IValue converted = toIValue(value, type);
+  IValue converted = value_of(value, type);
   py::gil_scoped_release without_gil;
   future->fut->markCompleted(std::move(converted));
 }
