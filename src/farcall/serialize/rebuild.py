@@ -16,6 +16,8 @@ Invariant: tensors are appended to ``Decoding.tensors`` in the order in which th
 
 from __future__ import annotations
 
+import collections
+import functools
 import io
 from typing import Any
 
@@ -36,6 +38,7 @@ __all__ = [
     "rebuild_alias",
     "rebuild_as",
     "rebuild_inline",
+    "rebuild_named_tuple",
     "rebuild_special",
     "rebuild_storage",
     "rebuild_typed_storage",
@@ -151,6 +154,16 @@ def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> 
 def load_script_module(data: Any) -> Any:
     """Load what ``torch.jit.save`` wrote."""
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(256)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    return collections.namedtuple(name, fields, module="torch._jit_internal")  # as the one it came from
+
+
+def rebuild_named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """A named tuple of TorchScript's."""
+    return _named_tuple(name, fields)(*values)
 
 
 def find_script_function(qualified_name: str) -> Any:
