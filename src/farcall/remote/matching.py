@@ -17,7 +17,7 @@ import torch
 from torch.jit import ScriptFunction
 
 from farcall.remote.functions import AsyncScriptFunction
-from farcall.serialize import encode_function, installed_pickler
+from farcall.serialize import encode_function, installed_pickler, policy
 
 __all__ = ["name_function"]
 
@@ -28,8 +28,8 @@ _MOST_REMEMBERED = 4096
 
 _check: Any = torch._C._check_schema_allow_fake_script_object
 _resolve: Any = torch._C._jit_resolve_packet
-_operators: dict[int, tuple[Any, str]] = {}
-_overloads: dict[Any, bytes | None] = {}
+# By the function's id and the types of its arguments. The function is held, so that its id stays its own.
+_named: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
 
 
 def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes | None:
@@ -39,48 +39,35 @@ def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | No
         RuntimeError: ``func`` has a schema, and these are not its arguments.
     """
     kind = func.__class__
-    if kind is BuiltinFunctionType:
-        overload = _name_overload(func, args, kwargs)
-        if overload is not None:
-            return overload
-    elif kind is ScriptFunction:
-        _check(func.schema, *args, **(kwargs or {}))
+    if kind is BuiltinFunctionType or kind is ScriptFunction:
+        types = (*map(type, args), *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
+        key = (id(func), types, *kwargs) if kwargs else (id(func), types)
+        known = _named.get(key)
+        if known is not None and known[0] is func and policy._installed is None:
+            return known[1]
+        name = (_name_script if kind is ScriptFunction else _name_overload)(func, args, kwargs or {})
+        if name is not None:
+            if _PLAIN.issuperset(types):
+                if len(_named) >= _MOST_REMEMBERED:
+                    _named.clear()
+                _named[key] = (func, name)
+            return name
     elif kind is AsyncScriptFunction:
         _check(func.function.schema, *args, **(kwargs or {}))
     return encode_function(func)
 
 
-def _name_overload(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes | None:
-    known = _operators.get(id(func))
-    if known is None:
-        known = _find_operator(func)
-    if known[0] is not func or not known[1] or installed_pickler() is not None:
+def _name_script(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    _check(func.schema, *args, **kwargs)
+    return encode_function(func)
+
+
+def _name_overload(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    if installed_pickler() is not None or getattr(func, "__module__", None) == "math":
         return None
-    key = (known[1], *map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else (known[1], *map(type, args))
-    found = _overloads.get(key, key)
-    if found is not key:
-        return found  # type: ignore[return-value]
-    named = _resolve_overload(known[1], args, kwargs or {})
-    if _PLAIN.issuperset(map(type, args)) and (not kwargs or _PLAIN.issuperset(map(type, kwargs.values()))):
-        if len(_overloads) >= _MOST_REMEMBERED:
-            _overloads.clear()
-        _overloads[key] = named
-    return named
-
-
-def _find_operator(func: Any) -> tuple[Any, str]:
-    """``func`` and its operator's name, "" for none; remembered, with the function, so that its id stays its own."""
-    name: str | None = None
-    if getattr(func, "__module__", None) != "math":
-        name = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
-    found = (func, name if name is not None and name.startswith("aten::") else "")
-    if len(_operators) >= _MOST_REMEMBERED:
-        _operators.clear()
-    _operators[id(func)] = found
-    return found
-
-
-def _resolve_overload(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    name: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
+    if name is None or not name.startswith("aten::"):
+        return None
     if _ONLY_IN_PYTHON.intersection(kwargs) or (args and all(isinstance(one, int) for one in args)):
         return None
     overload = _resolve(name, *args, **kwargs) or "default"
