@@ -28,6 +28,8 @@ def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
     """From now on enable the extension where it is needed; what is returned ends that."""
     from torch.jit import annotations, frontend
 
+    if not hasattr(torch._C, "_rpc_init"):
+        return []  # a torch without RPC compiles none of this
     wanted = list(functions)
     front: Any = frontend
     notes: Any = annotations
