@@ -367,6 +367,45 @@ def test_calls_in_compiled_functions(tmp_path: Path) -> None:
     assert rest == ["0", "True"]
 
 
+def test_remote_modules_for_scripts_move_tensors_to_their_device_and_back(tmp_path: Path) -> None:
+    program = """
+        from typing import Tuple
+        from farcall.compat.scriptable_module import _written
+
+        @torch.jit.interface
+        class Interface(torch.nn.Module):
+            def forward(self, x: Tensor, times: int, word: str) -> Tuple[Tensor, Tuple[str, Tensor]]:
+                pass
+
+        class Module(torch.nn.Module):
+            def forward(self, x: Tensor, times: int, word: str) -> Tuple[Tensor, Tuple[str, Tensor]]:
+                assert x.device.type == "cpu"
+                return x * times, (word, x)
+
+        start()
+        rref = rpc.RRef(torch.jit.script(Module()), type_hint=Interface)
+        for moves, has_map in ((False, False), (True, False), (True, True)):
+            written = _written(Interface, moves, has_map)
+            source = str(written.run_forward.code)
+            print(written.run_forward(rref, "cpu", torch.ones(1), 3, "it's")[1][0], source.count("to("), source.count("cpu("))
+        rpc.shutdown()
+    """
+    assert run_alone(tmp_path, program).splitlines() == ["it's 0 0", "it's 1 2", "it's 1 0"]
+
+
+def test_the_command_builds_once_and_says_where_it_is(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "farcall", "torchscript", "build"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_file()
+    environment |= {"FARCALL_CACHE": str(tmp_path), "CXX": "no-such-compiler"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert "needs a C++ compiler" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # ---------------------------------------------------------------------- at the callee
 
 

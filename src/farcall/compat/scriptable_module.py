@@ -115,12 +115,12 @@ def _written(interface: type[Any], moves: bool, has_map: bool) -> Any:
         return sys.modules[name]
     forward = torch.jit._state._python_cu.get_interface(qualified).getMethod("forward")
     assert forward is not None
-    parameters = forward.arguments[1:]
+    parameters = forward.arguments[1:]  # without defaults, which interfaces do not keep
     result = forward.returns[0].type
     source = _SOURCE.format(
         home=interface.__module__,
         interface=interface.__name__,
-        parameters=", ".join(map(_declaration, parameters)),
+        parameters=", ".join(f"{parameter.name}: {parameter.type.annotation_str}" for parameter in parameters),
         names=", ".join(parameter.name for parameter in parameters),
         moved=", ".join(
             f"{parameter.name}.to(device)" if moves and _is_tensor(parameter.type) else parameter.name
@@ -139,11 +139,6 @@ def _written(interface: type[Any], moves: bool, has_map: bool) -> Any:
         del sys.modules[name]
         raise
     return module
-
-
-def _declaration(parameter: Any) -> str:
-    default = f" = {parameter.default_value!r}" if parameter.has_default_value() else ""
-    return f"{parameter.name}: {parameter.type.annotation_str}{default}"
 
 
 def _is_tensor(kind: Any) -> bool:
