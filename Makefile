@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+# What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
+export FARCALL_CACHE := $(abspath $(VENV))/cache
 
 .PHONY: help demo test lint format bench docs clean
 .DEFAULT_GOAL := help
@@ -32,6 +34,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
+	$(BIN)/farcall torchscript build
 	$(BIN)/pytest $(ARGS)
 
 format: $(READY)

@@ -19,6 +19,7 @@ import torch
 
 from farcall.errors import NotInitialized, RpcError
 from farcall.ids import WorkerInfo
+from farcall.imports import when_imported
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.node import Node
@@ -303,6 +304,12 @@ def _after_fork() -> None:
         _slot.why_none = "this process was forked from a worker; call init_rpc here to make it a worker of its own"
 
 
+def _keep_out_of_graphs(rules: Any) -> None:
+    """What torch.compile compiles breaks its graph at a call, once, and does not go on inside of farcall."""
+    rules.add("farcall")
+
+
+when_imported("torch._dynamo.trace_rules", _keep_out_of_graphs)
 runtime_node.Current.find = current_node
 atexit.register(_leave_at_exit)
 if hasattr(os, "register_at_fork"):

@@ -178,6 +178,28 @@ def trace(
         write_trace(_console(), observer, seconds, output, shapes, memory, stacks)
 
 
+torchscript = typer.Typer(help="The extension for RPC in TorchScript code.", no_args_is_help=True)
+app.add_typer(torchscript, name="torchscript")
+
+
+@torchscript.callback()
+def _torchscript() -> None:
+    """The extension for RPC in TorchScript code."""
+
+
+@torchscript.command()
+def build() -> None:
+    """Build it now, about a minute, instead of when it is first needed; once for each torch."""
+    from farcall.errors import RpcError
+    from farcall.torchscript import extension
+
+    try:
+        typer.echo(extension.build())
+    except RpcError as error:
+        typer.echo(f"farcall torchscript build: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: a glance, no proof.")] = False,

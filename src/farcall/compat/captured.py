@@ -114,6 +114,7 @@ def complete() -> list[Undo]:
         if module is not None:
             undo.extend(add(module))
     undo.extend(_script_builtins())
+    undo.extend(_scripts())
     undo.extend(_futures())
     undo.extend(_references())
     return undo
@@ -197,6 +198,13 @@ def _script_builtins() -> list[Undo]:
             table.pop(key, None)
 
     return [undo]
+
+
+def _scripts() -> list[Undo]:
+    """Code that TorchScript compiles, and that issues calls itself."""
+    from farcall.compat.scripts import serve
+
+    return serve()
 
 
 AFTER_IMPORT: dict[str, Callable[[ModuleType], list[Undo]]] = {

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from farcall.compat import captured, children
-from farcall.compat.waiting import find_and_then
+from farcall.imports import find_and_then
 
 __all__ = ["REPLACED", "install", "is_installed", "uninstall"]
 

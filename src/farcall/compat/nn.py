@@ -14,7 +14,7 @@ from torch import nn
 
 from farcall.compat.rpc.agent import current_agent, is_agent_set
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.errors import RpcError
+from farcall.compat.scriptable_module import ScriptableRemoteModule
 from farcall.nn import remote_module as farcall_module
 from farcall.nn.remote_device import parse_remote_device
 from farcall.remote.reference import RRef
@@ -40,6 +40,19 @@ class _RemoteModule(farcall_module.RemoteModule):
     training = True
     _signature = farcall_module._ANYTHING
 
+    def __new__(
+        cls,
+        remote_device: Any = None,
+        module_cls: Any = None,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> Any:
+        if _module_interface_cls is None:
+            return super().__new__(cls)
+        has_map = _has_device_map(remote_device)
+        return ScriptableRemoteModule.make(remote_device, module_cls, args, kwargs, _module_interface_cls, has_map)
+
     def __init__(
         self,
         remote_device: Any,
@@ -48,7 +61,6 @@ class _RemoteModule(farcall_module.RemoteModule):
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: Any = None,
     ) -> None:
-        _refuse_interface(_module_interface_cls)
         super().__init__(remote_device, module_cls, args, kwargs)
         signature = self._signature
         self._take_shape(remote_device, self.module_rref)
@@ -57,22 +69,21 @@ class _RemoteModule(farcall_module.RemoteModule):
     @staticmethod
     def init_from_module_rref(
         remote_device: Any, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
-    ) -> RemoteModule:
+    ) -> Any:
         """A `RemoteModule` over a module that exists already."""
-        _refuse_interface(_module_interface_cls)
+        if _module_interface_cls is not None:
+            has_map = _has_device_map(remote_device)
+            return ScriptableRemoteModule(remote_device, module_rref, _module_interface_cls, has_map)
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made._take_shape(remote_device, module_rref)
         return made
 
     def _take_shape(self, remote_device: Any, module_rref: RRef[nn.Module]) -> None:
-        if not is_agent_set():
-            raise AssertionError("a RemoteModule needs RPC: call init_rpc first")
+        has_map = _has_device_map(remote_device)
         where = parse_remote_device(remote_device)
-        agent = current_agent()
-        device_map = agent._get_device_map(agent.get_worker_info(where.worker))
         methods = (_RemoteModule.forward_async, _RemoteModule.forward)
-        shape = (where.worker, str(where.device), bool(device_map), False, methods, module_rref)
+        shape = (where.worker, str(where.device), has_map, False, methods, module_rref)
         self._set_attributes(shape)
 
     def _set_attributes(self, shape: tuple[Any, ...]) -> None:
@@ -123,17 +134,16 @@ class RemoteModule(_RemoteModule):
 
 
 def _arrive(cls: type[_RemoteModule], shape: tuple[Any, ...]) -> _RemoteModule:
-    made = cls.__new__(cls)
+    made: _RemoteModule = cls.__new__(cls)
     made._set_attributes(shape)
     return made
 
 
-def _refuse_interface(module_interface_cls: Any) -> None:
-    if module_interface_cls is not None:
-        raise RpcError(
-            "a RemoteModule for TorchScript (_module_interface_cls) needs RPC that is issued by TorchScript code, "
-            "which farcall does not serve: make it without an interface, and call it from Python"
-        )
+def _has_device_map(remote_device: Any) -> bool:
+    if not is_agent_set():
+        raise AssertionError("a RemoteModule needs RPC: call init_rpc first")
+    agent = current_agent()
+    return bool(agent._get_device_map(agent.get_worker_info(parse_remote_device(remote_device).worker)))
 
 
 def __getattr__(name: str) -> Any:

@@ -7,12 +7,14 @@ The hot path of the caller's side. A request carries its function in a segment o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from farcall.errors import NetworkError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.remote.answer import read_answer
 from farcall.remote.future import Future
+from farcall.remote.matching import name_function
 from farcall.runtime.calls import SyncCall
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
@@ -116,7 +118,10 @@ def encode_request(
         raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}: for one argument write args=(x,)")
     if kwargs.__class__ is not dict and kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
-    function = encode_function(func) or b""
+    if func.__class__ is FunctionType:
+        function = encode_function(func) or b""
+    else:
+        function = name_function(func, args or (), kwargs) or b""
     if not function and not callable(func):
         raise TypeError(f"func must be callable, not {type(func).__name__}")
     if function and not args and not kwargs:

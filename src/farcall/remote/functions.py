@@ -27,7 +27,7 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(async_execution(fn.__func__))
     if isinstance(fn, torch.jit.ScriptFunction):
-        return _AsyncScriptFunction(fn)
+        return AsyncScriptFunction(fn)
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -37,25 +37,25 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-class _AsyncScriptFunction:
+class AsyncScriptFunction:
     """A TorchScript function that returns a future. It has no name of its own, and is sent as that of its function."""
 
     def __init__(self, function: Any) -> None:
-        self._function = function
+        self.function = function
         setattr(self, ASYNC_MARK, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._function(*args, **kwargs)
+        result = self.function(*args, **kwargs)
         if not isinstance(result, torch._C.Future):
             raise RuntimeError(
                 f"Async functions must return an IValue of Future type, but got {type(result).__name__} from "
-                f"{self._function.qualified_name}"
+                f"{self.function.qualified_name}"
             )
         return result
 
     def __reduce__(self) -> Any:
-        return _find, (str(self._function.qualified_name),)
+        return _find, (str(self.function.qualified_name),)
 
 
-def _find(qualified_name: str) -> _AsyncScriptFunction:
-    return _AsyncScriptFunction(find_script_function(qualified_name))
+def _find(qualified_name: str) -> AsyncScriptFunction:
+    return AsyncScriptFunction(find_script_function(qualified_name))

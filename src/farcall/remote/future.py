@@ -39,11 +39,13 @@ S = TypeVar("S")
 _NAMES_A_CLASS = pickle.STACK_GLOBAL
 
 _make_future = torch._C.Future.__init__
-_set_result = torch._C.Future.set_result
 
 
 class Future(torch.futures.Future[T], PendingCall):
     """The outcome of one `rpc_async` call."""
+
+    settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
+    """How a future is given its value: so that TorchScript can use it, where that is in use."""
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
@@ -135,7 +137,7 @@ class Future(torch.futures.Future[T], PendingCall):
         except BaseException as error:
             self.fail(error)
         else:
-            _set_result(self, value)
+            self.settle(self, value)
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -144,7 +146,7 @@ class Future(torch.futures.Future[T], PendingCall):
         # neither those that read the error, nor those of whoever waits, to each of whom a copy is raised.
         error.__traceback__ = None
         self._set_unwrap_func(_raise_copy)
-        _set_result(self, error)
+        torch._C.Future.set_result(self, error)
         self._wake()
 
     def _wake(self) -> None:

@@ -32,13 +32,18 @@ _lock = threading.RLock()
 class Owned:
     """One value."""
 
-    __slots__ = ("_waiting", "failure", "origin", "ready", "value")
+    __slots__ = ("_waiting", "failure", "made_by", "origin", "ready", "type_hint", "value")
+
+    held_by_scripts: type[Any] | None = None
+    """The class of values that TorchScript code has changed, or may; see `farcall.torchscript`."""
 
     def __init__(self, origin: str = "") -> None:
         self.ready = False
         self.value: Any = None
         self.failure: Encoded | None = None
         self.origin = origin  # where the program created it, if that is recorded
+        self.made_by = b""  # the function that made it, as it was named in the call
+        self.type_hint: Any = None  # its type for TorchScript, if its user said so
         self._waiting: list[Callable[[], None]] | None = None
 
     @staticmethod
@@ -88,13 +93,19 @@ class Owned:
         """The value, once ready; or the error in its place, raised."""
         if self.failure is not None:
             raise decode_failure(*self.failure)
-        return self.value
+        return self._in_python()
 
     def get_to_send(self) -> Any:
         """The same for a request that is to be answered with it: the error keeps its first form."""
         if self.failure is not None:
             raise StoredFailure(self.failure)
-        return self.value
+        return self._in_python()
+
+    def _in_python(self) -> Any:
+        value = self.value
+        if value.__class__ is Owned.held_by_scripts:
+            return value.to_python()
+        return value
 
     def describe(self) -> str:
         """What is here, in words."""

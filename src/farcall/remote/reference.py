@@ -16,7 +16,7 @@ import random
 import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -86,7 +86,6 @@ class RRef(Generic[T]):
         "_release",
         "_type",
         "_type_future",
-        "_type_hint",
         "origin",
     )
 
@@ -101,12 +100,20 @@ class RRef(Generic[T]):
     _type_future: weakref.ref[torch.futures.Future[Any]] | None
     origin: str
     """Where in the program the reference was created, if that is recorded."""
+    script_class: ClassVar[type[Any] | None] = None
+    """What TorchScript knows references as, where that is in use; see `farcall.torchscript`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        # Asked by isinstance, also by that of torch's C++, where an object's own type is not the one looked for.
+        return RRef.script_class or RRef
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         from farcall.remote.references import NodeReferences
 
         current_node().part(NodeReferences).own(self, value)
-        self._type_hint = type_hint
+        assert self._owned is not None
+        self._owned.type_hint = type_hint
 
     @staticmethod
     def _of(
@@ -124,7 +131,6 @@ class RRef(Generic[T]):
         self._creation = creation
         self._type = None
         self._type_future = None
-        self._type_hint = None
         self.origin = origin
         self._fork = fork
         self._release = references.released.append

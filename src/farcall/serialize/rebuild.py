@@ -16,12 +16,14 @@ Invariant: tensors are appended to ``Decoding.tensors`` in the order in which th
 
 from __future__ import annotations
 
+import collections
+import functools
 import io
 from typing import Any
 
 import torch
 
-from farcall.errors import SerializationError
+from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
@@ -36,6 +38,7 @@ __all__ = [
     "rebuild_alias",
     "rebuild_as",
     "rebuild_inline",
+    "rebuild_named_tuple",
     "rebuild_special",
     "rebuild_storage",
     "rebuild_typed_storage",
@@ -153,11 +156,25 @@ def load_script_module(data: Any) -> Any:
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
+@functools.lru_cache(256)
+def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    return collections.namedtuple(name, fields, module="torch._jit_internal")  # as the one it came from
+
+
+def rebuild_named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
+    """A named tuple of TorchScript's."""
+    return _named_tuple(name, fields)(*values)
+
+
 def find_script_function(qualified_name: str) -> Any:
     """Return the TorchScript function of that name compiled in this process."""
-    function = torch.jit._state._python_cu.find_function(qualified_name)
+    function: Any = torch.jit._state._python_cu.find_function(qualified_name)
     if function is None:
-        raise AttributeError(f"no TorchScript function {qualified_name!r} has been compiled in this process")
+        name = qualified_name.rpartition(".")[2]
+        raise FunctionNotFound(
+            f"attempted to get undefined function {name}: no TorchScript function {qualified_name!r} has been compiled "
+            "in this process; compile it on both sides"
+        )
     return function
 
 

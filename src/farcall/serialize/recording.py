@@ -8,6 +8,7 @@ Invariant: each message that was given a number is, at its receiver, either rece
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -43,5 +44,22 @@ class Recording(Protocol):
         """Put the running code into this context; where it was before."""
 
 
-# A context variable: a coroutine keeps its own while others run on the same thread.
-RECORDING: Final[ContextVar[Recording | None]] = ContextVar("farcall_autograd_context", default=None)
+class _Present:
+    """Which context the running code is in. Inside it is a context variable: a coroutine keeps its own."""
+
+    __slots__ = ("_set", "get", "on_set")
+
+    def __init__(self) -> None:
+        variable: ContextVar[Recording | None] = ContextVar("farcall_autograd_context", default=None)
+        self.get = variable.get
+        self._set = variable.set
+        self.on_set: Callable[[Recording | None], object] | None = None
+        """Told of each change: TorchScript takes the context along to threads of its own."""
+
+    def set(self, recording: Recording | None) -> None:
+        self._set(recording)
+        if self.on_set is not None:
+            self.on_set(recording)
+
+
+RECORDING: Final = _Present()

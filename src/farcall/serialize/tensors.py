@@ -31,6 +31,7 @@ from farcall.serialize.rebuild import (
     rebuild_alias,
     rebuild_as,
     rebuild_inline,
+    rebuild_named_tuple,
     rebuild_special,
     rebuild_storage,
     rebuild_typed_storage,
@@ -187,6 +188,11 @@ def _reduce_typed_storage(storage: torch.TypedStorage, encoding: Encoding) -> An
 
 
 def _reduce_script_module(module: torch.jit.ScriptModule, encoding: Encoding) -> Any:
+    if hasattr(module._c, "module_rref"):
+        raise SerializationError(
+            "Passing a script RemoteModule over RPC is not supported. Send its module_rref, and make another from that "
+            "there: RemoteModule.init_from_module_rref"
+        )
     file = io.BytesIO()
     torch.jit.save(module, file)
     return load_script_module, (pickle.PickleBuffer(file.getbuffer()),)
@@ -217,6 +223,10 @@ def reduce_other(value: Any, encoding: Encoding) -> Any:
         return _reduce_subclass(value, encoding)
     if isinstance(value, torch.jit.ScriptModule):
         return _reduce_script_module(value, encoding)
+    kind = type(value)
+    if kind.__module__ == "torch._jit_internal" and isinstance(value, tuple):
+        # A named tuple on its way out of TorchScript: its class was made for it alone, and nobody can name it.
+        return rebuild_named_tuple, (kind.__name__, kind._fields, tuple(value))
     return NotImplemented
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farcall.compat import rpc
-from farcall.compat.rpc import backend_registry, internal, options, script_arguments
+from farcall.compat.rpc import backend_registry, internal, options
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo as FarcallWorkerInfo
 
@@ -189,28 +189,3 @@ def test_reducers_of_programs_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 class Odd:
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-def plain(first: int, second: int = 2) -> int:
-    return first + second
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
-    scripted = torch.jit.script(plain)
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "text"),
-    [
-        ((1, 2, 3), {}, r"plain\(\) expected at most 2"),
-        ((), {}, "missing value for argument 'first'"),
-        ((1,), {"third": 3}, "Unknown keyword argument 'third'"),
-    ],
-)
-def test_arguments_of_scripts_are_checked_by_their_schema(
-    args: tuple[int, ...], kwargs: dict[str, int], text: str
-) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        script_arguments.check_arguments(scripted, args, kwargs)
-    script_arguments.check_arguments(scripted, (1,), {"second": 3})

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -558,3 +558,21 @@ def test_deep_copies_elsewhere_are_untouched():
 def test_elements_stay_as_aligned_as_they_were():
     received = over_the_wire(torch.zeros(1 << 16)[20:40_000])
     assert received.storage_offset() * received.element_size() == 20 * 4 % 64
+
+
+class Named(NamedTuple):
+    number: int
+    tensor: torch.Tensor
+
+
+def make_named(number: int, tensor: torch.Tensor) -> Named:
+    return Named(number, tensor)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_named_tuples_of_torchscript_travel_and_travel_on():
+    made = torch.jit.script(make_named)(3, torch.ones(2))
+    assert type(made) is not Named  # a class of its own, that no module has
+    arrived = over_the_wire(over_the_wire(made))
+    assert (arrived.number, type(arrived).__name__) == (3, "Named")
+    assert torch.equal(arrived.tensor, torch.ones(2))

@@ -20,7 +20,7 @@ import torch
 from farcall.cli.bench.churn import amid, latency_amid_us
 from farcall.cli.bench.contenders import CallSystem, Contender, Farcall, Transport
 from farcall.cli.bench.floor import Floor
-from farcall.cli.bench.functions import Layer, Service, discard, echo, noop, weight_of
+from farcall.cli.bench.functions import Layer, Service, compile_scripts, discard, echo, noop, scripted, weight_of
 from farcall.cli.bench.measure import (
     Measure,
     Operation,
@@ -70,6 +70,28 @@ def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Callable[
 def issue(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
     """``rpc_async`` to the one peer."""
     return lambda system: partial(system.rpc_async, system.peers[0], function, args=arguments)
+
+
+def issue_script(system: CallSystem) -> Operation:
+    """``rpc_async`` of a TorchScript function."""
+    system.rpc_sync(system.peers[0], compile_scripts)
+    return partial(system.rpc_async, system.peers[0], scripted()[0], args=(torch.ones(1),))
+
+
+def wait_in_scripts(count: int) -> Callable[[CallSystem], Operation]:
+    """So many TorchScript functions at a time that take 50 ms each, and nobody's core."""
+
+    def setup(system: CallSystem) -> Operation:
+        system.rpc_sync(system.peers[0], compile_scripts)
+
+        def operation() -> None:
+            futures = [system.rpc_async(system.peers[0], scripted()[1], args=(torch.ones(1),)) for _ in range(count)]
+            for future in futures:
+                future.wait()
+
+        return operation
+
+    return setup
 
 
 def call_oneself(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
@@ -181,6 +203,9 @@ def _cases() -> list[Case]:
     cases = [
         Case("no-op", "us", "lower", call(noop), latency_us, Floor.ping_pong),
         Case("no-op, 64 in flight", "calls/s", "higher", issue(noop), rate(64)),
+        Case("torch.add, 64 in flight", "calls/s", "higher", issue(torch.add, torch.ones(1), 1), rate(64)),
+        Case("script function, 64 in flight", "calls/s", "higher", issue_script, rate(64)),
+        Case("8 script functions of 50 ms", "us", "lower", wait_in_scripts(8), typical_us),
         Case("no-op to oneself", "us", "lower", call_oneself(noop), latency_us),
         Case("echo tensor(1)", "us", "lower", call(echo, torch.ones(1)), latency_us, Floor.ping_pong),
     ]

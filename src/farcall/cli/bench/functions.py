@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import time
+import warnings
 from typing import Any
 
 import torch
+
+WAIT_S = 0.05
 
 
 def noop() -> None:
@@ -18,6 +23,36 @@ def discard(tensor: torch.Tensor) -> None:
 def echo(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that came."""
     return tensor
+
+
+def add_one(tensor: torch.Tensor) -> torch.Tensor:
+    """What `scripted` compiles."""
+    return tensor + 1
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """What `scripted_wait` compiles: it takes 50 ms, and nobody's core."""
+    result: torch.Tensor = torch.ops.farcall_bench.wait(tensor)
+    return result
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    time.sleep(WAIT_S)
+    return tensor.clone()
+
+
+@functools.cache
+def scripted() -> tuple[Any, Any]:
+    """`add_one` and `wait` as TorchScript functions, compiled where they are first asked for."""
+    torch.library.custom_op("farcall_bench::wait", _wait, mutates_args=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+        return torch.jit.script(add_one), torch.jit.script(wait)
+
+
+def compile_scripts() -> None:
+    """Compile them here: they are called by name."""
+    scripted()
 
 
 class Layer:

@@ -64,6 +64,16 @@ def near_the_floor(text: str, case: str, statistic: str, at_most: float) -> Targ
     return Target(text, f"at most {at_most:.3g}x the floor", (case,), value, lambda value: value <= at_most)
 
 
+def within(text: str, case: str, at_most_ms: float) -> Target:
+    """At most so long, on any machine: the case is made of waiting."""
+
+    def value(results: Results) -> float | None:
+        found = results.median(case, Farcall.name, "p50")
+        return None if found is None else found / 1000
+
+    return Target(text, f"at most {at_most_ms:.3g} ms", (case,), value, lambda value: value <= at_most_ms)
+
+
 def descriptors_per_peer(text: str, at_most: float) -> Target:
     """How many descriptors the smallest and the largest team differ by, for each further peer."""
     small, large = min(COUNTED_TEAM_SIZES), max(COUNTED_TEAM_SIZES)
@@ -106,6 +116,9 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("no-op p50", "no-op", "p50", 5),
     near_the_floor("no-op p50 against a raw ping-pong", "no-op", "p50", 2),
     better_than_stock("calls/s, 64 in flight", "no-op, 64 in flight", "rate", 6),
+    better_than_stock("operators/s, 64 in flight", "torch.add, 64 in flight", "rate", 6),
+    better_than_stock("script functions/s, 64 in flight", "script function, 64 in flight", "rate", 6),
+    within("8 concurrent script functions of 50 ms", "8 script functions of 50 ms", 120),
     better_than_stock("1 MiB echo", "echo 1 MiB", "p50", 3),
     better_than_stock("256 MiB sent", "send 256 MiB", "p50", 2.5),
     better_than_stock("256 MiB that live in a segment", "send 256 MiB in a segment", "p50", 20),

@@ -18,13 +18,11 @@ from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.jit import ScriptFunction
 
 from farcall import api as farcall_api
 from farcall.compat.rpc import internal, membership, native
 from farcall.compat.rpc.agent import TensorPipeAgent
 from farcall.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from farcall.compat.rpc.script_arguments import check_arguments
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout
@@ -104,15 +102,15 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
-    if args.__class__ is not tuple or to.__class__ is not str or func.__class__ is ScriptFunction:
-        args = _checked(to, func, args, kwargs)
+    if args.__class__ is not tuple or to.__class__ is not str:
+        args = _checked(to, args)
     return farcall_api.rpc_sync(to, func, args, kwargs, timeout)
 
 
 def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future``."""
-    if args.__class__ is not tuple or to.__class__ is not str or func.__class__ is ScriptFunction:
-        args = _checked(to, func, args, kwargs)
+    if args.__class__ is not tuple or to.__class__ is not str:
+        args = _checked(to, args)
     future: Any = farcall_api.rpc_async(to, func, args, kwargs, timeout)
     collected = getattr(_thread_local_var, "future_list", None)
     if collected is not None:
@@ -122,19 +120,16 @@ def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout:
 
 def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
-    if args.__class__ is not tuple or to.__class__ is not str or func.__class__ is ScriptFunction:
-        args = _checked(to, func, args, kwargs)
+    if args.__class__ is not tuple or to.__class__ is not str:
+        args = _checked(to, args)
     return farcall_api.remote(to, func, args, kwargs, timeout)
 
 
-def _checked(to: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _checked(to: Any, args: Any) -> tuple[Any, ...]:
     """``args`` as a tuple: anything that can be unpacked was good enough. Raises for what was refused at once."""
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
-    arguments = () if args is None else tuple(args)
-    if func.__class__ is ScriptFunction:
-        check_arguments(func, arguments, kwargs or {})
-    return arguments
+    return () if args is None else tuple(args)
 
 
 @contextmanager

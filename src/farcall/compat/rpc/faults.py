@@ -96,7 +96,7 @@ def _is_script(message: Message) -> bool:
     if not function:
         return False
     called = decode_function(function)
-    if isinstance(called, torch.jit.ScriptFunction):
+    if isinstance(called, torch.jit.ScriptFunction | torch._ops.OpOverload):
         return True
     find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
     return find_builtin(called) is not None

@@ -23,6 +23,7 @@ from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendO
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.remote.reference import RRef as PyRRef
+from farcall.torchscript import bridging
 
 __all__ = [
     "_DEFAULT_INIT_METHOD",
@@ -83,11 +84,13 @@ def _cleanup_python_rpc_handler() -> None:
 
 
 def _enable_jit_rref_pickle() -> None:
-    """Nothing to do: only TorchScript's own pickler was concerned, and it knows no references of farcall."""
+    """Let TorchScript write references into files; see `farcall.torchscript.bridging.allow_pickling`."""
+    bridging.allow_pickling(True)
 
 
 def _disable_jit_rref_pickle() -> None:
-    """See `_enable_jit_rref_pickle`."""
+    """No longer."""
+    bridging.allow_pickling(False)
 
 
 def __getattr__(name: str) -> Any:

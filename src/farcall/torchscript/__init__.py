@@ -1,0 +1,36 @@
+"""TorchScript code that issues calls and uses references, over farcall.
+
+Calling a TorchScript function, or a method of a script module, needs nothing of this: see `farcall.serialize` and
+`farcall.remote`. This is for scripts that themselves say ``rpc.rpc_async(...)`` or take an ``RRef[Tensor]``. What torch
+compiles those into are C++ operators; the optional extension `bridge.cpp`, built on first use, puts others in their
+place.
+
+    extension   building it, keeping it, loading it; what to do where that is not possible
+    bridging    putting it to work, and out of work
+    handlers    what the operators do, in Python
+    types       which type a value has for TorchScript
+    need        code that is about to be compiled and needs it
+
+Calls inside ``torch.compile``d functions are served by `operator`, which needs no extension.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from farcall.torchscript.bridging import enable as enable
+    from farcall.torchscript.extension import build as build
+    from farcall.torchscript.operator import call as call
+
+__all__ = ["build", "call", "enable"]
+
+_HOMES = {"build": "extension", "enable": "bridging", "call": "operator"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'farcall.torchscript' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"farcall.torchscript.{_HOMES[name]}"), name)

@@ -1,0 +1,124 @@
+"""Putting the extension to work: from then on TorchScript's operators call farcall, and it knows farcall's references.
+
+What TorchScript gives to Python is an object of torch's own class, around the reference: that class hands every
+question on to it, and says that it is an `RRef` where asked. The other way round `RRef` says that it is of torch's
+class, and the extension makes one where it is wanted.
+
+Invariant: after `disable` torch's classes are what they were, and its operators do what they did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from farcall.remote import reference
+from farcall.remote.future import Future
+from farcall.remote.reference import RRef
+from farcall.serialize import RECORDING, Encoding, register_reducer
+from farcall.serialize.policy import REDUCERS
+from farcall.serialize.recording import Recording
+from farcall.torchscript import extension, handlers
+from farcall.torchscript.types import type_of_result
+
+__all__ = ["allow_pickling", "disable", "enable", "is_enabled"]
+
+_lock = threading.Lock()
+_undo: list[Callable[[], object]] = []
+
+
+def is_enabled() -> bool:
+    """Is the extension at work in this process?"""
+    return bool(_undo)
+
+
+def enable() -> None:
+    """Have RPC in TorchScript code served by farcall; builds the extension if need be. Again: changes nothing.
+
+    Raises:
+        RpcError: there is no extension, and it cannot be built here; the text says what to do.
+    """
+    with _lock:
+        if _undo:
+            return
+        bridge = extension.load()
+        wrapper = bridge.enable(handlers, RRef)
+        _undo.append(bridge.disable)
+        _undo.extend(_patch(wrapper, bridge.unwrap))
+        RRef.script_class = wrapper
+        _undo.append(lambda: setattr(RRef, "script_class", None))
+        plain = Future.settle
+        Future.settle = staticmethod(_settling(bridge.set_result))
+        _undo.append(lambda: setattr(Future, "settle", staticmethod(plain)))
+        enter = bridge.enter_context
+
+        def on_set(recording: Recording | None) -> None:
+            enter(-1 if recording is None else recording.id)
+
+        RECORDING.on_set = on_set
+        on_set(RECORDING.get())
+        _undo.append(lambda: setattr(RECORDING, "on_set", None))
+
+
+def disable() -> None:
+    """Have TorchScript as it was."""
+    with _lock:
+        while _undo:
+            _undo.pop()()
+
+
+def allow_pickling(allowed: bool) -> None:
+    """May TorchScript write references into files? A worker that writes one keeps it as long as it lives."""
+    if allowed:
+        enable()
+    if is_enabled():
+        extension.load().allow_pickling(allowed)
+
+
+def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Callable[[], object]]:
+    """Have torch's class hand on what it is asked."""
+
+    def describe(self: Any) -> str:
+        return repr(unwrap(self))
+
+    def print_(self: Any) -> str:
+        return str(unwrap(self))
+
+    def get(self: Any, name: str) -> Any:
+        return RRef if name == "__class__" else getattr(unwrap(self), name)
+
+    def reduce(self: Any, encoding: Encoding) -> Any:
+        return reference._reduce(unwrap(self), encoding)
+
+    before = {name: vars(wrapper).get(name) for name in ("__getattribute__", "__repr__", "__str__")}
+    for name, method in zip(before, (get, describe, print_), strict=True):
+        setattr(wrapper, name, method)
+    register_reducer(wrapper, reduce)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                delattr(wrapper, name)
+            else:
+                setattr(wrapper, name, value)
+        REDUCERS.pop(wrapper, None)
+
+    return [undo]
+
+
+def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
+    """Gives a future its value as one of TorchScript, so that a script can wait for it, where the type is known."""
+    tensor = torch._C.TensorType.get()
+    plain = torch._C.Future.set_result
+
+    def settle(future: Any, value: Any) -> None:
+        kind = tensor if isinstance(value, torch.Tensor) else type_of_result(future.what)
+        if kind is None:
+            plain(future, value)
+        else:
+            set_result(future, value, kind)
+
+    return settle
