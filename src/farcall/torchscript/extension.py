@@ -99,21 +99,38 @@ def _directory() -> Path:
     return Path(root) / "torchscript" / f"torch-{torch.__version__}-{digest}"
 
 
-def _compile(directory: Path) -> None:
+def why_not() -> str | None:
+    """What is missing here to build the extension, and what to do; None: nothing."""
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     if shutil.which(compiler) is None:
-        raise RpcError(
+        return (
             f"RPC in TorchScript code needs a C++ compiler, once, and there is no {compiler!r} here. Install one (or "
             "name it in CXX) and run `farcall torchscript build`, or build where there is one and set FARCALL_CACHE to "
             "a directory that both see. Everything else works without"
         )
+    headers = sysconfig.get_path("include")
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        return (
+            f"RPC in TorchScript code needs Python's headers, once, to build an extension, and there are none in "
+            f"{headers} (Debian: python3-dev). Then run `farcall torchscript build`. Everything else works without"
+        )
     if not cpp_extension.is_ninja_available():
-        raise RpcError(
+        return (
             "RPC in TorchScript code needs ninja to build an extension, once: `pip install ninja`, then `farcall "
             "torchscript build`. Everything else works without"
         )
+    return None
+
+
+def _compile(directory: Path) -> None:
+    from torch.utils import cpp_extension
+
+    missing = why_not()
+    if missing is not None:
+        raise RpcError(missing)
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     logger.warning("building the extension for RPC in TorchScript code, once: about a minute (in %s)", directory)
     began = monotonic()
     # What a build that was killed left behind: torch would wait for its lock for good.
