@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,6 +46,7 @@ DEFAULT_PROBE_INTERVAL_S: Final = 1.0
 DEFAULT_PROBE_TIMEOUT_S: Final = 0.5
 DEFAULT_SUSPICION_S: Final = 10.0
 DEFAULT_INDIRECT_PROBES: Final = 3
+DEFAULT_DEVICE_MEMORY_LIMIT_BYTES: Final = 4 << 30
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
@@ -55,6 +56,8 @@ TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
 
 MIN_SECRET_BYTES: Final = 8
+DeviceMaps = Mapping[str, Mapping[Any, Any]]
+_DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
 
 
@@ -117,6 +120,14 @@ class RpcBackendOptions:
         suspicion_s: how long a member that does not answer may go on not answering, to anybody, before it is declared
             dead. Nobody who answers within this time is.
         indirect_probes: how many others are asked whether they can reach one that does not answer.
+        device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
+            named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
+            the way back. Without a map a tensor on a device is not sent.
+        devices: the devices that calls use here. Default: those that maps lead from or to.
+        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
+        device_memory_limit_bytes: how much device memory this node may hold for sending.
+        device_sharing: whether device memory may be opened by other processes of this host; if not, or where that does
+            not work, tensors on devices go through the host.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -138,6 +149,11 @@ class RpcBackendOptions:
     probe_timeout_s: float = field(default=DEFAULT_PROBE_TIMEOUT_S, kw_only=True)
     suspicion_s: float = field(default=DEFAULT_SUSPICION_S, kw_only=True)
     indirect_probes: int = field(default=DEFAULT_INDIRECT_PROBES, kw_only=True)
+    device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
+    devices: Sequence[Any] = field(default=(), kw_only=True)
+    automatic_device_maps: bool = field(default=False, kw_only=True)
+    device_memory_limit_bytes: int = field(default=DEFAULT_DEVICE_MEMORY_LIMIT_BYTES, kw_only=True)
+    device_sharing: bool = field(default=True, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -155,10 +171,19 @@ class RpcBackendOptions:
             if seconds == 0:
                 raise ValueError(f"{name} must be more than 0")
             self._set(name, seconds)
-        for name in ("num_worker_threads", "shared_memory_limit_bytes", "send_backlog_limit_bytes", "indirect_probes"):
+        for name in (
+            "num_worker_threads",
+            "shared_memory_limit_bytes",
+            "send_backlog_limit_bytes",
+            "indirect_probes",
+            "device_memory_limit_bytes",
+        ):
             self._set(name, _check_positive(name, getattr(self, name)))
-        if not isinstance(self.shared_memory, bool):
-            raise TypeError(f"shared_memory must be True or False, not {self.shared_memory!r}")
+        for name in ("shared_memory", "automatic_device_maps", "device_sharing"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._set("device_maps", _check_device_maps(self.device_maps))
+        self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
@@ -186,6 +211,11 @@ class RpcBackendOptions:
     def secret_bytes(self) -> bytes | None:
         """The configured secret, or None where the first member makes one."""
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    @property
+    def names_devices(self) -> bool:
+        """Whether anything is said about devices: without that, none is ever looked at."""
+        return bool(self.device_maps or self.devices or self.automatic_device_maps)
 
     def replace(self, **changes: Any) -> RpcBackendOptions:
         """Return a copy with ``changes`` made, checked like a new one."""
@@ -216,6 +246,29 @@ def _check_positive(name: str, value: object) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
     return value
+
+
+def _check_device(value: object) -> str:
+    """The name of a device. Not torch's own parser: this module does not know torch."""
+    if isinstance(value, bool) or not (isinstance(value, int | str) or hasattr(value, "type")):
+        raise TypeError(f"a device must be a name, a number or a torch.device, not {value!r}")
+    name = f"cuda:{value}" if isinstance(value, int) else str(value)
+    if name == "cuda":
+        name = "cuda:0"
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"{value!r} is not a device: use 'cpu', 'cuda:0' or a number")
+    return name
+
+
+def _check_device_maps(value: object) -> dict[str, dict[str, str]]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"device_maps must be a dict of dicts, not {type(value).__name__}")
+    maps: dict[str, dict[str, str]] = {}
+    for peer, pairs in value.items():
+        if not isinstance(peer, str) or not isinstance(pairs, Mapping):
+            raise TypeError(f"device_maps must map names of workers to dicts of devices, not {peer!r} to {pairs!r}")
+        maps[peer] = {_check_device(source): _check_device(target) for source, target in pairs.items()}
+    return maps
 
 
 def _check_init_method(value: object) -> str:

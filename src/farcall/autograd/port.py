@@ -22,6 +22,7 @@ from farcall.protocol.frames import LETTER
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.peers import Peer
+from farcall.serialize import Annotated
 
 __all__ = ["NodePort"]
 
@@ -61,7 +62,12 @@ class NodePort:
         flags, payload, buffers = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
-        peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+        try:
+            peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+        except BaseException:
+            if isinstance(buffers, Annotated):
+                buffers.withdraw()
+            raise
 
     def submit(self, task: Task) -> None:
         tasks = self._reading.tasks
@@ -75,7 +81,7 @@ class NodePort:
         tasks: list[Task] = []
         self._reading.tasks = tasks
         try:
-            deliver()
+            self.in_order(deliver)
         finally:
             self._reading.tasks = None
             sender = peer.member
@@ -86,6 +92,14 @@ class NodePort:
                     self._node.executor.submit(work)
                 elif not kept:
                     self._quick[sender] = False
+
+    def in_order(self, work: Task) -> None:
+        """Run ``work``; in a node with devices, on the streams that all work of autograd is on."""
+        devices = self._node.devices
+        if devices is None:
+            work()
+        else:
+            devices.on_default_streams(work)
 
     def ran(self, sender: int, took_s: float) -> None:
         """A part of a pass was run; ``sender``'s letter had set it off."""
@@ -150,7 +164,7 @@ class _Work:
 
     def run(self, more: bool) -> None:
         started = perf_counter()
-        self._task()
+        self._port.in_order(self._task)
         self._port.ran(self._sender, perf_counter() - started)
 
     def drop(self) -> None:

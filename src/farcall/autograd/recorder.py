@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.letters import GRADIENTS, decode_letters
 from farcall.autograd.port import NodePort
@@ -29,6 +31,7 @@ class Recorder:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._port = NodePort(node)
+        self.in_order = self._port.in_order
         self.contexts = Contexts(self._port)
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
@@ -44,6 +47,17 @@ class Recorder:
                 logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
 
         self._port.take_letter(peer, deliver)
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of a context; those on devices are ready on the current streams."""
+        gradients = self.contexts.get_gradients(context_id)
+        devices = self.node.devices
+        if devices is not None:
+            devices.follow_default_streams()
+            for gradient in gradients.values():
+                if gradient.is_cuda and gradient.layout is torch.strided:
+                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        return gradients
 
     def with_context(self, message: Arrived, notes: Notes) -> Arrived:
         """``message`` with the context that its notes name."""

@@ -11,7 +11,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     30-39   departure               protocol/departure.py
     40-49   references              protocol/references
     50-69   membership              protocol/membership
-    70-     free
+    70-79   devices                 runtime/devices.py
+    80-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -33,6 +34,11 @@ __all__ = [
     "DepartureReleased",
     "DepartureReport",
     "DepartureStatus",
+    "DeviceBlocksReleased",
+    "DeviceOpened",
+    "DeviceSegmentRetired",
+    "DeviceTried",
+    "DevicesMapped",
     "FramesReceived",
     "Goodbye",
     "Message",
@@ -163,6 +169,43 @@ class DepartureAcknowledged(_Control, frozen=True, tag=34):
     """The sender has been released."""
 
 
+# --- devices -------------------------------------------------------------------------------------------
+
+
+class DevicesMapped(_Control, frozen=True, tag=70):
+    """The sender's device map to the receiver: answers take the way back. Sent before anything that needs it."""
+
+    pairs: list[tuple[str, str]]
+    automatic: bool  # what is not in the map goes to, and comes from, the device of the same name
+
+
+class DeviceTried(_Control, frozen=True, tag=71):
+    """Can the receiver open memory of the sender's device?"""
+
+    device: int  # as the sender numbers it
+    name: str  # the same in all processes of a host
+    opener: bytes  # pickled: what opens a piece of memory, and an event
+
+
+class DeviceOpened(_Control, frozen=True, tag=72):
+    """The answer; ``why_not`` is empty where it works."""
+
+    device: int
+    why_not: str
+
+
+class DeviceBlocksReleased(_Control, frozen=True, tag=73):
+    """The receiver has copied these blocks of the sender's device memory, or will never want them."""
+
+    blocks: list[tuple[int, int]]  # (segment_id, offset_bytes)
+
+
+class DeviceSegmentRetired(_Control, frozen=True, tag=74):
+    """The sender no longer uses a segment of device memory: close it."""
+
+    segment_id: int
+
+
 Message = (
     Ping
     | Pong
@@ -179,6 +222,11 @@ Message = (
     | DepartureStatus
     | DepartureReleased
     | DepartureAcknowledged
+    | DevicesMapped
+    | DeviceTried
+    | DeviceOpened
+    | DeviceBlocksReleased
+    | DeviceSegmentRetired
     | references.Message
     | membership.Message
 )

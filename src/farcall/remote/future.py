@@ -25,7 +25,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
-from farcall.serialize import RECORDING
+from farcall.serialize import RECORDING, has_devices
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Node
@@ -44,7 +44,7 @@ class Future(torch.futures.Future[T], PendingCall):
     """The outcome of one `rpc_async` call."""
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
-        _make_future(self, [])
+        _make_future(self, node.device_list)
         self._node = node
         self._frame: Arrived | None = None
         self._has_callbacks = False
@@ -73,7 +73,7 @@ class Future(torch.futures.Future[T], PendingCall):
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
         _check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture()
+        derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
         self.add_done_callback(derived.completing(callback))
         return derived
 
@@ -113,6 +113,13 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def complete(self, frame: Arrived) -> None:
         """Read the answer and become done."""
+        devices = self._node.devices
+        if devices is None or not has_devices(frame[5]):
+            self._complete(frame)
+        else:
+            devices.answers.run(lambda: self._complete(frame))
+
+    def _complete(self, frame: Arrived) -> None:
         try:
             value = read_answer(frame, self.peer)
         except BaseException as error:
@@ -144,6 +151,10 @@ class Future(torch.futures.Future[T], PendingCall):
 class DerivedFuture(torch.futures.Future[T]):
     """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
 
+    def __init__(self, devices: list[torch.device] | None = None) -> None:
+        self._devices = devices or []
+        super().__init__(devices=self._devices)  # type: ignore[arg-type]
+
     def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
         """A callback that completes this future with what ``callback`` returns or raises."""
 
@@ -169,7 +180,7 @@ class DerivedFuture(torch.futures.Future[T]):
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``."""
         _check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture()
+        derived: DerivedFuture[S] = DerivedFuture(self._devices)
         self.add_done_callback(derived.completing(callback))
         return derived
 

@@ -19,6 +19,7 @@ import torch
 
 from farcall.runtime.node import Node
 from farcall.runtime.serving import StoredFailure
+from farcall.runtime.streams import stamp
 from farcall.serialize import Encoded, decode_failure
 
 NOT_MADE = "value still being made"
@@ -32,7 +33,7 @@ _lock = threading.RLock()
 class Owned:
     """One value."""
 
-    __slots__ = ("_waiting", "failure", "origin", "ready", "value")
+    __slots__ = ("_stamp", "_waiting", "failure", "origin", "ready", "value")
 
     def __init__(self, origin: str = "") -> None:
         self.ready = False
@@ -40,17 +41,22 @@ class Owned:
         self.failure: Encoded | None = None
         self.origin = origin  # where the program created it, if that is recorded
         self._waiting: list[Callable[[], None]] | None = None
+        self._stamp: Any = None  # on which streams of which devices it was made, in a node with devices
 
     @staticmethod
-    def of(value: Any, origin: str = "") -> Owned:
-        """A value that is there."""
+    def of(value: Any, origin: str = "", has_devices: bool = False) -> Owned:
+        """A value that is there; ``has_devices``: in a node with devices."""
         owned = Owned(origin)
+        if has_devices:
+            owned._stamp = stamp(value)
         owned.value = value
         owned.ready = True
         return owned
 
-    def resolve(self, value: Any) -> None:
+    def resolve(self, value: Any, has_devices: bool = False) -> None:
         """The value is there now."""
+        if has_devices:
+            self._stamp = stamp(value)
         self.value = value
         self._become_ready()
 
@@ -88,12 +94,16 @@ class Owned:
         """The value, once ready; or the error in its place, raised."""
         if self.failure is not None:
             raise decode_failure(*self.failure)
+        if self._stamp is not None:
+            self._stamp.wait()  # the current streams do; this thread does not
         return self.value
 
     def get_to_send(self) -> Any:
         """The same for a request that is to be answered with it: the error keeps its first form."""
         if self.failure is not None:
             raise StoredFailure(self.failure)
+        if self._stamp is not None:
+            self._stamp.wait()
         return self.value
 
     def describe(self) -> str:

@@ -24,6 +24,8 @@ from collections.abc import AsyncIterator, Callable
 from time import monotonic
 from typing import Any, ClassVar, TypeVar, get_args
 
+import torch
+
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentPool, SegmentRefused, host_token
 from farcall.errors import (
@@ -51,6 +53,7 @@ from farcall.runtime.acquaintances import Acquaintances
 from farcall.runtime.addresses import advertised_address, choose_host, listening_addresses
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
+from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
@@ -65,7 +68,7 @@ from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
 from farcall.runtime.watch import Watch, as_record, chosen
-from farcall.serialize import Annotated
+from farcall.serialize import Annotated, discard
 from farcall.transport.interface import Transport
 
 logger = logging.getLogger("farcall")
@@ -170,6 +173,10 @@ class Node:
         """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
+        self.devices: NodeDevices | None = None
+        """Where the options, or a peer, say something about devices; else no device is ever looked at."""
+        self.device_list: list[torch.device] = []
+        """The same as ``devices.devices``; empty where there is none."""
         self._unsettled: list[Callable[[], int]] = []
         self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._next_trim = monotonic() + TRIM_EVERY_S
@@ -191,6 +198,8 @@ class Node:
             messages.DepartureReleased: self._on_departure,
             messages.DepartureAcknowledged: self._on_departure,
         }
+        for kind in DEVICE_MESSAGES:
+            self.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
         for kind in NEWS:
             self._controls[kind] = lambda peer, message: self.watch.on_message(peer.life, message)
 
@@ -235,6 +244,8 @@ class Node:
             self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
             addresses = [advertised_address(address, host) for address in self._door.addresses]
             self._become_member(self._meet(place, addresses, deadline))
+            if self.options.names_devices:
+                self.use_devices().meet(self._myself)
             self._loop.start()
             if self.is_static:
                 self._connect_all(deadline)
@@ -243,6 +254,9 @@ class Node:
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
+        if self.is_static and self.devices is not None and self.options.names_devices:
+            for peer in list(self._remotes.values()):
+                self.devices.meet(peer)
         self._state = "running"
         self.executor.start()
         self.watch.begin()
@@ -331,6 +345,22 @@ class Node:
         assert self._door is not None
         mesh = Mesh(self.membership, self.options, self._remotes, self._linked, self._is_over)
         mesh.connect(self._door, self._on_connected, self.reconnecting, deadline)
+
+    def use_devices(self) -> NodeDevices:
+        """This node's devices, from now on; on any thread."""
+        with self._parts_lock:
+            if self.devices is None:
+                devices = NodeDevices(self._name, self.options, self._on_release, self._write_later)
+                self.device_list = devices.devices
+                self.server.lanes = devices.lanes
+                self.on_agreed(self._close_device_segments)
+                self.devices = devices
+            return self.devices
+
+    def _close_device_segments(self) -> None:
+        for peer in self._acquaintances.everyone():
+            if peer.devices is not None:
+                peer.devices.forget_segments()
 
     def _is_over(self, incarnation: str) -> bool:
         """Has that member left or died?"""
@@ -567,6 +597,8 @@ class Node:
             self._door.close()
         if self.pool is not None:
             self.pool.close()
+        if self.devices is not None:
+            self.devices.close()
         self._memory.close()
 
     def close_after_fork(self) -> None:
@@ -696,8 +728,10 @@ class Node:
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
-        elif isinstance(message[6], Annotated):
-            message[6].decline(peer)  # too late
+        else:  # too late
+            if isinstance(message[6], Annotated):
+                message[6].decline(peer)
+            discard(message[5], peer)
 
     def _on_letter(self, peer: Peer, message: Arrived) -> None:
         handle = self._letters.get(message[2])
@@ -730,6 +764,8 @@ class Node:
         self._leaving.on_message(peer.info.id, message)
 
     def _on_entered(self, peer: RemotePeer) -> None:
+        if self.options.names_devices:
+            self.use_devices().meet(peer)
         for hook in self._joined_hooks:
             hook(peer)
 
@@ -768,9 +804,13 @@ class Node:
         for peer in self._acquaintances.everyone():  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
+            if peer.devices is not None and peer.devices.has_releases:
+                peer.send_device_releases()
         if now >= self._next_trim:
             self._next_trim = now + TRIM_EVERY_S
             self._memory.trim(now)
+            if self.devices is not None:
+                self.devices.trim(now)
             if self.pool is not None:
                 for segment_id, holders in self.pool.trim(now):
                     for holder in holders:
