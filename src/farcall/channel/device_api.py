@@ -45,8 +45,8 @@ class DeviceApi(Protocol):
     def wait(self, event: Any, device: int) -> None:
         """Have what is put onto the stream from now on wait for ``event``. The host does not."""
 
-    def is_idle(self, device: int) -> bool:
-        """Is everything done that was put onto the stream?"""
+    def is_busy(self, device: int) -> bool:
+        """Is there anything on the stream that is not done?"""
 
     def name_of(self, device: int) -> str:
         """The same in all processes of a host, whichever devices they see."""
@@ -89,8 +89,8 @@ class CudaApi:
     def wait(self, event: Any, device: int) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
-    def is_idle(self, device: int) -> bool:
-        return bool(torch.cuda.current_stream(device).query())
+    def is_busy(self, device: int) -> bool:
+        return not torch.cuda.current_stream(device).query()
 
     def name_of(self, device: int) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)

@@ -8,6 +8,8 @@ keeps pinned memory for later use.)
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from farcall.channel.copying import copy_bytes
@@ -16,11 +18,28 @@ from farcall.serialize.spans import memory_of
 __all__ = ["to_device", "to_host"]
 
 CHUNK_BYTES = 16 << 20
+SMALL_BYTES = 64 * 1024
+
+
+class _Kept(threading.local):
+    """A small pinned buffer of each thread: torch's allocator of pinned memory costs more than a small copy."""
+
+    pinned: torch.Tensor | None = None
+
+
+_kept = _Kept()
 
 
 def to_host(source: torch.Tensor) -> memoryview:
     """The elements of ``source`` (any strides) as bytes on the host, row by row."""
     size = source.numel() * source.element_size()
+    if size <= SMALL_BYTES:
+        if _kept.pinned is None:
+            _kept.pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        small = _kept.pinned[:size]
+        small.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+        torch.cuda.current_stream(source.device).synchronize()
+        return memoryview(bytearray(_bytes_of(small)))
     if size <= CHUNK_BYTES:
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         pinned.copy_(source, non_blocking=True)
@@ -54,6 +73,9 @@ def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memo
 def to_device(source: memoryview, target: torch.device) -> torch.Tensor:
     """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next."""
     size = source.nbytes
+    if size <= SMALL_BYTES:  # the driver takes a copy of so little before it returns
+        memory = bytearray(source) if source.readonly else source
+        return torch.frombuffer(memory, dtype=torch.uint8).to(target, non_blocking=True)
     result = torch.empty(size, dtype=torch.uint8, device=target)
     count = 2 if size > CHUNK_BYTES else 1
     chunks = [torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True) for _ in range(count)]

@@ -12,14 +12,14 @@ Whoever waits is called once, by whoever makes the value ready, or at once where
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from farcall.runtime.node import Node
 from farcall.runtime.serving import StoredFailure
-from farcall.runtime.streams import stamp
+from farcall.runtime.streams import Stamp, stamp
 from farcall.serialize import Encoded, decode_failure
 
 NOT_MADE = "value still being made"
@@ -41,22 +41,22 @@ class Owned:
         self.failure: Encoded | None = None
         self.origin = origin  # where the program created it, if that is recorded
         self._waiting: list[Callable[[], None]] | None = None
-        self._stamp: Any = None  # on which streams of which devices it was made, in a node with devices
+        self._stamp: Stamp | None = None  # on which streams of which devices it was made, in a node with devices
 
     @staticmethod
-    def of(value: Any, origin: str = "", has_devices: bool = False) -> Owned:
-        """A value that is there; ``has_devices``: in a node with devices."""
+    def of(value: Any, origin: str = "", devices: Sequence[torch.device] = ()) -> Owned:
+        """A value that is there; ``devices`` are the node's."""
         owned = Owned(origin)
-        if has_devices:
-            owned._stamp = stamp(value)
+        if devices:
+            owned._stamp = stamp(value, devices)
         owned.value = value
         owned.ready = True
         return owned
 
-    def resolve(self, value: Any, has_devices: bool = False) -> None:
-        """The value is there now."""
-        if has_devices:
-            self._stamp = stamp(value)
+    def resolve(self, value: Any, devices: Sequence[torch.device] = ()) -> None:
+        """The value is there now; ``devices`` are the node's."""
+        if devices:
+            self._stamp = stamp(value, devices)
         self.value = value
         self._become_ready()
 

@@ -12,9 +12,10 @@ The way to a peer, for each device of ours:
     tried     DeviceOpened       -> shared: tensors are lent, from a pool that the peer has opened
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
-Through the host also go: what the pool has no room for, what is bound for the CPU, and a small tensor while nothing
-else is on its stream: that costs less than two processes taking turns on a device. (Measured on an H200, 4 KiB one
-way, received and done: 78 us through the host, 319 us shared. Where the stream has work, the host would have to wait.)
+Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: two processes
+that take turns on a device cost more than the copies. (Measured on an H200, bare, 4 KiB one way, received and done: 78 us
+through the host, 319 us shared.) For that the host waits for the stream; so it is done for answers, which nobody
+could use earlier, and for calls from a stream that has nothing to do: a caller never waits for its device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.device_maps import reversed_map
 from farcall.runtime.peers import Peer, RemotePeer
-from farcall.runtime.streams import Lanes, current_streams, on_streams
+from farcall.runtime.streams import Lane, Lanes
 from farcall.serialize import map_cpu_tensors
 
 __all__ = ["DEVICE_MESSAGES", "DeviceLink", "LocalDeviceLink", "NodeDevices"]
@@ -45,7 +46,7 @@ __all__ = ["DEVICE_MESSAGES", "DeviceLink", "LocalDeviceLink", "NodeDevices"]
 logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
-"""Up to this size a tensor goes through the host if nothing else is on its stream."""
+"""Up to this size a tensor goes through the host, but for calls from a busy stream."""
 TRIED_BYTES = 512
 URGENT_BYTES = 1 << 20
 """What is as large as this is given back at once; smaller blocks wait for company."""
@@ -134,15 +135,15 @@ class NodeDevices:
 
         All of distributed autograd's own work runs so, on whatever thread: that orders it.
         """
-        outside = current_streams(self.devices)
+        outside = [torch.cuda.current_stream(device) for device in self.devices]
         default = [torch.cuda.default_stream(device) for device in self.devices]
         if outside == default:
             function()
             return
-        for stream, other in zip(default, outside, strict=True):
-            stream.wait_stream(other)
+        lane = Lane(default)
+        lane.follow(Lane(outside))
         try:
-            with on_streams(default):
+            with lane:
                 function()
         finally:
             self.follow_default_streams()
@@ -214,6 +215,10 @@ class DeviceLink:
         self._back = _as_devices(reversed_map(pairs))
         self._back_automatic = automatic
 
+    def leads_back_from(self, device: torch.device) -> bool:
+        """Can an answer of the peer bring a tensor from that device of its own?"""
+        return self._automatic or device in self._to.values()
+
     # ------------------------------------------------------------------ as PeerDevices
 
     def target(self, device: torch.device, is_request: bool) -> torch.device | None:
@@ -225,7 +230,7 @@ class DeviceLink:
             return device
         return target
 
-    def place(self, source: torch.Tensor, target: torch.device) -> DeviceTicket | None:
+    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> DeviceTicket | None:
         device = source.device.index
         if target.type == "cpu":
             return None
@@ -235,7 +240,7 @@ class DeviceLink:
                 self._try(device)
             return None
         size = source.numel() * source.element_size()
-        if size <= SMALL_BYTES and self._api.is_idle(device):
+        if size <= SMALL_BYTES and not (is_request and self._api.is_busy(device)):
             return None
         pool = self._node.pool
         block = pool.allocate(device, size)
@@ -367,7 +372,7 @@ class LocalDeviceLink(DeviceLink):
         self._next_number = 0
         self._held_lock = threading.Lock()
 
-    def place(self, source: torch.Tensor, target: torch.device) -> Any | None:
+    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> Any | None:
         if target.type == "cpu":
             return None
         copy = torch.empty(source.shape, dtype=source.dtype, device=target)

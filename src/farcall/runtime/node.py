@@ -353,6 +353,7 @@ class Node:
                 devices = NodeDevices(self._name, self.options, self._on_release, self._write_later)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes
+                self.server.devices = devices.devices
                 self.on_agreed(self._close_device_segments)
                 self.devices = devices
             return self.devices

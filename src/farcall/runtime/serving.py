@@ -106,6 +106,7 @@ class Server:
         self._corked: set[Peer] = set()
         self.lanes: Lanes | None = None
         """The streams that functions run on, in a node with devices."""
+        self.devices: Sequence[torch.device] = ()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._event_thread: threading.Thread | None = None
         self._lock = threading.Lock()

@@ -55,7 +55,7 @@ class PeerDevices(Protocol):
     def target(self, device: torch.device, is_request: bool) -> torch.device | None:
         """Where at the peer a tensor on ``device`` goes; None: no map says so."""
 
-    def place(self, source: torch.Tensor, target: torch.device) -> Any | None:
+    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> Any | None:
         """Lend the peer a copy of ``source``, made on the current stream; None: take the way through the host."""
 
     def take_back(self, ticket: Any) -> None:
@@ -179,7 +179,7 @@ def _write_part(
             size = source.numel() * dtype.itemsize
             begin = int(source.storage_offset()) * dtype.itemsize
             return _write_memory(encoding, low, True, memory_of(source.untyped_storage(), begin, begin + size))
-    ticket = devices.place(source, record.target)
+    ticket = devices.place(source, record.target, encoding.is_request)
     if ticket is None:
         return _write_memory(encoding, low, view is not None, devices.to_host(source))
     encoding.on_failure(partial(devices.take_back, ticket))
