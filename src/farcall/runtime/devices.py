@@ -13,7 +13,7 @@ The way to a peer, for each device of ours:
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
 Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: two processes
-that take turns on a device cost more than the copies. (Measured on an H200, bare, 4 KiB one way, received and done: 78 us
+that take turns on a device cost more than the copies. (Measured on an H200, bare, 4 KiB one way, received: 78 us
 through the host, 319 us shared.) For that the host waits for the stream; so it is done for answers, which nobody
 could use earlier, and for calls from a stream that has nothing to do: a caller never waits for its device.
 """

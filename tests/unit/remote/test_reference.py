@@ -65,6 +65,7 @@ class FakeNode:
     is_static = True
 
     def __init__(self) -> None:
+        self.device_list: list[object] = []
         self.info = ME
         self.me = SimpleNamespace(member=ME.id)
         self.timeout_s = 60.0
