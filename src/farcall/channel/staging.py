@@ -24,22 +24,19 @@ SMALL_BYTES = 64 * 1024
 class _Kept(threading.local):
     """A small pinned buffer of each thread: torch's allocator of pinned memory costs more than a small copy."""
 
-    pinned: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.memory = _bytes_of(self.pinned)
 
 
-_kept = _Kept()
+_kept: _Kept | None = None
 
 
 def to_host(source: torch.Tensor) -> memoryview:
     """The elements of ``source`` (any strides) as bytes on the host, row by row."""
     size = source.numel() * source.element_size()
     if size <= SMALL_BYTES:
-        if _kept.pinned is None:
-            _kept.pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
-        small = _kept.pinned[:size]
-        small.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-        torch.cuda.current_stream(source.device).synchronize()
-        return memoryview(bytearray(_bytes_of(small)))
+        return memoryview(_small_to_host(source, size))
     if size <= CHUNK_BYTES:
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         pinned.copy_(source, non_blocking=True)
@@ -62,6 +59,20 @@ def to_host(source: torch.Tensor) -> memoryview:
     assert before is not None
     _empty(before, target)
     return target
+
+
+def _small_to_host(source: torch.Tensor, size: int) -> bytearray:
+    global _kept
+    if _kept is None:
+        _kept = _Kept()
+    pinned = _kept.pinned[:size]
+    if source.dtype is not torch.uint8:
+        pinned = pinned.view(source.dtype)
+    if source.dim() != 1:
+        pinned = pinned.view(source.shape)
+    pinned.copy_(source, non_blocking=True)
+    torch.cuda.current_stream(source.device).synchronize()
+    return bytearray(_kept.memory[:size])
 
 
 def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memoryview) -> None:

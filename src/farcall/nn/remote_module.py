@@ -224,7 +224,10 @@ def _make_module(
 
 def _check_device(device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RuntimeError(f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device}")
+        raise RuntimeError(
+            f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: invalid device "
+            "ordinal)"
+        )
 
 
 def _run_forward(

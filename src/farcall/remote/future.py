@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -25,6 +25,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
 from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
+from farcall.runtime.streams import Stamp, stamp
 from farcall.serialize import RECORDING, has_devices
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Future(torch.futures.Future[T], PendingCall):
     """The outcome of one `rpc_async` call."""
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
-        _make_future(self, node.device_list)
+        _make_future(self, [])
+        self._stamp: Stamp | None = None
         self._node = node
         self._frame: Arrived | None = None
         self._has_callbacks = False
@@ -68,7 +70,15 @@ class Future(torch.futures.Future[T], PendingCall):
                     self._waiters.append(finished)
                     if not self.done():
                         finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()  # the current streams do, the host does not
         return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
@@ -96,7 +106,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
             self.add_done_callback(wake)
             yield from done
-        return super().wait()
+        return self.wait()
 
     # ------------------------------------------------------------------ as a pending call
 
@@ -125,6 +135,8 @@ class Future(torch.futures.Future[T], PendingCall):
         except BaseException as error:
             self.fail(error)
         else:
+            if self._node.device_list and has_devices(frame[5]):
+                self._stamp = stamp(value, self._node.device_list)
             _set_result(self, value)
             self._wake()
 
@@ -151,9 +163,11 @@ class Future(torch.futures.Future[T], PendingCall):
 class DerivedFuture(torch.futures.Future[T]):
     """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
 
-    def __init__(self, devices: list[torch.device] | None = None) -> None:
-        self._devices = devices or []
-        super().__init__(devices=self._devices)  # type: ignore[arg-type]
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        """``devices``: those of a node, on which the result may be."""
+        super().__init__()
+        self._devices = devices
+        self._stamp: Stamp | None = None
 
     def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
         """A callback that completes this future with what ``callback`` returns or raises."""
@@ -164,6 +178,8 @@ class DerivedFuture(torch.futures.Future[T]):
             except BaseException as error:
                 self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
             else:
+                if self._devices:
+                    self._stamp = stamp(value, self._devices)
                 self.set_result(value)
 
         return run
@@ -175,7 +191,15 @@ class DerivedFuture(torch.futures.Future[T]):
             super().add_done_callback(lambda _: finished.open())
             abdicate()
             finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()
         return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``."""

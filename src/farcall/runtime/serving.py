@@ -45,6 +45,7 @@ from farcall.serialize import (
     encode,
     encode_failure,
     encode_recorded,
+    has_devices,
 )
 
 logger = logging.getLogger("farcall")
@@ -277,6 +278,8 @@ class Request:
                 args, kwargs = decode(payload, buffers, self.peer) if payload else ((), None)
             else:
                 func, args, kwargs = decode(payload, buffers, self.peer)
+            if server.lanes is not None and has_devices(payload):
+                started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             # The request keeps no buffer: an argument that the function drops is freed at once.
             self.frame = (*self.frame[:5], b"", ())

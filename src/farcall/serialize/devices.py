@@ -77,10 +77,11 @@ class PeerDevices(Protocol):
 class DeviceRecord:
     """A storage on a device, or bound for one, and the views of it met so far."""
 
-    __slots__ = ("index", "storage", "target", "views")
+    __slots__ = ("first", "index", "storage", "target", "views")
 
     def __init__(self, index: int, storage: torch.UntypedStorage, target: torch.device) -> None:
         self.index = index
+        self.first: torch.Tensor | None = None  # what needs no other look at its storage, if it is the only view
         self.storage = storage
         self.target = target
         self.views: list[View] = []
@@ -114,6 +115,8 @@ def describe_on_device(tensor: torch.Tensor, encoding: Encoding, requires_grad: 
                 f"a tensor of shape {shape} needs {high} bytes of its storage, which has {storage.nbytes()}: "
                 "was the storage resized?"
             )
+        if not known.views and not flags & ~REQUIRES_GRAD and low % _ALIGNMENT_BYTES == 0 and tensor.is_contiguous():
+            known.first = tensor
         known.views.append((low, high, dtype, shape, strides, offset))
     return rebuild_on_device, (known.index, CODES[dtype], shape, strides, offset, flags)
 
@@ -169,7 +172,10 @@ def _write_part(
         low -= low % _ALIGNMENT_BYTES
         if on_cpu:
             return _write_memory(encoding, low, False, memory_of(storage, low, high))
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
+        if record.first is not None and len(record.views) == 1:
+            source = record.first.detach()
+        else:
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
     else:
         _, _, dtype, shape, strides, offset = view
         shape = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
