@@ -46,20 +46,21 @@ def stressed(rank: int) -> dict[str, Any] | None:
     writer = torch.cuda.Stream()
     scratch = torch.zeros(LARGEST_BYTES, device=CUDA, dtype=torch.uint8)
     pending: deque[tuple[Any, torch.Tensor]] = deque()
-    wrong = torch.zeros((), device=CUDA, dtype=torch.int64)
+    outcomes: list[torch.Tensor] = []
+    sizes: list[int] = []
     reserved = 0
 
     def take() -> None:
         future, expected_back = pending.popleft()
         is_right, back = future.wait()
-        nonlocal wrong
-        wrong = wrong + (~is_right).long() + (checksum(back) != expected_back).long()
+        outcomes.append(torch.stack((is_right, checksum(back) == expected_back)))
 
     torch.cuda.synchronize()
     for number in range(SENDS):
         source = sources[number % 4]
         stream = streams[number % 4]
         size = int(2 ** rng.uniform(0, LARGEST_BYTES.bit_length() - 1))
+        sizes.append(size)
         start = rng.randrange(LARGEST_BYTES - size + 1)
         with torch.cuda.stream(stream):
             part = source[start : start + size]
@@ -76,7 +77,9 @@ def stressed(rank: int) -> dict[str, Any] | None:
             reserved = torch.cuda.memory_reserved()
     while pending:
         take()
-    assert int(wrong) == 0, f"{int(wrong)} of {SENDS} were not what was sent"
+    found = torch.stack(outcomes).cpu().tolist()
+    wrong = [(number, sizes[number], *right) for number, right in enumerate(found) if not all(right)]
+    assert not wrong, f"not what was sent (number, size, there, back): {wrong}"
     wait_until(lambda: lent() == 0)
     devices = current_node().devices
     assert devices is not None

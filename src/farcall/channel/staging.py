@@ -13,7 +13,7 @@ import threading
 import torch
 
 from farcall.channel.copying import copy_bytes
-from farcall.serialize.spans import memory_of
+from farcall.serialize.spans import copy_of, memory_of
 
 __all__ = ["to_device", "to_host"]
 
@@ -24,12 +24,10 @@ SMALL_BYTES = 64 * 1024
 class _Kept(threading.local):
     """A small pinned buffer of each thread: torch's allocator of pinned memory costs more than a small copy."""
 
-    def __init__(self) -> None:
-        self.pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.memory = _bytes_of(self.pinned)
+    pinned: torch.Tensor | None = None
 
 
-_kept: _Kept | None = None
+_kept = _Kept()
 
 
 def to_host(source: torch.Tensor) -> memoryview:
@@ -62,17 +60,17 @@ def to_host(source: torch.Tensor) -> memoryview:
 
 
 def _small_to_host(source: torch.Tensor, size: int) -> bytearray:
-    global _kept
-    if _kept is None:
-        _kept = _Kept()
-    pinned = _kept.pinned[:size]
+    kept = _kept.pinned
+    if kept is None:
+        kept = _kept.pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+    pinned = kept[:size]
     if source.dtype is not torch.uint8:
         pinned = pinned.view(source.dtype)
     if source.dim() != 1:
         pinned = pinned.view(source.shape)
     pinned.copy_(source, non_blocking=True)
     torch.cuda.current_stream(source.device).synchronize()
-    return bytearray(_kept.memory[:size])
+    return copy_of(kept.data_ptr(), size)
 
 
 def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memoryview) -> None:
