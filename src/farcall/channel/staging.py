@@ -1,14 +1,15 @@
 """Device memory by way of the host, through pinned buffers, for where processes cannot open each other's.
 
 What fits one chunk goes through one pinned buffer; more goes in chunks through two of them, so that the device fills
-one while the host empties the other. Both directions wait, on the host, for what is on the current stream: this is
-the way that always works, not the quick one. (Pinning costs 0.5 s for each GiB, so no buffer grows with a tensor; torch
-keeps pinned memory for later use.)
+one while the host empties the other. On its way to the host a tensor is waited for, by the host: this is the way that
+always works. What is small has buffers that are kept, and is quicker so than shared. (Pinning costs 0.5 s for each GiB,
+so no buffer grows with a tensor; torch keeps pinned memory for later use.)
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import torch
 
@@ -19,12 +20,16 @@ __all__ = ["to_device", "to_host"]
 
 CHUNK_BYTES = 16 << 20
 SMALL_BYTES = 64 * 1024
+MOST_UPLOADS = 16
 
 
 class _Kept(threading.local):
-    """A small pinned buffer of each thread: torch's allocator of pinned memory costs more than a small copy."""
+    """Small pinned buffers of each thread: torch's allocator of pinned memory costs more than a small copy."""
 
-    pinned: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.pinned: torch.Tensor | None = None
+        # Not pageable memory: where devices can read that, the driver may do so after its owner has let go of it.
+        self.uploads: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # the oldest first
 
 
 _kept = _Kept()
@@ -82,9 +87,8 @@ def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memo
 def to_device(source: memoryview, target: torch.device) -> torch.Tensor:
     """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next."""
     size = source.nbytes
-    if size <= SMALL_BYTES:  # the driver takes a copy of so little before it returns
-        memory = bytearray(source) if source.readonly else source
-        return torch.frombuffer(memory, dtype=torch.uint8).to(target, non_blocking=True)
+    if size <= SMALL_BYTES:
+        return _small_to_device(source, size, target)
     result = torch.empty(size, dtype=torch.uint8, device=target)
     count = 2 if size > CHUNK_BYTES else 1
     chunks = [torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
@@ -99,6 +103,21 @@ def to_device(source: memoryview, target: torch.device) -> torch.Tensor:
         result[start : start + length].copy_(chunk, non_blocking=True)
         if size > CHUNK_BYTES:
             events.append(stream.record_event())
+    return result
+
+
+def _small_to_device(source: memoryview, size: int, target: torch.device) -> torch.Tensor:
+    uploads = _kept.uploads
+    if uploads and (len(uploads) >= MOST_UPLOADS or uploads[0][1].query()):  # type: ignore[no-untyped-call]
+        pinned, event = uploads.popleft()
+        event.synchronize()
+    else:
+        pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copy_bytes(_bytes_of(pinned), source)
+    result = pinned[:size].to(target, non_blocking=True)
+    event.record(torch.cuda.current_stream(target))
+    uploads.append((pinned, event))
     return result
 
 
