@@ -9,27 +9,67 @@ so no buffer grows with a tensor; torch keeps pinned memory for later use.)
 from __future__ import annotations
 
 import threading
-from collections import deque
+from typing import Any
 
 import torch
 
 from farcall.channel.copying import copy_bytes
+from farcall.channel.interface import ALIGNMENT_BYTES
 from farcall.serialize.spans import copy_of, memory_of
 
 __all__ = ["to_device", "to_host"]
 
 CHUNK_BYTES = 16 << 20
 SMALL_BYTES = 64 * 1024
-MOST_UPLOADS = 16
+HALF_RING_BYTES = 1 << 20
+
+_C: Any = torch._C
+
+
+class _Ring:
+    """Pinned memory for small uploads, used round and round: torch's allocator costs more than a small copy.
+
+    Not pageable memory: where devices can read that, the driver may do so after its owner has let go of it. Before a
+    half of it is used again, whatever was copied from it is waited for, which is done long since.
+    """
+
+    def __init__(self) -> None:
+        self._pinned = torch.empty(2 * HALF_RING_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._memory = _bytes_of(self._pinned)
+        self._half = 0
+        self._offset = 0  # of what is free in it
+        self._used: set[tuple[int, int, int]] = set()  # the streams that copy from this half
+        self._events: list[list[torch.cuda.Event]] = [[], []]  # of each half: it is done with
+
+    def upload(self, source: memoryview, size: int, target: torch.device) -> torch.Tensor:
+        if self._offset + size > HALF_RING_BYTES:
+            self._turn()
+        begin = self._half * HALF_RING_BYTES + self._offset
+        end = begin + size
+        self._offset += size + -size % ALIGNMENT_BYTES
+        copy_bytes(self._memory[begin:end], source)
+        self._used.add(_C._cuda_getCurrentStream(target.index))
+        return self._pinned[begin:end].to(target, non_blocking=True)
+
+    def _turn(self) -> None:
+        """Go on in the other half."""
+        streams = [
+            torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
+            for stream, device, kind in self._used
+        ]
+        self._events[self._half] = [stream.record_event() for stream in streams]
+        self._used.clear()
+        self._half = 1 - self._half
+        self._offset = 0
+        for event in self._events[self._half]:
+            event.synchronize()
 
 
 class _Kept(threading.local):
-    """Small pinned buffers of each thread: torch's allocator of pinned memory costs more than a small copy."""
+    """The small pinned buffers of each thread."""
 
-    def __init__(self) -> None:
-        self.pinned: torch.Tensor | None = None
-        # Not pageable memory: where devices can read that, the driver may do so after its owner has let go of it.
-        self.uploads: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # the oldest first
+    pinned: torch.Tensor | None = None
+    ring: _Ring | None = None
 
 
 _kept = _Kept()
@@ -88,7 +128,9 @@ def to_device(source: memoryview, target: torch.device) -> torch.Tensor:
     """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next."""
     size = source.nbytes
     if size <= SMALL_BYTES:
-        return _small_to_device(source, size, target)
+        if _kept.ring is None:
+            _kept.ring = _Ring()
+        return _kept.ring.upload(source, size, target)
     result = torch.empty(size, dtype=torch.uint8, device=target)
     count = 2 if size > CHUNK_BYTES else 1
     chunks = [torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
@@ -103,21 +145,6 @@ def to_device(source: memoryview, target: torch.device) -> torch.Tensor:
         result[start : start + length].copy_(chunk, non_blocking=True)
         if size > CHUNK_BYTES:
             events.append(stream.record_event())
-    return result
-
-
-def _small_to_device(source: memoryview, size: int, target: torch.device) -> torch.Tensor:
-    uploads = _kept.uploads
-    if uploads and (len(uploads) >= MOST_UPLOADS or uploads[0][1].query()):  # type: ignore[no-untyped-call]
-        pinned, event = uploads.popleft()
-        event.synchronize()
-    else:
-        pinned = torch.empty(SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copy_bytes(_bytes_of(pinned), source)
-    result = pinned[:size].to(target, non_blocking=True)
-    event.record(torch.cuda.current_stream(target))
-    uploads.append((pinned, event))
     return result
 
 
