@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from farcall.errors import PeerDead, RpcTimeout, SerializationError
 from farcall.nn import RemoteModule
 from farcall.optim import DistributedOptimizer
 from farcall.runtime.node import current_node
-from farcall.testing.cluster import finish, run_cluster, start_cluster
+from farcall.testing.cluster import finish, run_cluster, start_cluster, start_processes, temporary_file_url
 
 CUDA = torch.device("cuda", 0)
 MAPS = {"device_maps": {"w0": {"cuda:0": "cuda:0"}, "w1": {"cuda:0": "cuda:0"}}}
@@ -111,6 +112,50 @@ def all_kinds(rank: int, shared: bool) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensors_of_all_kinds_go_both_ways(shared: bool) -> None:
     run_cluster(2, all_kinds, shared, device_sharing=shared, **MAPS)
+
+
+def test_over_tcp() -> None:
+    run_cluster(2, all_kinds, False, device_sharing=False, transports=["tcp"], **MAPS)
+
+
+def newcomer(rank: int, url: str) -> None:
+    options = farcall.RpcBackendOptions(init_method=url, device_maps={"w0": {0: 0}, "w1": {0: 0}})
+    with farcall.Node(f"w{rank}", rank, options=options) as node:
+        other = f"w{1 - rank}"
+        wait_until(lambda: len(node.workers()) == 2)
+        for size in (10, MEBIBYTE):
+            (back,) = node.rpc_sync(other, echo, (torch.full((size,), rank, device=CUDA),))
+            assert (back == rank).all()
+
+
+def test_members_that_join_bring_their_maps() -> None:
+    finish(start_processes(2, newcomer, temporary_file_url()))
+
+
+def test_two_members_of_one_process() -> None:
+    """Which cannot open their own memory: the driver says so, and the tensors go through the host."""
+    finish(start_processes(1, both_members, temporary_file_url()))
+
+
+def both_members(rank: int, url: str) -> None:
+    maps = {"w0": {0: 0}, "w1": {0: 0}}
+    with ExitStack() as stack:
+        nodes = [
+            farcall.Node(f"w{number}", number, options=farcall.RpcBackendOptions(init_method=url, device_maps=maps))
+            for number in range(2)
+        ]
+        for node in nodes:
+            node.start()
+            stack.callback(node.shutdown, False)
+        wait_until(lambda: len(nodes[0].workers()) == 2)
+        x = torch.arange(MEBIBYTE, device=CUDA)
+
+        def is_refused() -> bool:
+            (back,) = nodes[0].rpc_sync("w1", echo, (x,))
+            assert torch.equal(back, x)
+            return nodes[0].peer("w1").devices._ways.get(0) is False
+
+        wait_until(is_refused)
 
 
 def are_views(first: torch.Tensor, second: torch.Tensor) -> bool:
