@@ -19,7 +19,7 @@ def notes_of(buffers: Annotated, created: Fork | None = None, origin: str = "") 
 
 def request_notes(peer: Peer, buffers: Sequence[memoryview], created: Fork | None = None, origin: str = "") -> bytes:
     """The notes of a request to ``peer``. In a distributed autograd context it says so, even if it carries nothing."""
-    if isinstance(buffers, Annotated):
+    if isinstance(buffers, Annotated) and (buffers.notes or buffers.recording is not None):
         return notes_of(buffers, created, origin)
     recording = RECORDING.get()
     if recording is None or not recording.admits(peer):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,8 @@ DEVICES_FORM = ord("D")
 _TICKET, _BUFFER, _BYTES = 0, 1, 2
 _ALIGNMENT_BYTES = 64
 _length = struct.Struct("<I")
+
+_device = lru_cache(torch.device)
 
 Part = tuple[int, bool, int, Any]
 DeviceTable = list[tuple[str, list[Part]]]
@@ -244,14 +246,16 @@ def rebuild_on_device(
         empty = torch.empty(0, dtype=dtype, device=name).as_strided_(shape, strides)
         return _finish(decoding, empty, flags)
     low = offset * dtype.itemsize
-    number = max((number for number, part in enumerate(parts) if part[0] <= low), default=-1)
+    number = len(parts) - 1
+    while number >= 0 and parts[number][0] > low:
+        number -= 1
     if number < 0:
         raise SerializationError("the message describes a tensor outside the memory it brought")
     part_low, compact, _, _ = parts[number]
     key = ("device", index, number)
     memory = decoding.storages.get(key)
     if memory is None:
-        memory = decoding.storages[key] = _read_part(decoding, torch.device(name), parts, number)
+        memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number)
     if compact:
         strides, offset = compact_strides(shape, strides), 0
     else:
