@@ -271,7 +271,7 @@ class DeviceLink:
         return staging.to_host(source)
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
-        return staging.to_device(source, target)
+        return staging.to_device(source, target, target.index in self._segments.devices.values())
 
     # ------------------------------------------------------------------ releases
 
