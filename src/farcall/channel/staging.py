@@ -131,9 +131,9 @@ def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memo
 def to_device(source: memoryview, target: torch.device, has_company: bool = False) -> torch.Tensor:
     """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next.
 
-    ``has_company``: another process has work on that device. Then the result may be longer: what is copied in less than
-    ``COMPANY_BYTES`` is copied by the part of the device that runs kernels, on which processes take turns; more by one
-    that is idle, and at once. (Seen on an H200: an echo of 4 KiB took 0.47 to 0.55 ms, with 32 KiB up 0.18 to 0.25 ms.)
+    ``has_company``: another process has work on that device. Then the result may be longer: processes that share a
+    device take turns on it, and uploads of ``COMPANY_BYTES`` and more seem not to wait for one. (On an H200 a bare
+    echo of 4 KiB took 0.47 to 0.55 ms, with 32 KiB up 0.18 to 0.25 ms.)
     """
     size = source.nbytes
     if size <= SMALL_BYTES:
