@@ -6,6 +6,7 @@
     ├── InitError               this node could not become a member
     │   ├── DuplicateName         two members asked for one name
     │   ├── BadRank               rank or world size make no sense
+    │   ├── BadDeviceMap          a device map names what is not there
     │   └── MissingPeers          not everyone arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
@@ -33,6 +34,7 @@ from enum import StrEnum
 
 __all__ = [
     "AnswerLost",
+    "BadDeviceMap",
     "BadRank",
     "Cancelled",
     "Delivery",
@@ -79,6 +81,10 @@ class DuplicateName(InitError):
 
 class BadRank(InitError, ValueError):
     """The rank or the world size given makes no sense."""
+
+
+class BadDeviceMap(InitError, ValueError):
+    """A device map leads from or to a device, or to a worker, that is not there; every member is told alike."""
 
 
 class MissingPeers(InitError, TimeoutError):

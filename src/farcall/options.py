@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -51,6 +51,7 @@ DEFAULT_PROBE_INTERVAL_S: Final = 1.0
 DEFAULT_PROBE_TIMEOUT_S: Final = 0.5
 DEFAULT_SUSPICION_S: Final = 10.0
 DEFAULT_INDIRECT_PROBES: Final = 3
+DEFAULT_DEVICE_MEMORY_LIMIT_BYTES: Final = 4 << 30
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
@@ -66,6 +67,8 @@ TRANSPORTS: Final = ("unix", "tcp")
 
 MIN_SECRET_BYTES: Final = 8
 LOG_LEVELS: Final = ("info", "debug")
+DeviceMaps = Mapping[str, Mapping[Any, Any]]
+_DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
 
 
@@ -146,6 +149,14 @@ class RpcBackendOptions:
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
             itself. Default: ``FARCALL_LOG``, else farcall logs through ``logging`` only, as a library should.
+        device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
+            named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
+            the way back. Without a map a tensor on a device is not sent.
+        devices: the devices that calls use here. Default: those that maps lead from or to.
+        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
+        device_memory_limit_bytes: how much device memory this node may hold for sending.
+        device_sharing: whether device memory may be opened by other processes of this host; if not, or where that does
+            not work, tensors on devices go through the host.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -177,6 +188,11 @@ class RpcBackendOptions:
     dashboard_host: str = field(default="127.0.0.1", kw_only=True)
     opentelemetry: bool = field(default=False, kw_only=True)
     log: str | None = field(default=None, kw_only=True)
+    device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
+    devices: Sequence[Any] = field(default=(), kw_only=True)
+    automatic_device_maps: bool = field(default=False, kw_only=True)
+    device_memory_limit_bytes: int = field(default=DEFAULT_DEVICE_MEMORY_LIMIT_BYTES, kw_only=True)
+    device_sharing: bool = field(default=True, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -200,11 +216,12 @@ class RpcBackendOptions:
             "send_backlog_limit_bytes",
             "max_queued_calls",
             "indirect_probes",
+            "device_memory_limit_bytes",
         ):
             self._set(name, _check_positive(name, getattr(self, name)))
         if self.when_overloaded not in WHEN_OVERLOADED:
             raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
-        for name in ("shared_memory", "observable", "opentelemetry"):
+        for name in ("shared_memory", "observable", "opentelemetry", "automatic_device_maps", "device_sharing"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)
@@ -214,6 +231,8 @@ class RpcBackendOptions:
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
             self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
+        self._set("device_maps", _check_device_maps(self.device_maps))
+        self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
@@ -241,6 +260,11 @@ class RpcBackendOptions:
     def secret_bytes(self) -> bytes | None:
         """The configured secret, or None where the first member makes one."""
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
+
+    @property
+    def names_devices(self) -> bool:
+        """Whether anything is said about devices: without that, none is ever looked at."""
+        return bool(self.device_maps or self.devices or self.automatic_device_maps)
 
     def replace(self, **changes: Any) -> RpcBackendOptions:
         """Return a copy with ``changes`` made, checked like a new one."""
@@ -298,6 +322,29 @@ def _check_log(value: object) -> str | None:
             f"not {value!r}"
         )
     return value
+
+
+def _check_device(value: object) -> str:
+    """The name of a device. Not torch's own parser: this module does not know torch."""
+    if isinstance(value, bool) or not (isinstance(value, int | str) or hasattr(value, "type")):
+        raise TypeError(f"a device must be a name, a number or a torch.device, not {value!r}")
+    name = f"cuda:{value}" if isinstance(value, int) else str(value)
+    if name == "cuda":
+        name = "cuda:0"
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(f"{value!r} is not a device: use 'cpu', 'cuda:0' or a number")
+    return name
+
+
+def _check_device_maps(value: object) -> dict[str, dict[str, str]]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"device_maps must be a dict of dicts, not {type(value).__name__}")
+    maps: dict[str, dict[str, str]] = {}
+    for peer, pairs in value.items():
+        if not isinstance(peer, str) or not isinstance(pairs, Mapping):
+            raise TypeError(f"device_maps must map names of workers to dicts of devices, not {peer!r} to {pairs!r}")
+        maps[peer] = {_check_device(source): _check_device(target) for source, target in pairs.items()}
+    return maps
 
 
 def _check_init_method(value: object) -> str:

@@ -138,3 +138,26 @@ def test_options_do_without_torch() -> None:
     source = farcall.options.__file__
     done = subprocess.run([sys.executable, "-S", "-c", code, source], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_devices() -> None:
+    torch = pytest.importorskip("torch")
+    options = RpcBackendOptions(device_maps={"b": {0: "cuda:1", torch.device("cpu"): "cuda"}}, devices=[1])
+    assert options.device_maps == {"b": {"cuda:0": "cuda:1", "cpu": "cuda:0"}}
+    assert options.devices == ("cuda:1",)
+    assert options.names_devices
+    assert not RpcBackendOptions().names_devices
+    assert RpcBackendOptions(automatic_device_maps=True).names_devices
+    assert options.replace(rpc_timeout=1).device_maps == options.device_maps
+
+
+@pytest.mark.parametrize("maps", [{"b": {-1: 0}}, {"b": {"gpu": 0}}, {"b": {"cuda:x": 0}}])
+def test_what_is_no_device(maps: dict[str, dict[object, object]]) -> None:
+    with pytest.raises(ValueError, match="is not a device"):
+        RpcBackendOptions(device_maps=maps)
+
+
+@pytest.mark.parametrize("maps", [[], {"b": 3}, {3: {}}, {"b": {None: 0}}, {"b": {True: 0}}])
+def test_what_is_no_device_map(maps: object) -> None:
+    with pytest.raises(TypeError):
+        RpcBackendOptions(device_maps=maps)  # type: ignore[arg-type]

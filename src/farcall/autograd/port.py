@@ -24,6 +24,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, CallProfile, RunProfile
+from farcall.serialize import Annotated
 
 __all__ = ["NodePort"]
 
@@ -63,7 +64,12 @@ class NodePort:
         flags, payload, buffers = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
-        peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+        try:
+            peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+        except BaseException:
+            if isinstance(buffers, Annotated):
+                buffers.withdraw()
+            raise
 
     def submit(self, task: Task) -> None:
         tasks = self._reading.tasks
@@ -77,7 +83,7 @@ class NodePort:
         tasks: list[Task] = []
         self._reading.tasks = tasks
         try:
-            deliver()
+            self.in_order(deliver)
         finally:
             self._reading.tasks = None
             sender = peer.member
@@ -88,6 +94,14 @@ class NodePort:
                     self._node.executor.submit(work)
                 elif not kept:
                     self._quick[sender] = False
+
+    def in_order(self, work: Task) -> None:
+        """Run ``work``; in a node with devices, on the streams that all work of autograd is on."""
+        devices = self._node.devices
+        if devices is None:
+            work()
+        else:
+            devices.on_default_streams(work)
 
     def ran(self, sender: int, took_s: float) -> None:
         """A part of a pass was run; ``sender``'s letter had set it off."""
@@ -159,7 +173,7 @@ class _Work:
 
     def run(self, more: bool) -> None:
         started = perf_counter()
-        self._task()
+        self._port.in_order(self._task)
         self._port.ran(self._sender, perf_counter() - started)
 
     def drop(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 
+import torch
+
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.letters import GRADIENTS, decode_letters
 from farcall.autograd.port import NodePort
@@ -32,6 +34,7 @@ class Recorder:
         self._port = NodePort(node)
         self.contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
         node.on_peer_joined(lambda peer: self.contexts.worker_joined(peer.origin))
+        self.in_order = self._port.in_order
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
         node.wait_for(lambda: self.contexts.backward_calls)
@@ -46,6 +49,17 @@ class Recorder:
                 logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
 
         self._port.take_letter(peer, deliver)
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of a context; those on devices are ready on the current streams."""
+        gradients = self.contexts.get_gradients(context_id)
+        devices = self.node.devices
+        if devices is not None:
+            devices.follow_default_streams()
+            for gradient in gradients.values():
+                if gradient.is_cuda and gradient.layout is torch.strided:
+                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        return gradients
 
     def with_context(self, message: Arrived, notes: Notes) -> Arrived:
         """``message`` with the context that its notes name."""

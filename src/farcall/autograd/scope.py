@@ -68,12 +68,13 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
     node = current_node()
-    node.part(Recorder).contexts.backward(context_id, roots, retain_graph, node.timeout_s or None)
+    recorder = node.part(Recorder)
+    recorder.in_order(lambda: recorder.contexts.backward(context_id, roots, retain_graph, node.timeout_s or None))
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that this worker has in a context, by the tensor they belong to."""
-    return _contexts().get_gradients(context_id)
+    return current_node().part(Recorder).get_gradients(context_id)
 
 
 def _new_context() -> Context:

@@ -103,15 +103,20 @@ class RemoteModule(nn.Module):
         device = torch.device(self.device)
         if device.type == "cpu":
             return proxy.call_sync(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        return self._call_owner(_run_forward, self.module_rref, device, args, kwargs)
+        return self._call_owner(_run_forward, self.module_rref, device, args, kwargs, self._stays_on(device))
 
     def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
             return proxy.call_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        request = (self.module_rref, device, args, kwargs)
+        request = (self.module_rref, device, args, kwargs, self._stays_on(device))
         return call_async(current_node(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
+
+    def _stays_on(self, device: torch.device) -> bool:
+        """Does our device map bring results from that device of the owner, so that they need not go to its CPU?"""
+        devices = current_node().peer(self.module_rref.owner()).devices
+        return devices is not None and bool(devices.leads_back_from(device))
 
     def _call_owner(self, func: Callable[..., Any], *args: Any) -> Any:
         return call_sync(current_node(), self.module_rref.owner(), func, args, None, UNSET_TIMEOUT)
@@ -220,13 +225,20 @@ def _make_module(
 
 def _check_device(device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RuntimeError(f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device}")
+        raise RuntimeError(
+            f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: invalid device "
+            "ordinal)"
+        )
 
 
-def _run_forward(rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_forward(
+    rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool
+) -> Any:
     module = rref.local_value()
     moved = [_moved(value, device) for value in args]
     result = module(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})
+    if stays:
+        return result
     return tuple(map(_to_cpu, result)) if isinstance(result, tuple) else _to_cpu(result)
 
 

@@ -152,7 +152,7 @@ class _LocalOptimizer:
         recorder = self._node.part(Recorder)
         # A worker whose parameters took no part in the loss may not know the context.
         context = recorder.contexts.find(context_id)
-        gradients = {} if context is None else recorder.contexts.get_gradients(context_id)
+        gradients = {} if context is None else recorder.get_gradients(context_id)
         with self._node.part(_Steps).lock:
             kept = [parameter.grad for parameter in self._parameters]
             try:

@@ -12,6 +12,7 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     40-49   references              protocol/references
     50-69   membership              protocol/membership
     70-79   observation             observe/clocks.py, protocol/observing.py
+    80-89   devices                 runtime/devices.py
     80-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
@@ -37,6 +38,11 @@ __all__ = [
     "DepartureReleased",
     "DepartureReport",
     "DepartureStatus",
+    "DeviceBlocksReleased",
+    "DeviceOpened",
+    "DeviceSegmentRetired",
+    "DeviceTried",
+    "DevicesMapped",
     "FramesReceived",
     "Goodbye",
     "Message",
@@ -196,6 +202,43 @@ class ClockTold(_Control, frozen=True, tag=71):
     clock_ns: int
 
 
+# --- devices -------------------------------------------------------------------------------------------
+
+
+class DevicesMapped(_Control, frozen=True, tag=80):
+    """The sender's device map to the receiver: answers take the way back. Sent before anything that needs it."""
+
+    pairs: list[tuple[str, str]]
+    automatic: bool  # what is not in the map goes to, and comes from, the device of the same name
+
+
+class DeviceTried(_Control, frozen=True, tag=81):
+    """Can the receiver open memory of the sender's device?"""
+
+    device: int  # as the sender numbers it
+    name: str  # the same in all processes of a host
+    opener: bytes  # pickled: what opens a piece of memory, and an event
+
+
+class DeviceOpened(_Control, frozen=True, tag=82):
+    """The answer; ``why_not`` is empty where it works."""
+
+    device: int
+    why_not: str
+
+
+class DeviceBlocksReleased(_Control, frozen=True, tag=83):
+    """The receiver has copied these blocks of the sender's device memory, or will never want them."""
+
+    blocks: list[tuple[int, int]]  # (segment_id, offset_bytes)
+
+
+class DeviceSegmentRetired(_Control, frozen=True, tag=84):
+    """The sender no longer uses a segment of device memory: close it."""
+
+    segment_id: int
+
+
 Message = (
     Ping
     | Pong
@@ -216,6 +259,11 @@ Message = (
     | DepartureAcknowledged
     | ClockAsked
     | ClockTold
+    | DevicesMapped
+    | DeviceTried
+    | DeviceOpened
+    | DeviceBlocksReleased
+    | DeviceSegmentRetired
     | references.Message
     | membership.Message
     | observing.Message

@@ -209,7 +209,7 @@ class KeptRequest(Request):
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Keep the result, and tell the creator, in a moment: nobody waits for that, and company is likely to come."""
         self._owned.made_by = self.frame[3]
-        self._owned.resolve(outcome.pop())
+        self._owned.resolve(outcome.pop(), self.server.devices)
         if self.quick:
             self._send(RESPONSE, b"", (), True)
             self._flush_soon(self.peer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -27,7 +27,8 @@ from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
-from farcall.serialize import RECORDING
+from farcall.runtime.streams import Stamp, stamp
+from farcall.serialize import RECORDING, has_devices
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Node
@@ -49,6 +50,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
+        self._stamp: Stamp | None = None
         self._node = node
         self._frame: Arrived | None = None
         self._has_callbacks = False
@@ -86,12 +88,20 @@ class Future(torch.futures.Future[T], PendingCall):
                     self._waiters.append(finished)
                     if not self.done():
                         finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()  # the current streams do, the host does not
         return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
         _check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture()
+        derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
         self._has_callbacks = True
         super().add_done_callback(_in_present_context(derived.completing(_profiled(callback))))
         return derived
@@ -115,7 +125,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
             self.add_done_callback(wake)
             yield from done
-        return super().wait()
+        return self.wait()
 
     # ------------------------------------------------------------------ as a pending call
 
@@ -132,11 +142,20 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def complete(self, frame: Arrived) -> None:
         """Read the answer and become done."""
+        devices = self._node.devices
+        if devices is None or not has_devices(frame[5]):
+            self._complete(frame)
+        else:
+            devices.answers.run(lambda: self._complete(frame))
+
+    def _complete(self, frame: Arrived) -> None:
         try:
             value = read_answer(frame, self.peer)
         except BaseException as error:
             self.fail(error)
         else:
+            if self._node.device_list and has_devices(frame[5]):
+                self._stamp = stamp(value, self._node.device_list)
             self.settle(self, value)
             self._wake()
 
@@ -165,6 +184,12 @@ class Future(torch.futures.Future[T], PendingCall):
 class DerivedFuture(torch.futures.Future[T]):
     """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
 
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        """``devices``: those of a node, on which the result may be."""
+        super().__init__()
+        self._devices = devices
+        self._stamp: Stamp | None = None
+
     def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
         """A callback that completes this future with what ``callback`` returns or raises."""
 
@@ -174,6 +199,8 @@ class DerivedFuture(torch.futures.Future[T]):
             except BaseException as error:
                 self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
             else:
+                if self._devices:
+                    self._stamp = stamp(value, self._devices)
                 self.set_result(value)
 
         return run
@@ -185,12 +212,20 @@ class DerivedFuture(torch.futures.Future[T]):
             super().add_done_callback(lambda _: finished.open())
             abdicate()
             finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()
         return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``."""
         _check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture()
+        derived: DerivedFuture[S] = DerivedFuture(self._devices)
         self.add_done_callback(derived.completing(_profiled(callback)))
         return derived
 

@@ -12,13 +12,14 @@ Whoever waits is called once, by whoever makes the value ready, or at once where
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from farcall.runtime.node import Node
 from farcall.runtime.serving import StoredFailure
+from farcall.runtime.streams import Stamp, stamp
 from farcall.serialize import Encoded, decode_failure
 
 NOT_MADE = "value still being made"
@@ -32,7 +33,7 @@ _lock = threading.RLock()
 class Owned:
     """One value."""
 
-    __slots__ = ("_waiting", "failure", "made_by", "origin", "ready", "type_hint", "value")
+    __slots__ = ("_stamp", "_waiting", "failure", "made_by", "origin", "ready", "type_hint", "value")
 
     held_by_scripts: type[Any] | None = None
     """The class of values that TorchScript code has changed, or may; see `farcall.torchscript`."""
@@ -45,17 +46,22 @@ class Owned:
         self.made_by = b""  # the function that made it, as it was named in the call
         self.type_hint: Any = None  # its type for TorchScript, if its user said so
         self._waiting: list[Callable[[], None]] | None = None
+        self._stamp: Stamp | None = None  # on which streams of which devices it was made, in a node with devices
 
     @staticmethod
-    def of(value: Any, origin: str = "") -> Owned:
-        """A value that is there."""
+    def of(value: Any, origin: str = "", devices: Sequence[torch.device] = ()) -> Owned:
+        """A value that is there; ``devices`` are the node's."""
         owned = Owned(origin)
+        if devices:
+            owned._stamp = stamp(value, devices)
         owned.value = value
         owned.ready = True
         return owned
 
-    def resolve(self, value: Any) -> None:
-        """The value is there now."""
+    def resolve(self, value: Any, devices: Sequence[torch.device] = ()) -> None:
+        """The value is there now; ``devices`` are the node's."""
+        if devices:
+            self._stamp = stamp(value, devices)
         self.value = value
         self._become_ready()
 
@@ -102,6 +108,8 @@ class Owned:
         return self._in_python()
 
     def _in_python(self) -> Any:
+        if self._stamp is not None:
+            self._stamp.wait()  # the current streams do; this thread does not
         value = self.value
         if value.__class__ is Owned.held_by_scripts:
             return value.to_python()

@@ -102,7 +102,7 @@ class NodeReferences:
     def own(self, rref: RRef[Any], value: Any) -> None:
         """Make ``rref`` a reference to a value of this node."""
         origin = _origin() if self.traced else ""
-        owned = Owned.of(value, origin)
+        owned = Owned.of(value, origin, self.node.device_list)
         with self._lock:
             fork = self._machine.own_local()
             self._values[fork.ref] = owned

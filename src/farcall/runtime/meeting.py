@@ -26,6 +26,7 @@ from typing import NamedTuple, NoReturn
 
 from farcall.errors import BadRank, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
+from farcall.runtime.device_maps import wishes_of
 from farcall.runtime.members import (
     Abandoned,
     Formed,
@@ -79,6 +80,7 @@ class Meeting:
             self._my_secret is not None,
             secrets.token_hex(8) if first else "",
             secrets.token_hex(_SECRET_BYTES) if first and self._my_secret is None else "",
+            wishes_of(options),
         )
         self._slot_text = as_text(self._slot)
         self._store: KeyStore | None = None

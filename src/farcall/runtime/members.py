@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from farcall.errors import BadRank, DuplicateName, InitError
+from farcall.runtime.device_maps import DeviceWishes, check_device_maps
 
 __all__ = [
     "Abandoned",
@@ -57,13 +58,14 @@ class MemberRecord(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A record as it lies in the store, with what must agree. The last two are rank 0's."""
+    """A record as it lies in the store, with what must agree. ``cluster_id`` and ``secret`` are rank 0's."""
 
     record: MemberRecord
     world_size: int
     has_secret: bool
     cluster_id: str = ""
     secret: str = ""
+    devices: DeviceWishes | None = None
 
 
 class Formed(msgspec.Struct, frozen=True, tag="formed"):
@@ -108,6 +110,7 @@ def check_agreement(slots: Sequence[Slot]) -> None:
         InitError,
         "give every process the same secret (option or FARCALL_SECRET), or none",
     )
+    check_device_maps({slot.record.name: slot.devices for slot in slots})
 
 
 def _check_same(slots: Sequence[Slot], say: Callable[[Slot], str], error: type[InitError], remedy: str) -> None:

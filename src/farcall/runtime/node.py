@@ -25,6 +25,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import ClassVar, get_args
 
+import torch
+
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentPool, SegmentRefused, host_token
 from farcall.errors import (
@@ -55,6 +57,7 @@ from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
 from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED, Chronicle
+from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
@@ -73,7 +76,7 @@ from farcall.runtime.serving import Server
 from farcall.runtime.stores import MeetingPlace
 from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST
 from farcall.runtime.watch import Watch, as_record, chosen
-from farcall.serialize import Annotated
+from farcall.serialize import Annotated, discard
 from farcall.transport.interface import Transport
 
 logger = logging.getLogger("farcall")
@@ -186,6 +189,10 @@ class Node(Layered):
         self._onlookers: set[Onlooker] = set()
         self.on_question: Callable[[Onlooker, Ask], None] | None = None
         """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
+        self.devices: NodeDevices | None = None
+        """Where the options, or a peer, say something about devices; else no device is ever looked at."""
+        self.device_list: list[torch.device] = []
+        """The same as ``devices.devices``; empty where there is none."""
         self._next_trim = monotonic() + TRIM_EVERY_S
         self._in_order.update(HANDLED_ANYWHERE)
         self._controls |= {
@@ -211,6 +218,8 @@ class Node(Layered):
             messages.DepartureReleased: self._on_departure,
             messages.DepartureAcknowledged: self._on_departure,
         }
+        for kind in DEVICE_MESSAGES:
+            self.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
         for kind in NEWS:
             self._controls[kind] = lambda peer, message: self.watch.on_message(peer.life, message)
 
@@ -261,6 +270,8 @@ class Node(Layered):
             self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
             addresses = [advertised_address(address, host) for address in self._door.addresses]
             self._become_member(self._meet(place, addresses, deadline))
+            if self.options.names_devices:
+                self.use_devices().meet(self._myself)
             self._loop.start()
             if self.is_static:
                 self._connect_all(deadline)
@@ -269,6 +280,9 @@ class Node(Layered):
         except BaseException as error:
             self._end(Cancelled(f"the start of {self._name} failed: {error}"))
             raise
+        if self.is_static and self.devices is not None and self.options.names_devices:
+            for peer in list(self._remotes.values()):
+                self.devices.meet(peer)
         self._move("starting", "running")
         self.executor.start()
         self.watch.begin()
@@ -367,6 +381,23 @@ class Node(Layered):
         assert self._door is not None
         mesh = Mesh(self.membership, self.options, self._remotes, self._linked, self._is_over)
         mesh.connect(self._door, self._on_connected, self.reconnecting, deadline)
+
+    def use_devices(self) -> NodeDevices:
+        """This node's devices, from now on; on any thread."""
+        with self._parts_lock:
+            if self.devices is None:
+                devices = NodeDevices(self._name, self.options, self._on_release, self._write_later)
+                self.device_list = devices.devices
+                self.server.lanes = devices.lanes
+                self.server.devices = devices.devices
+                self.on_agreed(self._close_device_segments)
+                self.devices = devices
+            return self.devices
+
+    def _close_device_segments(self) -> None:
+        for peer in self._acquaintances.everyone():
+            if peer.devices is not None:
+                peer.devices.forget_segments()
 
     def _is_over(self, incarnation: str) -> bool:
         """Has that member left or died?"""
@@ -559,6 +590,8 @@ class Node(Layered):
             self._door.close()
         if self.pool is not None:
             self.pool.close()
+        if self.devices is not None:
+            self.devices.close()
         self._memory.close()
 
     def close_after_fork(self) -> None:
@@ -722,8 +755,10 @@ class Node(Layered):
             call.on_answer(message)
             if self._leaving.entered:
                 self._leaving.poke()
-        elif isinstance(message[6], Annotated):
-            message[6].decline(peer)  # too late
+        else:  # too late
+            if isinstance(message[6], Annotated):
+                message[6].decline(peer)
+            discard(message[5], peer)
 
     def _noted(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
         """``message`` with what its notes stand for; None: nothing is to be done with it, or not now."""
@@ -782,6 +817,8 @@ class Node(Layered):
         self._leaving.on_message(peer.info.id, message)
 
     def _on_entered(self, peer: RemotePeer) -> None:
+        if self.options.names_devices:
+            self.use_devices().meet(peer)
         for hook in self._joined_hooks:
             hook(peer)
 
@@ -823,9 +860,13 @@ class Node(Layered):
         for peer in self._acquaintances.everyone():  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
+            if peer.devices is not None and peer.devices.has_releases:
+                peer.send_device_releases()
         if now >= self._next_trim:
             self._next_trim = now + TRIM_EVERY_S
             self._memory.trim(now)
+            if self.devices is not None:
+                self.devices.trim(now)
             if self.pool is not None:
                 for segment_id, holders in self.pool.trim(now):
                     for holder in holders:

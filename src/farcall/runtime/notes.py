@@ -33,7 +33,7 @@ def request_notes(
     profile: ProfileWanted | None = None,
 ) -> bytes:
     """The notes of a request to ``peer``. In a distributed autograd context it says so, even if it carries nothing."""
-    if isinstance(buffers, Annotated):
+    if isinstance(buffers, Annotated) and (buffers.notes or buffers.recording is not None):
         return notes_of(buffers, created, origin, profile)
     recording = RECORDING.get()
     if recording is None or not recording.admits(peer):

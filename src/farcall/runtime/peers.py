@@ -23,6 +23,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from farcall.channel.copying import copy_bytes
 from farcall.channel.interface import address_of
@@ -68,8 +69,21 @@ SHARED_BYTES = 16 * 1024
 class Peer:
     """A member that messages can be sent to."""
 
-    __slots__ = ("__weakref__", "called", "full", "incarnation", "info", "life", "member", "origin", "served")
+    __slots__ = (
+        "__weakref__",
+        "called",
+        "devices",
+        "full",
+        "incarnation",
+        "info",
+        "life",
+        "member",
+        "origin",
+        "served",
+    )
 
+    devices: Any
+    """A `DeviceLink`, where a device map leads to this peer or from it; else None."""
     info: WorkerInfo
     incarnation: str
     """Which start of that worker: another process may have its name and rank some day."""
@@ -85,6 +99,7 @@ class Peer:
     def __init__(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
         """``is_static``: in a group of fixed size, where a rank is never given again."""
         self.life = life = life_of(incarnation)
+        self.devices = None
         self.info = info
         self.incarnation = incarnation
         self.member = info.id if is_static else life
@@ -300,6 +315,8 @@ class RemotePeer(Peer):
             raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
+        if self.devices is not None and self.devices.has_releases:
+            self.send_device_releases(more=True)
         if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
             data = encode_small(kind, flags, call_id, function, notes, payload)
         else:
@@ -528,6 +545,12 @@ class RemotePeer(Peer):
             if released:
                 self.control(messages.BlocksReleased(released), more)
 
+    def send_device_releases(self, more: bool = False) -> None:
+        """Tell the peer which of its blocks of device memory we no longer need."""
+        released = self.devices.take_releases()
+        if released:
+            self.control(messages.DeviceBlocksReleased(released), more)
+
     def resolved(self, frame: Frame) -> Arrived:
         """``frame`` with tickets replaced by views of the peer's segments."""
         kind, flags, call_id, function, notes, payload, buffers = frame
@@ -556,3 +579,5 @@ class RemotePeer(Peer):
             self._pool.release_all(self)
         if self.segments is not None:
             self.segments.close()
+        if self.devices is not None:
+            self.devices.close()

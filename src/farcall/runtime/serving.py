@@ -38,6 +38,7 @@ from farcall.runtime.executor import Executor, Task
 from farcall.runtime.notes import notes_of
 from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, RunProfile
+from farcall.runtime.streams import Lane, LaneCoroutine, Lanes, LaneTask
 from farcall.runtime.tallies import BOUNDS_S, FAILED, tally_of
 from farcall.serialize import (
     RECORDING,
@@ -46,9 +47,11 @@ from farcall.serialize import (
     Recording,
     decode,
     decode_function,
+    discard,
     encode,
     encode_failure,
     encode_recorded,
+    has_devices,
     in_one_line,
 )
 
@@ -110,6 +113,9 @@ class Server:
         self._banned: dict[bytes, int] = {}
         self._bans: dict[bytes, int] = {}
         self._corked: set[Peer] = set()
+        self.lanes: Lanes | None = None
+        """The streams that functions run on, in a node with devices."""
+        self.devices: Sequence[torch.device] = ()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._event_thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -147,14 +153,18 @@ class Server:
         function = frame[3]
         task: Task = request if self.wrap is None else self.wrap(request)
         if self._quick.get(function) == 2 and function not in self._banned:
-            kept = peer.run_inline(task)
+            kept = peer.run_inline(task if self.lanes is None else LaneTask(task, self.lanes))
             if kept is not None:
                 if not kept:
                     self._ban(function)
                     self.flush()  # this thread is nobody now, and the one that took over may be asleep already
                 return
         request.queued_at = perf_counter()
-        self._executor.submit(task)
+        self.submit(task)
+
+    def submit(self, task: Task) -> None:
+        """Have a worker run ``task``; in a node with devices, on streams of its own."""
+        self._executor.submit(task if self.lanes is None else LaneTask(task, self.lanes))
 
     def _ban(self, function: bytes) -> None:
         """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
@@ -195,6 +205,10 @@ class Server:
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
         """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
+        lanes = self.lanes
+        lane = None if lanes is None else lanes.keep()
+        if lanes is not None and lane is not None:
+            coroutine, done = LaneCoroutine(coroutine, lane), _on_lane(lanes, lane, done)
         with self._lock:
             if self._event_loop is None:
                 self._event_loop = asyncio.new_event_loop()
@@ -290,6 +304,8 @@ class Request:
                 args, kwargs = decode(payload, buffers, self.peer) if payload else ((), None)
             else:
                 func, args, kwargs = decode(payload, buffers, self.peer)
+            if server.lanes is not None and has_devices(payload):
+                started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             # The request keeps no buffer: an argument that the function drops is freed at once.
             self.frame = (*self.frame[:5], b"", ())
@@ -328,6 +344,7 @@ class Request:
 
     def drop(self) -> None:
         """The node ended first, or nobody waits for the answer any more."""
+        discard(self.frame[5], self.peer)
         if self.recording is not None and isinstance(self.frame[6], Annotated):
             self.frame[6].decline(self.peer)
         self.server.answered(self)
@@ -387,7 +404,7 @@ class Request:
         self.deferred = True
         if result.__class__ is Later:
             finish = result.finish
-            result.subscribe(lambda: self.server._executor.submit(_Resumption(self, finish)))
+            result.subscribe(lambda: self.server.submit(_Resumption(self, finish)))
             return
         if result.__class__ is MarkedResult:
             result = result.value
@@ -441,6 +458,19 @@ class _Resumption:
 
     def drop(self) -> None:
         self._request.drop()
+
+
+def _on_lane(lanes: Lanes, lane: Lane, done: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``done``, run on the lane, which is left then."""
+
+    def run(finished: Any) -> None:
+        try:
+            with lane:
+                done(finished)
+        finally:
+            lanes.leave(lane)
+
+    return run
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:

@@ -22,6 +22,7 @@ from farcall.errors import SerializationError
 from farcall.serialize.policy import REDUCERS
 
 if TYPE_CHECKING:
+    from farcall.serialize.devices import DeviceRecord, DeviceTable
     from farcall.serialize.recording import Recording
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
@@ -151,8 +152,10 @@ class Encoding(pickle.Pickler):
         "buffers",
         "chunks",
         "contextual",
+        "device_records",
         "fallback",
         "inline_count",
+        "is_request",
         "kept",
         "notes",
         "peer",
@@ -169,6 +172,10 @@ class Encoding(pickle.Pickler):
     """Every tensor met, in the order in which the reader meets them; None when nobody asked."""
     temporaries: bool
     """May a reducer have made objects that nobody else holds, and whose end is more than freed memory?"""
+    is_request: bool
+    """Is this a call, and not an answer to one? Devices are mapped accordingly."""
+    device_records: list[DeviceRecord] | None
+    """Storages on devices, or that go to one; None where there is none."""
 
     def __init__(self, fallback: Fallback) -> None:
         self.chunks = _Chunks()
@@ -176,9 +183,11 @@ class Encoding(pickle.Pickler):
         self.fallback = fallback
         self.peer = None
         self.tensors = None
+        self.is_request = False
+        self.device_records = None
         self.contextual = False
         self.buffers: list[memoryview] = []
-        self.storages: dict[int, int | StorageRecord] = {}
+        self.storages: dict[int, int | StorageRecord | DeviceRecord] = {}
         self.records: list[StorageRecord] = []
         self.inline_count = 0
         self.temporaries = False
@@ -230,6 +239,7 @@ class Encoding(pickle.Pickler):
             self.buffers = []
             self.storages.clear()
             self.records = []
+            self.device_records = None
             self.inline_count = 0
             self.kept.clear()
         else:
@@ -247,7 +257,7 @@ class Encoding(pickle.Pickler):
 class Decoding:
     """One message being read."""
 
-    __slots__ = ("buffers", "inline", "peer", "segments", "storages", "table", "tensors")
+    __slots__ = ("buffers", "devices", "inline", "peer", "segments", "storages", "table", "tensors")
 
     def __init__(
         self,
@@ -260,6 +270,7 @@ class Decoding:
         self.peer = peer
         self.tensors = tensors
         self.segments = segments
+        self.devices: DeviceTable | None = None
         self.inline: list[torch.Tensor] = []
         self.storages: dict[Any, torch.Tensor] = {}
         self.table: Sequence[torch.Tensor] = ()

@@ -5,9 +5,10 @@ Owns the form of a payload. Pickle ends with b"." and ignores what follows, so t
     prelude  pickle  "."                    plain: no tensor, nothing that needs a Decoding
     prelude  pickle  "."  "T"               rebuild functions need a Decoding; storage n is one whole buffer
     prelude  pickle  "."  table  u32  "S"   the same, and a pickled segment table of that length
+    one of the two  table  u32  "D"         and a pickled table of storages on devices (``devices.py``)
     one of the above, of (data, tensors)  "C"   ``data`` was written by a pickler that the user installed
 
-Buffers: first pickle's own (numpy) in its order, then the storages' in reverse.
+Buffers: first pickle's own (numpy) in its order, then those of devices, then the storages' in reverse.
 It does not know frames, sockets or peers. Invariant: a failed ``encode`` leaves nothing behind.
 """
 
@@ -32,6 +33,7 @@ from farcall.serialize.context import (
     enter_decoding,
     enter_encoding,
 )
+from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
 from farcall.serialize.diagnosis import find_culprit
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import RECORDING, Recording
@@ -55,11 +57,13 @@ _idle: list[Encoding] = []
 _MOST_IDLE = 64
 
 
-def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None) -> Encoded:
+def encode(
+    value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None, is_request: bool = False
+) -> Encoded:
     """Return the payload and buffers of ``value``.
 
     ``peer`` is whom it is for. Every tensor met is appended to ``tensors``, if given, in the order in which
-    ``decode`` meets them.
+    ``decode`` meets them. ``is_request``: see ``Encoding``.
     """
     try:
         # Taken out while in use, so that a reducer may encode another message.
@@ -68,6 +72,7 @@ def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = No
         encoding = Encoding(reduce_other)
     encoding.peer = peer
     encoding.tensors = tensors
+    encoding.is_request = is_request
     try:
         encoding.dump(value)
         chunks = encoding.chunks
@@ -75,7 +80,7 @@ def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = No
         buffers: Sequence[memoryview] = ()
         if encoding.contextual:
             payload, buffers = _complete(encoding, payload)
-            if encoding.notes:
+            if encoding.undo:
                 buffers = Annotated(buffers, encoding.notes, encoding.undo)
         elif encoding.buffers:
             buffers = encoding.buffers
@@ -100,7 +105,7 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
         return encode_recorded(recording, value, peer, encode_call)
     pickler = policy.installed_pickler()
     if pickler is None:
-        return encode(value, peer, tensors)
+        return encode(value, peer, tensors, True)
     outer = Encoding(reduce_other)
     outer.peer = peer
     previous = enter_encoding(outer)
@@ -108,9 +113,10 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
         data, table = pickler.serialize(value)
         # A writable buffer leaves the pickle when it is large; bytes would not.
         written = pickle.PickleBuffer(data)
-        payload, buffers = encode((written, tuple(table)), peer, tensors)
+        payload, buffers = encode((written, tuple(table)), peer, tensors, True)
         if outer.notes:
-            buffers = Annotated(buffers, outer.notes, outer.undo)
+            inner = buffers.undo if buffers.__class__ is Annotated else ()
+            buffers = Annotated(buffers, outer.notes, (*outer.undo, *inner))
     except BaseException as error:
         _undo(outer)
         if not isinstance(error, Exception) or _says_it_all(error):
@@ -164,6 +170,8 @@ def decode(
             return _loads(payload, buffers=map(_owning, buffers)) if buffers else _loads(payload)
         if form == _CUSTOM[0]:
             return _decode_custom(payload, buffers, peer, tensors)
+        if form == DEVICES_FORM:
+            return _decode_with_devices(payload, buffers, peer, tensors)
         segments = _read_table(payload) if form == _SEGMENTED[0] else None
         previous = enter_decoding(Decoding(buffers, peer, tensors, segments))
         try:
@@ -182,6 +190,24 @@ def decode(
                 else ""
             )
         ) from error
+
+
+def _decode_with_devices(
+    payload: bytes | memoryview, buffers: Sequence[memoryview], peer: Any, tensors: list[torch.Tensor] | None
+) -> Any:
+    """Read a message with tensors on devices; whatever comes of it, what was lent for it is given back."""
+    table, payload = read_device_table(payload)
+    try:
+        segments = _read_table(payload) if payload[-1] == _SEGMENTED[0] else None
+        decoding = Decoding(buffers, peer, tensors, segments)
+        decoding.devices = table
+        previous = enter_decoding(decoding)
+        try:
+            return _loads(payload, buffers=map(_owning, buffers))
+        finally:
+            enter_decoding(previous)
+    finally:
+        drop_tickets(table, peer)
 
 
 def _decode_recorded(payload: bytes | memoryview, buffers: Annotated, peer: Any) -> Any:
@@ -266,6 +292,12 @@ def _decode_custom(
 
 def _complete(encoding: Encoding, payload: bytes) -> Encoded:
     """Add to a pickle what is known only at its end: which memory its storages need."""
+    if encoding.device_records is not None:
+        # First of all: what they leave to the host goes behind pickle's own buffers.
+        devices = write_device_table(encoding)
+        encoding.device_records = None
+        payload, buffers_ = _complete(encoding, payload)
+        return payload + devices, buffers_
     if not encoding.records:
         return payload + _CONTEXTUAL, encoding.buffers
     buffers, table = plan(encoding.records)

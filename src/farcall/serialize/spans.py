@@ -32,6 +32,7 @@ __all__ = [
     "compact_strides",
     "copy_of",
     "memory_of",
+    "parts_of",
     "plan",
 ]
 
@@ -104,21 +105,28 @@ def plan(records: list[StorageRecord]) -> tuple[list[memoryview], SegmentTable |
 
 
 def _segments(record: StorageRecord, buffers: list[memoryview]) -> list[Segment]:
-    views = record.views
+    return [
+        _whole(record.storage, low, high, buffers) if view is None else _compact(record.storage, view, buffers)
+        for low, high, view in parts_of(record.views)
+    ]
+
+
+def parts_of(views: list[View]) -> list[tuple[int, int, View | None]]:
+    """What of a storage ``views`` need, by the low byte: bytes [low, high), or one view, which is sent compact."""
     low, high = views[0][0], views[0][1]
     if len(views) > 1:
         views = list(dict.fromkeys(views))
         low = min(view[0] for view in views)
         high = max(view[1] for view in views)
     if high - low <= _WORTHWHILE_BYTES or not _is_wasteful(low, high, views):
-        return [_whole(record.storage, low, high, buffers)]
-    segments: list[Segment] = []
+        return [(low, high, None)]
+    parts: list[tuple[int, int, View | None]] = []
     for group_low, group_high, group in _overlapping_groups(views):
         if _is_wasteful(group_low, group_high, group) and _are_disjoint(group):
-            segments.extend(_compact(record.storage, view, buffers) for view in group)
+            parts.extend((view[0], view[1], view) for view in group)
         else:
-            segments.append(_whole(record.storage, group_low, group_high, buffers))
-    return segments
+            parts.append((group_low, group_high, None))
+    return parts
 
 
 def _whole(storage: torch.UntypedStorage, low: int, high: int, buffers: list[memoryview]) -> Segment:

@@ -2,8 +2,8 @@
 
 Owns the descriptors: a tensor is pickled as a call of a function in ``rebuild.py``, with a dtype code, a
 shape, strides, an offset and a storage, never with its elements as Python objects. Small storages are part
-of the pickle; a large one is an index into the message's segments (``spans.py``). It does not know frames,
-nor devices other than the CPU.
+of the pickle; a large one is an index into the message's segments (``spans.py``). It does not know frames;
+tensors on other devices than the CPU are described by ``devices.py``.
 
 Invariant: tensors are appended to ``Encoding.tensors`` in the order in which the reader rebuilds them.
 """
@@ -19,6 +19,7 @@ import torch
 
 from farcall.errors import SerializationError
 from farcall.serialize.context import IN_BAND_LIMIT_BYTES, Encoding
+from farcall.serialize.devices import PeerDevices, describe_on_device
 from farcall.serialize.policy import register_reducer
 from farcall.serialize.rebuild import (
     CODES,
@@ -40,7 +41,7 @@ from farcall.serialize.rebuild import (
 )
 from farcall.serialize.spans import StorageRecord, copy_of
 
-__all__ = ["reduce_other", "reduce_tensor"]
+__all__ = ["map_cpu_tensors", "reduce_other", "reduce_tensor"]
 
 _strided = torch.strided
 _state_of: Any = torch._utils._get_obj_state
@@ -50,10 +51,31 @@ _Descriptor = tuple[Any, tuple[Any, ...]]
 def reduce_tensor(tensor: torch.Tensor, encoding: Encoding) -> Any:
     """Describe a plain ``torch.Tensor``."""
     if not tensor.is_cpu or tensor.layout is not _strided or tensor.dtype not in CODES or tensor.is_nested:
-        return _reduce_special(tensor, encoding)
+        return _reduce_special(tensor, encoding) if not _is_on_device(tensor) else _reduce_on_device(tensor, encoding)
     if encoding.tensors is not None:
         encoding.tensors.append(tensor)
     descriptor = _describe(tensor, encoding, tensor.requires_grad)
+    if tensor.__dict__:
+        return (*descriptor, _state_of(tensor), None, None, set_attributes)
+    return descriptor
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether ``devices.py`` describes it, and not torch: the parts of sparse tensors come by themselves."""
+    return (
+        not tensor.is_cpu
+        and not tensor.is_meta
+        and tensor.layout is _strided
+        and tensor.dtype in CODES
+        and not tensor.is_nested
+    )
+
+
+def _reduce_on_device(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    """Describe a plain tensor that is on a device, or that a map sends to one."""
+    if encoding.tensors is not None:
+        encoding.tensors.append(tensor)
+    descriptor = describe_on_device(tensor, encoding, tensor.requires_grad)
     if tensor.__dict__:
         return (*descriptor, _state_of(tensor), None, None, set_attributes)
     return descriptor
@@ -128,12 +150,12 @@ def _describe_without_memory(
     return _describe(zeros, encoding, requires_grad)
 
 
-def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding) -> Any:
+def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding, to_device: bool = False) -> Any:
     """Describe a subclass: its memory like any tensor's, then its class and attributes."""
     # A subclass may redefine what ``shape`` or ``stride()`` say; what is wanted here is the memory.
     with torch._C.DisableTorchFunctionSubclass():
         if (
-            not tensor.is_cpu
+            tensor.is_meta
             or tensor.layout is not _strided
             or tensor.dtype not in CODES
             or tensor.is_nested
@@ -142,7 +164,8 @@ def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding) -> Any:
             return _reduce_special(tensor, encoding)
         if encoding.tensors is not None:
             encoding.tensors.append(tensor)
-        function, arguments = _describe(tensor, encoding, False)
+        describe = _describe if tensor.is_cpu and not to_device else describe_on_device
+        function, arguments = describe(tensor, encoding, False)
         flags = REQUIRES_GRAD if tensor.requires_grad else 0
         state = _state_of(tensor)
     descriptor = (rebuild_as, (type(tensor), function, arguments, flags))
@@ -166,10 +189,6 @@ def _reduce_recorded(marker: _Recorded, encoding: Encoding) -> Any:
 
 def _reduce_special(tensor: torch.Tensor, encoding: Encoding) -> Any:
     """Let torch describe the tensor; the tensors and storages inside come back to this module."""
-    if not tensor.is_cpu and not tensor.is_meta:
-        raise SerializationError(
-            f"a tensor on {tensor.device} needs a device map to be sent; without one, send tensor.cpu()"
-        )
     encoding.temporaries = True
     function, arguments, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     marker = None if encoding.tensors is None else _Recorded(tensor)
@@ -177,9 +196,9 @@ def _reduce_special(tensor: torch.Tensor, encoding: Encoding) -> Any:
 
 
 def _reduce_untyped_storage(storage: torch.UntypedStorage, encoding: Encoding) -> Any:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if storage.device.type != "cpu":
-        raise SerializationError(f"a storage on {storage.device} needs a device map to be sent")
-    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+        return rebuild_storage, describe_on_device(whole, encoding, False)
     return rebuild_storage, _describe(whole, encoding, False)
 
 
@@ -228,6 +247,22 @@ def reduce_other(value: Any, encoding: Encoding) -> Any:
         # A named tuple on its way out of TorchScript: its class was made for it alone, and nobody can name it.
         return rebuild_named_tuple, (kind.__name__, kind._fields, tuple(value))
     return NotImplemented
+
+
+def map_cpu_tensors() -> None:
+    """From now on, see for each CPU tensor whether the peer's map sends it to a device: some node has such a map."""
+    register_reducer(torch.Tensor, _reduce_mapped)
+    register_reducer(torch.nn.Parameter, _reduce_mapped)
+
+
+def _reduce_mapped(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    devices: PeerDevices | None = getattr(encoding.peer, "devices", None)
+    is_plain = type(tensor) is torch.Tensor
+    if devices is not None and tensor.is_cpu and tensor.layout is _strided and tensor.dtype in CODES:
+        target = devices.target(tensor.device, encoding.is_request)
+        if target is not None and target.type != "cpu":
+            return _reduce_on_device(tensor, encoding) if is_plain else _reduce_subclass(tensor, encoding, True)
+    return reduce_tensor(tensor, encoding) if is_plain else _reduce_subclass(tensor, encoding)
 
 
 def _register() -> None:

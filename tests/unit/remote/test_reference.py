@@ -76,6 +76,7 @@ class FakeNode:
     why_ended: RpcError | None = None
 
     def __init__(self) -> None:
+        self.device_list: list[object] = []
         self.info = ME
         self.me = SimpleNamespace(member=ME.id)
         self.timeout_s = 60.0

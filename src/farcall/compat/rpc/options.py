@@ -174,6 +174,8 @@ def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> f
         rpc_timeout=options.rpc_timeout,
         init_method=init_method,
         num_worker_threads=options.num_worker_threads,
+        device_maps=options.device_maps,
+        devices=options.devices,
         **chosen,
     )
 

@@ -1,0 +1,256 @@
+"""Device memory to send from: pooled segments that peers open once, and blocks in them, lent until released.
+
+A tensor is copied into a block on the sender's current stream, the block's event is recorded, and a ticket travels. The
+receiver has its own stream wait for the event, copies the bytes out, records the same event and releases the
+block; whoever writes into it next waits for that event. So values stay values, whatever the sender writes later,
+nothing waits on a host, and no device is synchronised.
+
+    a block    by                       becomes
+    free       allocate                 taken; what is written next waits for its event
+    taken      lend                     lent to one peer
+    taken      free (was not sent)      free
+    lent       the peer's release       free
+    lent       the peer is gone         resting: its process may still look; free, with a new event, after a while
+
+Small blocks are powers of two carved from common segments; a large one has a segment of its own. ``limit_bytes`` bounds
+all segments; where it is reached ``allocate`` says None, and the tensor goes another way. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from farcall.channel.device_api import DeviceApi, Export
+
+__all__ = ["DeviceBlock", "DevicePool", "DeviceTicket", "PoolStats"]
+
+SEGMENT_BYTES = 64 << 20
+LARGE_BYTES = 8 << 20
+"""Blocks above this size have a segment of their own."""
+SMALLEST_BYTES = 512
+LARGE_STEP_BYTES = 2 << 20
+NEAR_FIT = 1.25
+"""A large request may take an idle block up to so many times its size."""
+REST_S = 30.0
+IDLE_S = 30.0
+
+
+class DeviceTicket(NamedTuple):
+    """Where the bytes of a tensor are, and what opens them; plain values, so that it can travel."""
+
+    device: int
+    """As the sender numbers its devices."""
+    segment_id: int
+    offset: int
+    size: int
+    export: Export
+    event_handle: bytes
+
+
+class PoolStats(NamedTuple):
+    """What a pool holds, in bytes."""
+
+    total: int
+    lent: int
+    idle: int
+
+
+class _Segment:
+    __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "size")
+
+    def __init__(self, segment_id: int, device: int, memory: torch.Tensor) -> None:
+        self.id = segment_id
+        self.device = device
+        self.memory = memory
+        self.size = memory.numel()
+        self.carved = 0
+        self.live = 0
+        self.idle_since: float | None = None
+        self.exports: dict[Hashable, Export] = {}
+
+
+class DeviceBlock:
+    """A range of a segment, with its event."""
+
+    __slots__ = ("capacity", "event", "event_handle", "memory", "offset", "segment")
+
+    def __init__(self, segment: _Segment, offset: int, capacity: int, event: Any, event_handle: bytes) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.capacity = capacity
+        self.memory = segment.memory[offset : offset + capacity]
+        self.event = event
+        self.event_handle = event_handle
+
+    @property
+    def device(self) -> int:
+        return self.segment.device
+
+
+class DevicePool:
+    """The device memory that one node sends from."""
+
+    def __init__(self, api: DeviceApi, limit_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._api = api
+        self._limit_bytes = limit_bytes
+        self._segment_bytes = segment_bytes
+        self._lock = threading.Lock()
+        self._segments: dict[int, _Segment] = {}
+        self._free: dict[tuple[int, int], list[DeviceBlock]] = {}  # by device and capacity, the warmest last
+        self._lent: dict[Hashable, dict[tuple[int, int], DeviceBlock]] = {}
+        self._resting: list[tuple[float, DeviceBlock]] = []
+        self._next_id = 1
+        self._total_bytes = 0
+        self._retired: list[tuple[int, list[Hashable]]] = []
+
+    def allocate(self, device: int, size: int) -> DeviceBlock | None:
+        """A block for ``size`` bytes; None: the limit is reached, or the device's memory."""
+        capacity = _capacity(size)
+        with self._lock:
+            block = self._take_free(device, capacity) or self._carve(device, capacity)
+            if block is not None:
+                block.segment.live += 1
+                block.segment.idle_since = None
+        if block is not None:
+            self._api.wait(block.event, device)
+        return block
+
+    def lend(self, block: DeviceBlock, size: int, peer: Hashable) -> DeviceTicket:
+        """What was put onto the stream since ``allocate`` fills the block: it is the peer's until it releases it."""
+        self._api.record(block.event, block.device)
+        segment = block.segment
+        with self._lock:
+            export = segment.exports.get(peer)
+            if export is None:
+                export = segment.exports[peer] = self._api.export(segment.memory)
+            self._lent.setdefault(peer, {})[segment.id, block.offset] = block
+        return DeviceTicket(segment.device, segment.id, block.offset, size, export, block.event_handle)
+
+    def free(self, block: DeviceBlock) -> None:
+        """A block that was not lent is not needed."""
+        with self._lock:
+            self._put_back(block)
+
+    def release(self, released: Iterable[tuple[int, int]], peer: Hashable) -> int:
+        """The peer no longer needs these (segment, offset); how many of them it did not hold."""
+        wrong = 0
+        with self._lock:
+            lent = self._lent.get(peer, {})
+            for key in released:
+                block = lent.pop(key, None)
+                if block is None:
+                    wrong += 1
+                else:
+                    self._put_back(block)
+        return wrong
+
+    def release_all(self, peer: Hashable, now: float) -> None:
+        """The peer is gone: what it held rests for a while."""
+        with self._lock:
+            self._resting.extend((now + REST_S, block) for block in self._lent.pop(peer, {}).values())
+            for segment in self._segments.values():
+                segment.exports.pop(peer, None)
+
+    def trim(self, now: float) -> list[tuple[int, list[Hashable]]]:
+        """Give back segments that were idle for long, and return them, with the peers that have opened them."""
+        with self._lock:
+            rested = [block for end, block in self._resting if end <= now]
+            if rested:
+                self._resting = [entry for entry in self._resting if entry[0] > now]
+            for block in rested:
+                # The old event may stand for work of a dead process, which will never be done.
+                block.event, block.event_handle = self._api.make_event(block.device)
+                self._put_back(block)
+            for segment in list(self._segments.values()):
+                if segment.live:
+                    continue
+                if segment.idle_since is None:
+                    segment.idle_since = now
+                elif now - segment.idle_since >= IDLE_S:
+                    self._retire(segment)
+            retired, self._retired = self._retired, []
+            return retired
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        with self._lock:
+            self._segments.clear()
+            self._free.clear()
+            self._lent.clear()
+            self._resting.clear()
+            self._total_bytes = 0
+
+    def stats(self) -> PoolStats:
+        """What is held now."""
+        with self._lock:
+            lent = sum(block.capacity for blocks in self._lent.values() for block in blocks.values())
+            idle = sum(capacity * len(blocks) for (_, capacity), blocks in self._free.items())
+            return PoolStats(self._total_bytes, lent, idle)
+
+    # ------------------------------------------------------------------ with the lock held
+
+    def _take_free(self, device: int, capacity: int) -> DeviceBlock | None:
+        blocks = self._free.get((device, capacity))
+        if blocks:
+            return blocks.pop()
+        if capacity <= LARGE_BYTES:
+            return None
+        fitting = [
+            known
+            for (known_device, known), blocks in self._free.items()
+            if blocks and known_device == device and capacity <= known <= capacity * NEAR_FIT
+        ]
+        return self._free[device, min(fitting)].pop() if fitting else None
+
+    def _carve(self, device: int, capacity: int) -> DeviceBlock | None:
+        segment = None
+        if capacity <= LARGE_BYTES:
+            for known in self._segments.values():
+                if known.device == device and known.carved + capacity <= known.size and known.size != known.carved:
+                    segment = known
+                    break
+        if segment is None:
+            segment = self._grow(device, capacity if capacity > LARGE_BYTES else self._segment_bytes)
+            if segment is None:
+                return None
+        event, handle = self._api.make_event(device)
+        block = DeviceBlock(segment, segment.carved, capacity, event, handle)
+        segment.carved += capacity
+        return block
+
+    def _grow(self, device: int, size: int) -> _Segment | None:
+        if self._total_bytes + size > self._limit_bytes:
+            for segment in list(self._segments.values()):
+                if not segment.live:
+                    self._retire(segment)
+        if self._total_bytes + size > self._limit_bytes:
+            return None
+        memory = self._api.allocate(device, size)
+        if memory is None:
+            return None
+        segment = self._segments[self._next_id] = _Segment(self._next_id, device, memory)
+        self._next_id += 1
+        self._total_bytes += size
+        return segment
+
+    def _retire(self, segment: _Segment) -> None:
+        for blocks in self._free.values():
+            blocks[:] = [block for block in blocks if block.segment is not segment]
+        del self._segments[segment.id]
+        self._total_bytes -= segment.size
+        self._retired.append((segment.id, list(segment.exports)))
+
+    def _put_back(self, block: DeviceBlock) -> None:
+        block.segment.live -= 1
+        if block.segment.id in self._segments:
+            self._free.setdefault((block.device, block.capacity), []).append(block)
+
+
+def _capacity(size: int) -> int:
+    if size > LARGE_BYTES:
+        return -(-size // LARGE_STEP_BYTES) * LARGE_STEP_BYTES
+    return max(SMALLEST_BYTES, 1 << (size - 1).bit_length() if size else 1)

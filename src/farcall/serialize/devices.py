@@ -1,0 +1,276 @@
+"""Tensors on devices taken apart and rebuilt: beside CUDA ones also CPU tensors that a device map sends to a device.
+
+Owns the table of such storages that follows a message's pickle. Copies are made when the pickle is complete, since only
+then all views of a storage are known. How bytes get to the peer is the business of the peer's ``devices``: they are
+lent to it on the device (a ticket), or travel through the host as a buffer of the message, or inside the table.
+
+    table:     for each storage: (target device, its parts by low byte)
+    part:      (low byte, compact?, how, what)
+    how, what: 0 ticket   1 the number of the buffer   2 the bytes
+
+Invariant: each ticket of a table is taken once or dropped once, also where the message is not read (`discard`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from functools import lru_cache, partial
+from typing import Any, Protocol
+
+import torch
+
+from farcall.errors import SerializationError
+from farcall.serialize.context import CURRENT, IN_BAND_LIMIT_BYTES, Decoding, Encoding, current_decoding, seed
+from farcall.serialize.rebuild import CODES, CONJUGATE, DTYPES, NEGATIVE, REQUIRES_GRAD, _aligned, _dtype, _finish
+from farcall.serialize.spans import View, compact_strides, memory_of, parts_of
+
+__all__ = [
+    "DEVICES_FORM",
+    "DeviceRecord",
+    "DeviceTable",
+    "PeerDevices",
+    "describe_on_device",
+    "discard",
+    "drop_tickets",
+    "has_devices",
+    "read_device_table",
+    "rebuild_on_device",
+    "write_device_table",
+]
+
+DEVICES_FORM = ord("D")
+_TICKET, _BUFFER, _BYTES = 0, 1, 2
+_ALIGNMENT_BYTES = 64
+_length = struct.Struct("<I")
+
+_device = lru_cache(torch.device)
+
+Part = tuple[int, bool, int, Any]
+DeviceTable = list[tuple[str, list[Part]]]
+_Descriptor = tuple[Any, tuple[Any, ...]]
+
+
+class PeerDevices(Protocol):
+    """A peer's devices, as messages to and from it see them; None at a peer that no map leads to or from."""
+
+    def target(self, device: torch.device, is_request: bool) -> torch.device | None:
+        """Where at the peer a tensor on ``device`` goes; None: no map says so."""
+
+    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> Any | None:
+        """Lend the peer a copy of ``source``, made on the current stream; None: take the way through the host."""
+
+    def take_back(self, ticket: Any) -> None:
+        """What was lent is not sent after all."""
+
+    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+        """The bytes that the peer lent, in memory of our own."""
+
+    def drop(self, ticket: Any) -> None:
+        """Nobody will take what the peer lent."""
+
+    def to_host(self, source: torch.Tensor) -> memoryview:
+        """The elements of ``source`` on the host."""
+
+    def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
+        """Bytes of the host on a device."""
+
+
+class DeviceRecord:
+    """A storage on a device, or bound for one, and the views of it met so far."""
+
+    __slots__ = ("first", "index", "storage", "target", "views")
+
+    def __init__(self, index: int, storage: torch.UntypedStorage, target: torch.device) -> None:
+        self.index = index
+        self.first: torch.Tensor | None = None  # what needs no other look at its storage, if it is the only view
+        self.storage = storage
+        self.target = target
+        self.views: list[View] = []
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def describe_on_device(tensor: torch.Tensor, encoding: Encoding, requires_grad: bool) -> _Descriptor:
+    """Describe a strided tensor that is on a device, or goes to one."""
+    if tensor._is_zerotensor():
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        encoding.kept.append(tensor)
+    flags = REQUIRES_GRAD if requires_grad else 0
+    if tensor.is_neg():
+        flags |= NEGATIVE
+    dtype = tensor.dtype
+    if dtype.is_complex and tensor.is_conj():
+        flags |= CONJUGATE
+    storage = tensor.untyped_storage()
+    known = encoding.storages.get(storage._cdata)
+    if known is None:
+        known = _new_record(tensor.device, storage, encoding)
+    assert isinstance(known, DeviceRecord)
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    if 0 not in shape:
+        low = offset * dtype.itemsize
+        high = low + dtype.itemsize * (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)))
+        if high > storage.nbytes():
+            raise SerializationError(
+                f"a tensor of shape {shape} needs {high} bytes of its storage, which has {storage.nbytes()}: "
+                "was the storage resized?"
+            )
+        if not known.views and not flags & ~REQUIRES_GRAD and low % _ALIGNMENT_BYTES == 0 and tensor.is_contiguous():
+            known.first = tensor
+        known.views.append((low, high, dtype, shape, strides, offset))
+    return rebuild_on_device, (known.index, CODES[dtype], shape, strides, offset, flags)
+
+
+def _new_record(device: torch.device, storage: torch.UntypedStorage, encoding: Encoding) -> DeviceRecord:
+    devices: PeerDevices | None = getattr(encoding.peer, "devices", None)
+    target = None if devices is None else devices.target(device, encoding.is_request)
+    if target is None:
+        raise SerializationError(_no_map(device, encoding))
+    if encoding.device_records is None:
+        encoding.device_records = []
+    record = DeviceRecord(len(encoding.device_records), storage, target)
+    encoding.device_records.append(record)
+    encoding.storages[storage._cdata] = record
+    return record
+
+
+def _no_map(device: torch.device, encoding: Encoding) -> str:
+    info = getattr(encoding.peer, "info", None)
+    name = "the peer" if info is None else info.name
+    if encoding.is_request:
+        # The second sentence is what programs written for torch.distributed.rpc look for.
+        return (
+            f"no device map says where a tensor on {device} goes on {name}: give the options device_maps, or send "
+            "tensor.cpu(). (TensorPipe RPC backend only supports CPU tensors by default, please move your tensors "
+            "to CPU before sending them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to "
+            "explicitly configure device mapping.)"
+        )
+    return (
+        f"Response device mapping is not available for a tensor on {device}: {name} has no device map to this worker "
+        f"that leads to {device}. Give its options device_maps, or return tensor.cpu()"
+    )
+
+
+def write_device_table(encoding: Encoding) -> bytes:
+    """Have what the records need copied, and return the table; what goes as a buffer is one of ``encoding``'s then."""
+    devices: PeerDevices = encoding.peer.devices
+    table: DeviceTable = []
+    assert encoding.device_records is not None
+    for record in encoding.device_records:
+        parts = parts_of(record.views) if record.views else []
+        table.append((str(record.target), [_write_part(encoding, devices, record, *part) for part in parts]))
+    written = pickle.dumps(table, 5)
+    return b"".join((written, _length.pack(len(written)), bytes([DEVICES_FORM])))
+
+
+def _write_part(
+    encoding: Encoding, devices: PeerDevices, record: DeviceRecord, low: int, high: int, view: View | None
+) -> Part:
+    storage = record.storage
+    on_cpu = storage.device.type == "cpu"
+    if view is None:
+        low -= low % _ALIGNMENT_BYTES
+        if on_cpu:
+            return _write_memory(encoding, low, False, memory_of(storage, low, high))
+        if record.first is not None and len(record.views) == 1:
+            source = record.first.detach()
+        else:
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
+    else:
+        _, _, dtype, shape, strides, offset = view
+        shape = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
+        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+        if on_cpu:
+            source = source.contiguous()
+            size = source.numel() * dtype.itemsize
+            begin = int(source.storage_offset()) * dtype.itemsize
+            return _write_memory(encoding, low, True, memory_of(source.untyped_storage(), begin, begin + size))
+    ticket = devices.place(source, record.target, encoding.is_request)
+    if ticket is None:
+        return _write_memory(encoding, low, view is not None, devices.to_host(source))
+    encoding.on_failure(partial(devices.take_back, ticket))
+    return low, view is not None, _TICKET, tuple(ticket)
+
+
+def _write_memory(encoding: Encoding, low: int, compact: bool, memory: memoryview) -> Part:
+    if memory.nbytes <= IN_BAND_LIMIT_BYTES:
+        return low, compact, _BYTES, bytearray(memory)
+    encoding.buffers.append(memory)
+    return low, compact, _BUFFER, len(encoding.buffers) - 1
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes | memoryview]:
+    """The table, and the payload without it."""
+    end = len(payload) - 1 - _length.size
+    (length,) = _length.unpack_from(payload, end)
+    table: DeviceTable = pickle.loads(payload[end - length : end])
+    return table, memoryview(payload)[: end - length]
+
+
+def drop_tickets(table: DeviceTable, peer: Any) -> None:
+    """Give back what was lent for a message and not taken."""
+    for _, parts in table:
+        for _, _, how, what in parts:
+            if how == _TICKET:
+                peer.devices.drop(what)
+        parts.clear()
+
+
+def has_devices(payload: bytes | memoryview) -> bool:
+    """Whether there are tensors on devices in a message."""
+    return len(payload) > 0 and payload[-1] == DEVICES_FORM
+
+
+def discard(payload: bytes | memoryview, peer: Any) -> None:
+    """A message that nobody will read: give back what was lent for it."""
+    if has_devices(payload) and getattr(peer, "devices", None) is not None:
+        drop_tickets(read_device_table(payload)[0], peer)
+
+
+@seed
+def rebuild_on_device(
+    index: int, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, flags: int
+) -> torch.Tensor:
+    """Rebuild a view of a storage of the device table."""
+    decoding = CURRENT.decoding or current_decoding()
+    if decoding.devices is None:
+        raise SerializationError("the message describes a tensor on a device, and brought none")
+    name, parts = decoding.devices[index]
+    dtype = DTYPES.get(code) or _dtype(code)
+    if 0 in shape:
+        empty = torch.empty(0, dtype=dtype, device=name).as_strided_(shape, strides)
+        return _finish(decoding, empty, flags)
+    low = offset * dtype.itemsize
+    number = len(parts) - 1
+    while number >= 0 and parts[number][0] > low:
+        number -= 1
+    if number < 0:
+        raise SerializationError("the message describes a tensor outside the memory it brought")
+    part_low, compact, _, _ = parts[number]
+    key = ("device", index, number)
+    memory = decoding.storages.get(key)
+    if memory is None:
+        memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number)
+    if compact:
+        strides, offset = compact_strides(shape, strides), 0
+    else:
+        offset -= part_low // dtype.itemsize
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return _finish(decoding, tensor.set_(memory.untyped_storage(), offset, shape, strides), flags)
+
+
+def _read_part(decoding: Decoding, target: torch.device, parts: list[Part], number: int) -> torch.Tensor:
+    low, compact, how, what = parts[number]
+    devices: PeerDevices = decoding.peer.devices
+    if how == _TICKET:
+        parts[number] = (low, compact, _BYTES, b"")  # taken, whatever comes of it
+        return devices.take(what, target)
+    memory = memoryview(what) if how == _BYTES else decoding.buffers[what]
+    if target.type != "cpu":
+        return devices.to_device(memory, target)
+    return _aligned(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))

@@ -1,0 +1,183 @@
+"""The pool of device memory and its receiver, with a device that only keeps a record of what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from farcall.channel.device_api import Export
+from farcall.channel.device_pool import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceTicket
+from farcall.channel.device_segments import DeviceSegments
+
+MEBIBYTE = 1 << 20
+
+
+class FakeApi:
+    """CPU memory for a device's. An event is its number; what is done with it is noted."""
+
+    def __init__(self, free_bytes: int = 1 << 40) -> None:
+        self.free_bytes = free_bytes
+        self.memory: dict[int, torch.Tensor] = {}
+        self.log: list[tuple[str, Any]] = []
+        self.events = 0
+        self.exports = 0
+        self.opened = 0
+
+    def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
+        if size_bytes > self.free_bytes:
+            return None
+        self.free_bytes -= size_bytes
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def export(self, memory: torch.Tensor) -> Export:
+        self.exports += 1
+        self.memory[self.exports] = memory
+        return 0, self.exports
+
+    def open(self, export: Export, device: int) -> torch.Tensor:
+        self.opened += 1
+        return self.memory[export[1]]
+
+    def make_event(self, device: int) -> tuple[Any, bytes]:
+        self.events += 1
+        return self.events, b"%d" % self.events
+
+    def open_event(self, handle: bytes, device: int) -> Any:
+        return int(handle)
+
+    def record(self, event: Any, device: int) -> None:
+        self.log.append(("record", event))
+
+    def wait(self, event: Any, device: int) -> None:
+        self.log.append(("wait", event))
+
+    def is_busy(self, device: int) -> bool:
+        return False
+
+    def name_of(self, device: int) -> str:
+        return "GPU-1"
+
+    def find(self, name: str) -> int | None:
+        return 0
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def pool(api: FakeApi) -> Iterator[DevicePool]:
+    pool = DevicePool(api, 256 * MEBIBYTE)
+    yield pool
+    pool.close()
+
+
+def send(pool: DevicePool, data: bytes, peer: str = "b") -> DeviceTicket:
+    block = pool.allocate(0, len(data))
+    assert block is not None
+    block.memory[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return pool.lend(block, len(data), peer)
+
+
+def place(ticket: DeviceTicket) -> tuple[int, int]:
+    return ticket.segment_id, ticket.offset
+
+
+def test_what_is_lent_arrives_and_each_side_waits_for_the_other(api: FakeApi, pool: DevicePool) -> None:
+    segments = DeviceSegments(api)
+    segments.devices[0] = 0
+    ticket = send(pool, b"hello")
+    event = int(ticket.event_handle)
+    assert bytes(segments.copy_out(ticket, torch.device("cpu")).tolist()) == b"hello"
+    # The writer waits for the reader before it; the reader for the writer.
+    assert api.log == [("wait", event), ("record", event), ("wait", event), ("record", event)]
+    assert pool.release([place(ticket)], "b") == 0
+    again = send(pool, b"world")
+    assert place(again) == place(ticket)
+    assert api.log[4:] == [("wait", event), ("record", event)]
+    assert bytes(segments.copy_out(again, torch.device("cpu")).tolist()) == b"world"
+    assert (api.opened, api.exports, api.events) == (1, 1, 1), "a segment and its event are opened once"
+
+
+def test_a_block_is_not_used_again_before_it_is_released(pool: DevicePool) -> None:
+    tickets = [send(pool, bytes([number]) * 1000) for number in range(50)]
+    assert len({place(ticket) for ticket in tickets}) == 50
+    assert pool.stats().lent == 50 * 1024
+    pool.release(map(place, tickets), "b")
+    assert pool.stats().lent == 0
+    assert pool.stats().idle == 50 * 1024
+
+
+def test_each_peer_gets_an_export_of_its_own(api: FakeApi, pool: DevicePool) -> None:
+    first, second = send(pool, b"x", "b"), send(pool, b"x", "c")
+    assert first.segment_id == second.segment_id
+    assert first.export != second.export
+    assert send(pool, b"x", "b").export == first.export
+
+
+def test_releases_of_others_and_second_ones_change_nothing(pool: DevicePool) -> None:
+    ticket = send(pool, b"x")
+    assert pool.release([place(ticket)], "c") == 1
+    assert pool.release([place(ticket), place(ticket)], "b") == 1
+    assert pool.stats().lent == 0
+
+
+def test_the_limit_is_kept_and_idle_segments_make_room(api: FakeApi) -> None:
+    pool = DevicePool(api, 64 * MEBIBYTE)
+    small = send(pool, b"x")
+    assert pool.allocate(0, LARGE_BYTES + 1) is None
+    pool.release([place(small)], "b")
+    block = pool.allocate(0, LARGE_BYTES + 1)
+    assert block is not None
+    assert pool.stats().total <= 64 * MEBIBYTE
+    assert pool.trim(0.0) == [(small.segment_id, ["b"])], "who has opened the segment that went is to be told"
+
+
+def test_no_memory_is_no_error() -> None:
+    assert DevicePool(FakeApi(free_bytes=MEBIBYTE), 256 * MEBIBYTE).allocate(0, 1) is None
+
+
+def test_a_large_block_is_used_again_for_a_little_less(pool: DevicePool) -> None:
+    block = pool.allocate(0, 40 * MEBIBYTE)
+    assert block is not None
+    pool.free(block)
+    assert pool.allocate(0, 35 * MEBIBYTE) is block
+    assert pool.allocate(0, 35 * MEBIBYTE) is not block
+
+
+def test_what_a_dead_peer_held_rests_and_then_gets_a_new_event(api: FakeApi, pool: DevicePool) -> None:
+    ticket = send(pool, b"x")
+    pool.release_all("b", 100.0)
+    assert pool.stats().lent == 0
+    assert place(send(pool, b"y", "c")) != place(ticket)
+    pool.trim(100.0 + REST_S - 1)
+    assert place(send(pool, b"y", "c")) != place(ticket)
+    pool.trim(100.0 + REST_S)
+    again = send(pool, b"z", "c")
+    assert place(again) == place(ticket)
+    assert again.event_handle != ticket.event_handle
+
+
+def test_segments_that_nobody_uses_go(pool: DevicePool) -> None:
+    ticket = send(pool, b"x")
+    pool.trim(0.0)
+    pool.trim(2 * IDLE_S)
+    assert pool.stats().total, "it is in use"
+    pool.release([place(ticket)], "b")
+    assert pool.trim(3 * IDLE_S) == []
+    assert pool.trim(4 * IDLE_S) == [(ticket.segment_id, ["b"])]
+    assert pool.stats() == (0, 0, 0)
+
+
+def test_a_retired_segment_is_opened_anew(api: FakeApi, pool: DevicePool) -> None:
+    segments = DeviceSegments(api)
+    segments.devices[0] = 0
+    ticket = send(pool, b"x")
+    segments.copy_out(ticket, torch.device("cpu"))
+    segments.retire(ticket.segment_id)
+    segments.copy_out(ticket, torch.device("cpu"))
+    assert api.opened == 2

@@ -1,0 +1,152 @@
+"""Lanes, with streams that only keep a record; and what of a value may be on a device."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from farcall.runtime import streams
+from farcall.runtime.streams import LaneCoroutine, Lanes, LaneTask, stamp
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeStream:
+    made = 0
+
+    def __init__(self, device: Any) -> None:
+        FakeStream.made += 1
+        self.stream_id = FakeStream.made
+        self.device_index = 0
+        self.device_type = 1
+        self.busy = True
+        self.waits: list[int] = []
+
+    def query(self) -> bool:
+        return not self.busy
+
+    def record_event(self) -> int:
+        return self.stream_id
+
+    def wait_event(self, event: int) -> None:
+        self.waits.append(event)
+
+
+class FakeInner:
+    current = (0, 0, 1)
+
+    def _cuda_getDevice(self) -> int:
+        return 0
+
+    def _cuda_getCurrentStream(self, device: int) -> tuple[int, int, int]:
+        return self.current
+
+    def _cuda_setStream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.current = (stream_id, device_index, device_type)
+
+
+@pytest.fixture
+def inner(monkeypatch: pytest.MonkeyPatch) -> FakeInner:
+    inner = FakeInner()
+    FakeStream.made = 0
+    monkeypatch.setattr(streams, "_C", inner)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    return inner
+
+
+@pytest.fixture
+def lanes(inner: FakeInner) -> Lanes:
+    return Lanes(lambda: [DEVICE])
+
+
+def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(lanes: Lanes, inner: FakeInner) -> None:
+    seen = [lanes.run(lambda: inner.current[0]) for _ in range(5)]
+    assert seen == [1] * 5
+    assert inner.current == (0, 0, 1)
+    assert lanes.take().streams[0].waits == []  # type: ignore[attr-defined]
+
+
+def test_overlapping_calls_have_lanes_of_their_own(lanes: Lanes, inner: FakeInner) -> None:
+    assert lanes.run(lambda: (inner.current[0], lanes.run(lambda: inner.current[0]), inner.current[0])) == (1, 2, 1)
+
+
+def test_a_call_sees_those_that_have_ended_wherever_they_ran(lanes: Lanes) -> None:
+    first, second = lanes.take(), lanes.take()
+    lanes.leave(first)
+    lanes.leave(second)
+    assert second.streams[0].waits == [1]  # type: ignore[attr-defined]
+    third = lanes.take()
+    assert third is second, "the warmest"
+    fourth = lanes.take()
+    assert fourth is first
+    assert first.streams[0].waits == [2]  # type: ignore[attr-defined]
+
+
+def test_what_is_done_is_not_waited_for(lanes: Lanes) -> None:
+    first, second = lanes.take(), lanes.take()
+    first.streams[0].busy = False  # type: ignore[attr-defined]
+    lanes.leave(first)
+    lanes.leave(second)
+    assert second.streams[0].waits == []  # type: ignore[attr-defined]
+
+
+def test_a_failing_call_leaves_its_lane(lanes: Lanes, inner: FakeInner) -> None:
+    with pytest.raises(ZeroDivisionError):
+        lanes.run(lambda: 1 // 0)
+    assert inner.current == (0, 0, 1)
+    assert lanes.run(lambda: inner.current[0]) == 1
+
+
+def test_a_task_runs_on_a_lane(lanes: Lanes, inner: FakeInner) -> None:
+    class Task:
+        quick = True
+        log: tuple[Any, ...] = ()
+
+        def run(self, more: bool) -> None:
+            self.log = (more, inner.current[0])
+
+        def drop(self) -> None:
+            self.log = ("dropped",)
+
+    task = Task()
+    LaneTask(task, lanes).run(True)
+    assert task.log == (True, 1)
+    assert LaneTask(task, lanes).quick
+    LaneTask(task, lanes).drop()
+    assert task.log == ("dropped",)
+
+
+def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: Lanes, inner: FakeInner) -> None:
+    async def function() -> list[int]:
+        before = inner.current[0]
+        await asyncio.sleep(0)
+        return [before, inner.current[0]]
+
+    kept = lanes.run(lanes.keep)
+    assert kept is not None
+    other = lanes.take()
+    assert other is not kept, "it is in use until it is left"
+
+    async def main() -> list[int]:
+        return await asyncio.ensure_future(LaneCoroutine(function(), kept))
+
+    assert asyncio.run(main()) == [1, 1]
+    assert inner.current == (0, 0, 1)
+    lanes.leave(kept)
+    assert lanes.take() is kept
+
+
+def test_values_without_anything_on_a_device_have_no_stamp() -> None:
+    for value in (None, 3, "x", torch.ones(2), [torch.ones(2), {"a": (1, torch.ones(1))}]):
+        assert stamp(value, []) is None
+
+
+def test_objects_are_not_looked_into() -> None:
+    class Thing:
+        pass
+
+    assert stamp([Thing()], []) is not None, "who knows what it holds"
