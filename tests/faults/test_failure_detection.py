@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
@@ -189,3 +190,78 @@ def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
             assert new.rpc_sync("w1", int, ("8",)) == 8
         with pytest.raises(NotInitialized):
             new.rpc_sync("w1", int, ("8",))
+
+
+def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
+    url = temporary_file_url()
+    nodes = [farcall.Node(f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url)) for rank in range(3)]
+    for node in nodes:
+        node.start()
+    events: list[tuple[str, str]] = []
+    nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
+    life = nodes[1].me.life
+    nodes[0].reconnecting.condemn(1, "for the test")
+    wait_until(lambda: nodes[0].is_gone("w1"))
+    record = nodes[0].watch.record_of(life)
+    assert record is not None
+    nodes[0].call_soon(lambda: nodes[0]._acquaintances.on_suspected(record, False))
+    wait_until(lambda: ("dead", "w1") in events)
+    wait_until(lambda: not nodes[1].running)
+    with pytest.raises(Expelled, match="w0 could not reach it"):
+        nodes[1].rpc_sync("w2", int, ("1",))
+    assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
+    for node in nodes:
+        node.shutdown(graceful=False)
+
+
+def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
+    url = temporary_file_url()
+    options = farcall.RpcBackendOptions(init_method=url)
+    ends, stays = farcall.Node("ends", 0, options=options), farcall.Node("stays", 1, options=options)
+    ends.start()
+    stays.start()
+    came: list[Any] = []
+
+    def connect() -> None:
+        wait_until(lambda: stays.is_gone("ends"))
+        stays.call_soon(lambda: stays._acquaintances._dialling.dial(ends.membership.me))
+        wait_until(lambda: ends._acquaintances._strangers)
+        came.extend(ends._acquaintances._strangers.values())
+
+    ends.on_end(connect)
+    ends.shutdown(graceful=False)
+    assert [peer.link.transport.closed for peer in came] == [True]
+    stays.shutdown(graceful=False)
+
+
+def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
+    url = temporary_file_url()
+    options = farcall.RpcBackendOptions(init_method=url)
+    nodes = [farcall.Node(f"w{rank}", rank, 2, options) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(farcall.Node.start, nodes))
+        leaves = pool.submit(nodes[0].shutdown)
+        wait_until(lambda: nodes[0]._leaving.entered)  # it waits for w1, which stays
+        nodes[0].call_soon(lambda: nodes[0]._on_expelled("for the test"))
+        with pytest.raises(Expelled):
+            leaves.result(BOUND_S)
+        nodes[1].shutdown(graceful=False)
+
+
+def test_the_shutdown_of_one_that_was_expelled_waits_for_its_end() -> None:
+    url = temporary_file_url()
+    node = farcall.Node("w0", 0, options=farcall.RpcBackendOptions(init_method=url))
+    node.start()
+    may_end = threading.Event()
+    node.on_end(may_end.wait)  # type: ignore[arg-type]
+    node.call_soon(lambda: node._on_expelled("for the test"))
+    wait_until(lambda: not node.running)
+    with pytest.raises(Expelled):
+        node.rpc_sync("w0", int, ("1",))
+    leaves = threading.Thread(target=node.shutdown)
+    leaves.start()
+    leaves.join(0.2)
+    assert leaves.is_alive()
+    may_end.set()
+    leaves.join(BOUND_S)
+    assert not any(thread.name.endswith("-w0") for thread in threading.enumerate())

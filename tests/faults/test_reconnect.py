@@ -353,6 +353,27 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
         assert heard == ["lost w1: it is silent", "back w1"]
 
 
+QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_connection_that_falls_silent_is_replaced_and_nobody_is_dead(who: int, size: int) -> None:
+    """In a group of two nobody else can say that the other one lives."""
+    faults = Faults()
+    given = [faults if rank == who else None for rank in range(size)]
+    with team(given, size, suspicion_s=4.0, **QUICK) as nodes:
+        events: list[str] = []
+        for node in nodes:
+            node.on_member(lambda event: events.append(event.kind))
+        with faults.half_open(sender=f"w{who}", to=f"w{1 - who}") as rule:
+            rule.wait_hits()
+            calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
+            assert [call.wait() for call in calls] == [1, 2]
+        assert ran == {1: 1, 2: 1}
+        assert "dead" not in events
+
+
 def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
     def no_way(peer: object) -> list[str]:
         return []  # not over what it listens on

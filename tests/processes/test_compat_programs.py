@@ -266,6 +266,37 @@ def test_exit_without_shutdown(tmp_path: Path) -> None:
     assert run(tmp_path, program) == []
 
 
+def test_a_death_does_not_make_a_server_leave_the_others_alone(tmp_path: Path) -> None:
+    program = """
+        def work(rank, size, died):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            if rank == 1:
+                rpc_sync("worker0", double, args=(1,))
+                os._exit(3)
+            if rank == 2:
+                died.wait()
+                assert [rpc_sync("worker0", double, args=(number,)) for number in range(100)]
+                say("worker2 is done")
+            try:
+                rpc.shutdown()
+            except RuntimeError as error:
+                say(f"worker{rank}", "lost worker1" in str(error))
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            died = context.Event()
+            workers = [context.Process(target=work, args=(rank, 3, died)) for rank in range(3)]
+            for worker in workers:
+                worker.start()
+            workers[1].join()
+            died.set()
+            for worker in workers:
+                worker.join()
+            say("codes", [worker.exitcode for worker in workers])
+    """
+    assert run(tmp_path, program) == ["codes [0, 3, 0]", "worker0 True", "worker2 True", "worker2 is done"]
+
+
 def test_a_module_with_tensors_that_are_no_leaves(tmp_path: Path) -> None:
     program = """
         from torch import nn

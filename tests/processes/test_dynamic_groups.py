@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,8 +16,10 @@ import torch
 
 import farcall
 from farcall import api
-from farcall.errors import BadRank, DuplicateName, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.autograd.recorder import Recorder
+from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.remote.gather import _contribute
+from farcall.runtime import acquaintances
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -210,6 +214,111 @@ def test_a_name_is_free_again_after_a_leave(url: str) -> None:
             assert nodes[0].rpc_sync("w1", _fetch, (fresh,)).tolist() == [0.0, 0.0]
             assert new.remote("w0", torch.ones, (1,)).to_here().tolist() == [1.0]
             del fresh
+
+
+def _half(value: torch.Tensor) -> torch.Tensor:
+    return value / 2
+
+
+def test_autograd_with_a_rank_of_any_size(url: str) -> None:
+    with team(1, url) as nodes, member("far", 2**31 - 1, url) as far:
+        value = torch.ones(2, requires_grad=True)
+        contexts = far.part(Recorder).contexts
+        context = contexts.new_context()
+        contexts.backward(context.id, [far.rpc_sync("w0", _half, (value,)).sum()])
+        assert contexts.get_gradients(context.id)[value].tolist() == [0.5, 0.5]
+        contexts.release_everywhere(context.id)
+        wait_until(lambda: not nodes[0].part(Recorder).contexts.ids())
+
+
+def _nap() -> int:
+    sleep(0.02)
+    return 7
+
+
+def test_who_is_called_all_the_time_can_leave(url: str) -> None:
+    """The others stop when they know; what had begun is answered, and what was not sent says so."""
+    with team(2, url) as nodes, ThreadPoolExecutor() as pool:
+        called = threading.Semaphore(0)
+
+        def call_until_it_is_gone() -> PeerDead:
+            while True:
+                try:
+                    assert nodes[0].rpc_sync("w1", _nap, timeout=BOUND_S) == 7
+                    called.release()
+                except PeerDead as error:
+                    return error
+
+        callers = [pool.submit(call_until_it_is_gone) for _ in range(4)]
+        for _ in callers:
+            called.acquire()
+        leaves = threading.Thread(target=nodes[1].shutdown, daemon=True)
+        leaves.start()
+        leaves.join(BOUND_S)
+        assert not leaves.is_alive()
+        for caller in callers:
+            assert caller.result(BOUND_S).delivery is Delivery.NOT_SENT
+
+
+def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    with team(1, url) as nodes:
+        decoders = set()
+        for number in range(4):
+            with member(f"n{number}", 10 + number, url) as guest:
+                assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
+                link = nodes[0].other(guest.me.member)
+            assert link is not None
+            wait_until(lambda link=link: link.broken)
+            decoders.add(id(link.link._decoder))
+        assert len(decoders) == 1
+        for number, error in enumerate((UnknownWorker, UnknownWorker, PeerDead, PeerDead)):
+            with pytest.raises(error):
+                nodes[0].rpc_sync(f"n{number}", int, ("7",))
+
+
+# --- the functions of the module ----------------------------------------------------------------------------
+
+
+@contextmanager
+def this_process(url: str) -> Iterator[None]:
+    farcall.init_rpc("w0", rank=0, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
+    try:
+        yield
+    finally:
+        farcall.shutdown()
+
+
+def test_callbacks_and_iterators_tell_who_comes_and_goes(url: str) -> None:
+    heard: list[tuple[str, str]] = []
+
+    async def listen() -> list[str]:
+        events = farcall.member_events()
+        with member("w1", 1, url):
+            pass
+        return [(await anext(events)).kind, (await anext(events)).kind]
+
+    with this_process(url):
+        stop = farcall.on_member(lambda event: heard.append((event.kind, event.worker.name)))
+        assert asyncio.run(listen()) == ["joined", "left"]
+        assert heard == [("joined", "w1"), ("left", "w1")]
+        stop()
+        with member("w2", 2, url):
+            pass
+        assert len(heard) == 2
+
+
+def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str) -> None:
+    with member("stays", 7, url) as stays:
+        with this_process(url):
+            node = api.current_node()
+            node.call_soon(lambda: node._on_expelled("for the test"))
+            wait_until(lambda: not node.running)
+            with pytest.raises(Expelled, match="for the test"):
+                farcall.rpc_sync("stays", int, ("7",))
+        with this_process(url):
+            assert farcall.rpc_sync("stays", int, ("7",)) == 7
+            assert stays.rpc_sync("w0", int, ("8",)) == 8
 
 
 # --- many at once --------------------------------------------------------------------------------------------

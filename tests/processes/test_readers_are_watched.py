@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import farcall
-from farcall.testing.cluster import run_cluster
+from farcall.testing.cluster import run_cluster, temporary_file_url
 
 released = threading.Event()
 
@@ -75,3 +75,39 @@ def rebuild_slowly(rank: int) -> Any:
 
 def test_a_result_that_is_slow_to_rebuild_blocks_nobody() -> None:
     assert run_cluster(2, rebuild_slowly)[0] == "rebuilt"
+
+
+may_be_slow = threading.Event()
+go_on = threading.Event()
+entered = threading.Event()
+
+
+def quick_at_first() -> None:
+    if may_be_slow.is_set():
+        entered.set()
+        assert go_on.wait(30)
+
+
+def test_a_request_that_was_kept_back_blocks_nobody() -> None:
+    """It is delivered by the I/O thread, which reads nothing at that moment."""
+    url = temporary_file_url()
+    options = farcall.RpcBackendOptions(init_method=url)
+    with farcall.Node("w0", 0, options=options) as callee, farcall.Node("w1", 1, options=options) as caller:
+        seen: list[Any] = []
+        accept_now = callee.server.accept
+
+        def accept(peer: Any, frame: Any) -> None:
+            seen.append((peer, frame))
+            accept_now(peer, frame)
+
+        callee.server.accept = accept  # type: ignore[method-assign]
+        for _ in range(20):
+            caller.rpc_sync("w0", quick_at_first)
+        may_be_slow.set()
+        peer, frame = seen[-1]
+        callee.call_soon(lambda: callee.redeliver(peer, (*frame[:2], 1 << 40, *frame[3:])))
+        assert entered.wait(30)
+        try:
+            assert caller.rpc_sync("w0", int, ("7",), timeout=10) == 7
+        finally:
+            go_on.set()

@@ -38,15 +38,16 @@ _RANK_SHIFT = 48
 class Contexts:
     """All contexts of a node."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: Port, first_number: int = 0) -> None:
+        """``first_number``: where to begin to count; at random where another one may have had this worker's rank."""
         self.port = port
         watch_replicas()
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: letters may still be on their way
         self._first_id = port.origin << _ID_BITS
-        self._next_context_id = self._first_id + 1  # 0 is no context,
-        self._next_message_id = self._first_id + 1  # and no message
+        self._next_context_id = self._first_id + first_number + 1  # 0 is no context,
+        self._next_message_id = self._first_id + first_number + 1  # and no message
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._backward_lock = threading.Lock()
@@ -279,6 +280,11 @@ class Contexts:
                 continue
             for local in list(context.passes.values()):
                 local.react(WorkerLost(worker_id, reason))
+
+    def worker_joined(self, origin: int) -> None:
+        """A new worker, perhaps with the rank, and by chance the ``origin``, of one that is gone."""
+        with self._lock:
+            self._gone_origins.discard(origin)
 
     # --- backward -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ able to do so without anything being made yet.
 from __future__ import annotations
 
 import logging
+import secrets
 
 import torch
 
@@ -32,7 +33,8 @@ class Recorder:
         self.node = node
         self._port = NodePort(node)
         self.in_order = self._port.in_order
-        self.contexts = Contexts(self._port)
+        self.contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
+        node.on_peer_joined(lambda peer: self.contexts.worker_joined(peer.origin))
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
         node.wait_for(lambda: self.contexts.backward_calls)

@@ -54,6 +54,7 @@ class Node(node.Node):
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
         if not self.running:
+            super().shutdown(graceful, timeout_s)  # one that was expelled is ending by itself: wait for that
             return
         parting = self.part(NodeReferences).parting
         parting.checks_leaks = self.checks_leaks and graceful

@@ -381,7 +381,10 @@ class RRef(Generic[T]):
             future.on_failure(error)
         return future
 
-    def _lost(self, error: NetworkError) -> NetworkError:
+    def _lost(self, error: NetworkError) -> RpcError:
+        ended = self._references.node.why_ended
+        if ended is not None:
+            return ended  # it is not the owner that is gone
         if isinstance(error, ReferenceLost):
             return error
         return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)

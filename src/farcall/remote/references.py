@@ -199,8 +199,7 @@ class NodeReferences:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
                 ref = created.ref
-                if ref.local_id > self._last_created.get(ref.created_on, -1):
-                    self._last_created[ref.created_on] = ref.local_id
+                self._count_created(ref)
                 owned = self._values.get(ref)
                 if owned is None:
                     owned = self._values[ref] = Owned()
@@ -209,7 +208,7 @@ class NodeReferences:
                 arrived.append(owned)
             for fork in notes.forks:
                 held = machine.receive(fork, sender)
-                rref = RRef._of(self, fork, self._owned_of(fork), None)
+                rref = RRef._of(self, fork, self._owned_of(fork, held), None)
                 if not held:
                     rref._release = _nothing
                 arrived.append(rref)
@@ -252,13 +251,17 @@ class NodeReferences:
         self._held_back.add(peer)
         self.node.attend_by(monotonic() + CONFIRM_S)
 
-    def _owned_of(self, fork: Fork) -> Owned | None:
+    def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
         if fork.owner != self._machine.me:
             return None
         owned = self._values.get(fork.ref)
         if owned is None:
-            owned = self._values[fork.ref] = Owned()
+            owned = Owned()
+            if held:
+                self._values[fork.ref] = owned
+            else:
+                self._never_comes(fork.ref, owned)  # its sender is dead: nobody would ever free the place
         return owned
 
     # ------------------------------------------------------------------ references are used
@@ -277,6 +280,11 @@ class NodeReferences:
                         )
                     owned = self._values[ref] = Owned()
         return owned
+
+    def _count_created(self, ref: RefId) -> None:
+        """Under the lock: ``ref`` has come to be, or never will."""
+        if ref.local_id > self._last_created.get(ref.created_on, -1):
+            self._last_created[ref.created_on] = ref.local_id
 
     def _may_come(self, ref: RefId) -> bool:
         """Under the lock: was the call that creates ``ref`` overtaken by a question? No link does it, but faults do."""
@@ -359,6 +367,7 @@ class NodeReferences:
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
             self._workers[peer.member] = peer.info
+            self._lost.discard(peer.member)  # given up when word of it was later than a message with its values
             self._machine.member_joined(peer.member)
         if self._kept_back:
             self.node.call_soon(self._deliver_kept_back)
@@ -395,6 +404,7 @@ class NodeReferences:
                 owned = self._values.get(effect.ref)
                 if owned is None:
                     owned = self._values[effect.ref] = Owned()
+                self._count_created(effect.ref)  # who asks when it is forgotten must not wait for it
                 self._never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)

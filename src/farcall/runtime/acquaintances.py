@@ -9,6 +9,8 @@ but for `connected` (also while the node starts) and what says otherwise.
     (unknown), or stranger    joined                              a member; of two, the one that came later dials
     member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
     member, connected         connects once more, anew            a stranger beside that: it has lost the session
+    member, connected         does not answer for SILENT_PART     it is asked to connect again, if it dialled us
+                              of ``suspicion_s``
     member                    left                                no calls any more; its link ends with its Goodbye
     member                    died, or its link is dead           gone: whoever waits for it learns it
 
@@ -18,6 +20,7 @@ A name or a rank stands for the last one that had it, so that calls to the dead 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
@@ -30,7 +33,7 @@ from farcall.protocol import messages
 from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established, Identity
 from farcall.protocol.introduction import introduced, introduction_of
-from farcall.protocol.membership import LinkRefused, Record
+from farcall.protocol.membership import LinkGivenUp, LinkRefused, Record
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.dialling import Dialling
@@ -51,6 +54,9 @@ MAX_STRANGERS = 256
 LEFT_S = 10.0
 """How long one that has left may take to close its link."""
 MAX_HELD = 4096
+SILENT_PART = 0.5
+MAX_GONE = 1024
+"""How many of those who left or died are remembered by name, where members come and go."""
 
 
 class Acquaintances:
@@ -83,7 +89,9 @@ class Acquaintances:
         """The other members, also dead ones whose rank nobody else has, by rank."""
         self._by_life: dict[int, RemotePeer] = {}
         self._strangers: dict[int, RemotePeer] = {}
+        self._gone: deque[RemotePeer] = deque()
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
+        self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
         self._introductions: dict[int, Record] = {}
         self._dialling = Dialling(
             options.allowed_transports,
@@ -238,6 +246,7 @@ class Acquaintances:
         """A link is dead."""
         self._reconnecting.forget(peer)
         self._ends.pop(peer, None)
+        self._silent.pop(peer, None)
         peer.held.clear()
         life = peer.life
         if not peer.known:
@@ -248,12 +257,20 @@ class Acquaintances:
             return
         self._dialling.give_up(life)
         if not self._is_static:
-            # The name stays, for those who ask for it; nothing else is kept of the many that come and go.
+            # The name stays for a while, for those who ask for it; nothing else is kept of the many that come and go.
             self._by_life.pop(life, None)
             self.numbered.pop(peer.member, None)
             if self.remotes.get(peer.info.id) is peer:
                 del self.remotes[peer.info.id]
+            self._gone.append(peer)
+            if len(self._gone) > MAX_GONE:
+                self._forget(self._gone.popleft())
         self._on_gone(peer, reason)
+
+    def _forget(self, peer: RemotePeer) -> None:
+        for key in (peer.info.name, peer.info.id):
+            if self.named.get(key) is peer:
+                del self.named[key]
 
     # ------------------------------------------------------------------ what the watch says
 
@@ -303,7 +320,22 @@ class Acquaintances:
 
     def on_suspected(self, record: Record, suspected: bool) -> None:
         """A member does not answer, or answers again."""
+        if suspected:
+            self.on_silent(record.life)
         self.on_change("suspected" if suspected else "recovered", record, "")
+        peer = self._by_life.get(record.life)
+        if not suspected and self._options.reconnect_s and (peer is None or peer.broken):
+            # We had given it up a moment before it could be reached again. One that is dead to some and lives for
+            # others would lose references between those, too.
+            self._watch().feed(LinkGivenUp(record.life, f"{self._me.info.name} could not reach it for too long"))
+
+    def on_silent(self, life: int) -> None:
+        """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
+        peer = self._by_life.get(life)
+        if peer is not None and peer.link.up and peer not in self._silent:
+            look_at = monotonic() + SILENT_PART * self._options.suspicion_s
+            self._silent[peer] = (look_at, peer.link.progress)
+            self._loop.attend_by(look_at)
 
     def on_left(self, record: Record) -> None:
         """A member has left; it may still have answers to send."""
@@ -349,8 +381,15 @@ class Acquaintances:
     # ------------------------------------------------------------------ time, and the end
 
     def tick(self, now: float) -> float:
-        """Close what nobody needs any more."""
+        """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
+        for peer, (look_at, progress) in list(self._silent.items()):
+            if look_at <= now:
+                del self._silent[peer]
+                if peer.link.up and peer.link.progress == progress:
+                    self._reconnecting.remind(peer)
+            else:
+                nearest = min(nearest, look_at)
         for peer, end in list(self._ends.items()):
             if end <= now:
                 self._ends.pop(peer, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Changes:
         self._executor = executor
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[MemberEvent], object]] = []
-        self._endings: list[Callable[[], None]] = []
+        self._inboxes: weakref.WeakSet[_Inbox] = weakref.WeakSet()
         self._events: deque[MemberEvent] = deque()
         self._busy = False
         self._ended = False
@@ -93,32 +94,57 @@ class Changes:
         """The node ends: so do the iterators."""
         with self._lock:
             self._ended = True
-            endings, self._endings = self._endings, []
-        for ending in endings:
-            ending()
+            inboxes = list(self._inboxes)
+        for inbox in inboxes:
+            inbox.put(None)
 
-    async def iterate(self) -> AsyncIterator[MemberEvent]:
+    def iterate(self) -> AsyncIterator[MemberEvent]:
         """The events from now on, until the node ends."""
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[MemberEvent | None] = asyncio.Queue()
+        inbox = _Inbox()
+        unsubscribe = self.subscribe(inbox.put)
+        with self._lock:
+            if self._ended:
+                inbox.put(None)
+            else:
+                self._inboxes.add(inbox)
+        events = _events_in(inbox)
+        weakref.finalize(events, unsubscribe).atexit = False  # also if nobody has ever looked at it
+        return events
 
-        def put(event: MemberEvent | None) -> None:
+
+async def _events_in(inbox: _Inbox) -> AsyncIterator[MemberEvent]:
+    while (event := await inbox.get()) is not None:
+        yield event
+
+
+def _wake(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+class _Inbox:
+    """Events on their way from worker threads to a coroutine; None: there will be no more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[MemberEvent | None] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, event: MemberEvent | None) -> None:
+        """From any thread; never waits."""
+        with self._lock:
+            self._events.append(event)
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
             try:
-                loop.call_soon_threadsafe(queue.put_nowait, event)
+                waiting.get_loop().call_soon_threadsafe(_wake, waiting)
             except RuntimeError:
                 pass  # that loop is closed
 
-        unsubscribe = self.subscribe(put)
-        ending = lambda: put(None)  # noqa: E731
-        with self._lock:
-            if self._ended:
-                return
-            self._endings.append(ending)
-        try:
-            while (event := await queue.get()) is not None:
-                yield event
-        finally:
-            unsubscribe()
+    async def get(self) -> MemberEvent | None:
+        while True:
             with self._lock:
-                if ending in self._endings:
-                    self._endings.remove(ending)
+                if self._events:
+                    return self._events.popleft()
+                waiting = self._waiting = asyncio.get_running_loop().create_future()
+            await waiting

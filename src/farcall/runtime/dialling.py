@@ -15,7 +15,7 @@ from farcall.protocol.membership.messages import Message
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.members import MemberRecord, life_of
 from farcall.runtime.mesh import usable_ways
-from farcall.runtime.redial import Redial
+from farcall.runtime.redial import Finding, Redial
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
@@ -65,21 +65,23 @@ class Dialling:
         self._dials: dict[int, _Dial] = {}
         self._arriving: dict[Redial, Transport] = {}  # dialled, and not taken yet
         self._stopped = False
-        self._lock = threading.Lock()  # between arriving and stopping
+        self._lock = threading.Lock()  # between beginning, arriving and stopping
 
     def dial(self, member: MemberRecord, message: Message | None = None) -> None:
         """Connect to ``member``; ``message`` is to be said then, or is lost."""
         life = life_of(member.incarnation)
         dial = self._dials.get(life)
         if dial is None:
-            if self._stopped:
-                return
-            dial = self._dials[life] = _Dial()
-            self._begin(dial, member, 0.0)
+            with self._lock:
+                if self._stopped:
+                    return
+                dial = self._dials[life] = _Dial()
+                self._begin(dial, member, 0.0)
         if message is not None and len(dial.news) < MAX_WAITING_NEWS:
             dial.news.append(message)
 
     def _begin(self, dial: _Dial, member: MemberRecord, pause_s: float) -> None:
+        """Under the lock, so that `stop` finds whatever has begun."""
         ways = usable_ways(member.addresses, member.host_token, self._allowed)
         dial.redial = Redial(
             member.name,
@@ -93,7 +95,7 @@ class Dialling:
             NEVER,
             pause_s,
             lambda redial, transport, established: self._connected(dial, redial, transport, established),
-            lambda redial, why, vanished: self._loop.call_soon(lambda: self._failed(dial, redial, member, vanished)),
+            lambda redial, why, finding: self._loop.call_soon(lambda: self._failed(dial, redial, member, finding)),
         )
         dial.redial.start()
 
@@ -118,18 +120,19 @@ class Dialling:
         del self._dials[life]
         self._on_dialled(transport, established, dial.news)
 
-    def _failed(self, dial: _Dial, redial: Redial, member: MemberRecord, vanished: bool) -> None:
+    def _failed(self, dial: _Dial, redial: Redial, member: MemberRecord, finding: Finding) -> None:
         life = life_of(member.incarnation)
         if self._dials.get(life) is not dial or dial.redial is not redial:
             return
-        if vanished:
+        if finding is Finding.VANISHED:
             self._on_vanished(life)
-        if self._dials.get(life) is not dial:
-            return  # that was the end of it
-        if self._is_wanted(life):
-            self._begin(dial, member, RETRY_S)
-        else:
-            del self._dials[life]
+        with self._lock:
+            if self._dials.get(life) is not dial:
+                return  # that was the end of it
+            if self._is_wanted(life):
+                self._begin(dial, member, RETRY_S)
+            else:
+                del self._dials[life]
 
     def give_up(self, life: int) -> None:
         """Nobody wants that one any more."""

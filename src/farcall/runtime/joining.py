@@ -111,6 +111,7 @@ class Joining:
         self._secret = secret
         self._identity = identity
         self._candidate = candidate
+        self._group: Group | None = None
         self._why: dict[str, str] = {}
         self._gone: set[str] = set()
 
@@ -130,13 +131,13 @@ class Joining:
         contacts = self._contacts
         if contacts is None:
             return any(self._look("", [way], deadline) is True for way in self._place.contacts)
-        group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), self._place.name)
+        group, is_current = self._read_list(contacts, deadline)
         before_me = True
         may_found = False
         others = []
         for contact in group.contacts:
             if contact.incarnation == self._me.incarnation:
-                before_me, may_found = False, True
+                before_me, may_found = False, is_current
             else:
                 others.append((before_me, contact))
         random.shuffle(others)  # so that many newcomers do not ask the same one
@@ -151,7 +152,7 @@ class Joining:
                 self._gone.add(contact.incarnation)
             elif is_before or contact.name in self._why:
                 may_found = False
-        if not may_found and len(self._gone.intersection(c.incarnation for _, c in others)) == len(others):
+        if is_current and not may_found and self._gone.issuperset(contact.incarnation for _, contact in others):
             # The list was full of the dead.
             self._strike_off(contacts, deadline)
             return False
@@ -159,9 +160,25 @@ class Joining:
             self._candidate.found()
         return may_found
 
+    def _read_list(self, contacts: Contacts, deadline: float) -> tuple[Group, bool]:
+        """The list, and whether it is what the store says now: where that is gone, those read last may let us in."""
+        try:
+            self._group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), self._place.name)
+        except RuntimeError as error:  # what torch's stores raise
+            if isinstance(error, RpcError):
+                raise
+            self._why[self._place.name] = f"the store is gone: {error}"
+            if self._group is None:
+                raise self._missing() from error
+            return self._group, False
+        return self._group, True
+
     def _strike_off(self, contacts: Contacts, deadline: float) -> None:
-        """Take those who are gone off the list."""
-        in_bounded_time(lambda _: contacts.replace(self._me, self._gone), deadline - monotonic(), self._place.name)
+        """Take those who are gone off the list, if that can be done."""
+        try:
+            in_bounded_time(lambda _: contacts.replace(self._me, self._gone), deadline - monotonic(), self._place.name)
+        except Exception as error:
+            logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
 
     def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: str = "") -> bool | None:
         """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""

@@ -10,7 +10,7 @@ machine decides; this file only tells it whether the node is idle, and carries i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from farcall.protocol import departure
@@ -21,6 +21,8 @@ from farcall.runtime.shield import Gate
 logger = logging.getLogger("farcall")
 
 POKE_DELAY_S = 0.005
+BUSY_S = 1.0
+"""How long one that leaves alone waits for a moment in which nobody calls it."""
 
 LocalState = Callable[[], tuple[int, int]]
 """(calls in flight here, activity counter), consistent with each other."""
@@ -130,27 +132,39 @@ class Leaving:
 class Withdrawing:
     """The way out of a group whose other members stay. A ticker of the loop, like `Leaving`."""
 
-    def __init__(self, name: str, loop: Loop, local_state: LocalState) -> None:
+    def __init__(
+        self, name: str, loop: Loop, local_state: LocalState, under_way: Callable[[], Sequence[object]]
+    ) -> None:
+        """``under_way``: the calls made here, and those served here, that are not done."""
         self._name = name
         self._loop = loop
         self._local_state = local_state
+        self._under_way = under_way
         self._done = Gate()
         self._aborted = False
         self.entered = False
         self.late_names: tuple[str, ...] = ()
 
-    def enter(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until nothing of this node is under way; if ``timeout_s`` (0: no bound) passes first, say what is."""
-        deadline = monotonic() + timeout_s if timeout_s else NEVER
+    def enter(self, timeout_s: float, busy_s: float = BUSY_S) -> tuple[str, ...]:
+        """Wait until nothing of this node is under way; if ``timeout_s`` (0: no bound) passes first, say what is.
+
+        Others may go on calling until they are told: after ``busy_s`` only what had begun by now is waited for.
+        """
+        began = monotonic()
+        deadline = began + timeout_s if timeout_s else NEVER
+        begun = {id(one): one for one in self._under_way()}  # which holds them, so that no id is used again
         self.entered = True
         self._loop.attend_by(0.0)
         while not self._done.wait(min(1.0, max(0.0, deadline - monotonic()))):
             in_flight = self._local_state()[0]
-            if monotonic() >= deadline and in_flight and not self._aborted:
-                self.late_names = (self._name,)
-                return (f"{self._name} still has {in_flight} call{'s' * (in_flight > 1)} in flight",)
             if not in_flight or self._aborted:
                 break
+            now = monotonic()
+            if now >= began + busy_s and begun.keys().isdisjoint(map(id, self._under_way())):
+                break
+            if now >= deadline:
+                self.late_names = (self._name,)
+                return (f"{self._name} still has {in_flight} call{'s' * (in_flight > 1)} in flight",)
         return ()
 
     def poke(self) -> None:

@@ -38,6 +38,9 @@ from farcall.runtime.role import role
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
+_NOTHING_COMES = FrameDecoder(allocate_plainly)
+"""The decoder of all dead links: one has a quarter of a MiB, and the dead are remembered by those who ask for them."""
+
 
 class Link(Incoming):
     """The way to one peer."""
@@ -100,6 +103,12 @@ class Link(Incoming):
     def broken(self) -> str | None:
         """Why the link will not work any more, or None."""
         return self._broken
+
+    @property
+    def progress(self) -> object:
+        """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
+        outgoing = self.outgoing
+        return self.transport, self.bytes_received, outgoing.bytes_sent if outgoing.full else 0
 
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
@@ -242,6 +251,7 @@ class Link(Incoming):
 
     def _close_transport(self) -> None:
         self.transport.close()
+        self._decoder = _NOTHING_COMES
         while self._descriptors:
             os.close(self._descriptors.popleft())
 

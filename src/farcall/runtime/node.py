@@ -20,9 +20,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from time import monotonic
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import ClassVar, get_args
 
 import torch
 
@@ -57,8 +57,9 @@ from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
+from farcall.runtime.layered import Layered
 from farcall.runtime.leaving import Leaving, Withdrawing
-from farcall.runtime.loop import Loop, Ticker
+from farcall.runtime.loop import Loop
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of, new_incarnation
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
@@ -91,8 +92,6 @@ NEWS = get_args(Message)
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
 """Control messages that are also taken from who is no member here, or not yet."""
 LEAVE_S = 10.0
-
-P = TypeVar("P")
 
 
 class _Write:
@@ -139,7 +138,7 @@ def node_of_thread() -> Node | None:
     return getattr(_thread, "node", None)
 
 
-class Node:
+class Node(Layered):
     """One member. Use it as a context manager, or call ``start`` and ``shutdown``."""
 
     def __init__(
@@ -149,6 +148,7 @@ class Node:
         world_size: int | None = None,
         options: RpcBackendOptions | None = None,
     ) -> None:
+        super().__init__()
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
         self.options = options or RpcBackendOptions()
@@ -157,18 +157,14 @@ class Node:
         self._rank = rank
         self._world_size = world_size
         self._state = "new"
+        self._state_lock = threading.Lock()
+        """Of shutting down and being expelled, which happen on different threads, one ends the node."""
         self._exiting = False
         self._incarnation = new_incarnation()
         self._why_ended: RpcError | None = None
         self._entry: Entry | None = None
         self._ending: threading.Thread | None = None
         self._linked = shield.Gate()
-        self._parts: dict[Any, Any] = {}
-        self._parts_lock = threading.RLock()
-        self._joined_hooks: list[Callable[[Peer], None]] = []
-        self._gone_hooks: list[Callable[[Peer], None]] = []
-        self._agreed_hooks: list[Callable[[], None]] = []
-        self._end_hooks: list[Callable[[], None]] = []
         self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
         """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above."""
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
@@ -177,11 +173,9 @@ class Node:
         """Where the options, or a peer, say something about devices; else no device is ever looked at."""
         self.device_list: list[torch.device] = []
         """The same as ``devices.devices``; empty where there is none."""
-        self._unsettled: list[Callable[[], int]] = []
-        self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
         self._next_trim = monotonic() + TRIM_EVERY_S
-        self._in_order: set[type[Any]] = set(HANDLED_ANYWHERE)
-        self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {
+        self._in_order.update(HANDLED_ANYWHERE)
+        self._controls |= {
             messages.SegmentOffered: RemotePeer.on_segment_offered,
             messages.SegmentAccepted: RemotePeer.on_segment_accepted,
             messages.SegmentRefused: RemotePeer.on_segment_refused,
@@ -257,11 +251,12 @@ class Node:
         if self.is_static and self.devices is not None and self.options.names_devices:
             for peer in list(self._remotes.values()):
                 self.devices.meet(peer)
-        self._state = "running"
+        self._move("starting", "running")
         self.executor.start()
         self.watch.begin()
         if self._why_ended is not None:  # expelled before it was up
-            self._end(self._why_ended)
+            if self._move("running", "leaving"):
+                self._end(self._why_ended)
             raise self._why_ended
         logger.info("%s is up: rank %d of %d", self._name, self.info.id, len(self.workers()))
 
@@ -321,7 +316,6 @@ class Node:
             self._loop,
             self._acquaintances,
         )
-        self._leaving: Leaving | Withdrawing
         if self.is_static:
             self._leaving = Leaving(
                 self.info.id,
@@ -331,7 +325,8 @@ class Node:
                 lambda rank, message: self._remotes[rank].control(message) if rank in self._remotes else None,
             )
         else:
-            self._leaving = Withdrawing(self._name, self._loop, self._local_state)
+            under_way = lambda: (*self.calls.snapshot(), *self.server.active)  # noqa: E731
+            self._leaving = Withdrawing(self._name, self._loop, self._local_state, under_way)
         assert self._door is not None
         for ticker in (self.calls, self.executor, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
@@ -407,12 +402,10 @@ class Node:
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
-        ending = self._ending
-        if ending is not None:  # it was expelled
-            ending.join(2 * STOP_S)
-        if self._state != "running":
+        if not self._move("running", "leaving"):
+            if self._ending is not None:  # it was expelled
+                self._ending.join(2 * STOP_S)
             return
-        self._state = "leaving"
         abdicate()
         agreed = False
         late: tuple[str, ...] = ()
@@ -427,9 +420,9 @@ class Node:
                 if agreed:
                     for hook in self._agreed_hooks:
                         hook()
-                    if not self.is_static:
+                    if isinstance(self._leaving, Withdrawing):
                         self.watch.leave(LEAVE_S)
-                        self._leaving.enter(LEAVE_S)  # those who did not know yet may have asked for something
+                        self._leaving.enter(LEAVE_S, LEAVE_S)  # those who did not know yet may have asked for something
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
         if self._why_ended is not None:
@@ -439,86 +432,22 @@ class Node:
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
             )
 
+    def _move(self, before: str, after: str) -> bool:
+        """Change the state, if it is ``before``."""
+        with self._state_lock:
+            if self._state != before:
+                return False
+            self._state = after
+            return True
+
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
         self.shutdown(graceful=False)
 
-    def part(self, kind: Callable[[Node], P]) -> P:
-        """This node's one ``kind(node)``, made at first use: how layers above keep state with a node."""
-        part = self._parts.get(kind)
-        if part is None:
-            with self._parts_lock:
-                part = self._parts.get(kind)
-                if part is None:
-                    part = self._parts[kind] = kind(self)
-        return part
-
-    def wait_for(self, count: Callable[[], int]) -> None:
-        """Have a graceful shutdown wait while ``count()``, of things under way that are no calls, is not 0."""
-        self._unsettled.append(count)
-
-    def something_ended(self) -> None:
-        """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
-        self._leaving.poke()
-
-    def on_peer_joined(self, hook: Callable[[Peer], None]) -> None:
-        """Call ``hook`` on the I/O thread for every member that joins a running node, before anything of it is read."""
-        self._joined_hooks.append(hook)
-
-    def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
-
-        Call what is returned to end that.
-        """
-        return self._changes.subscribe(callback)
-
-    def member_events(self) -> AsyncIterator[MemberEvent]:
-        """The same as an async iterator, from now on until the node ends."""
-        return self._changes.iterate()
-
-    def on_peer_gone(self, hook: Callable[[Peer], None]) -> None:
-        """Call ``hook`` on the I/O thread whenever a member left or died; it must not run user code."""
-        self._gone_hooks.append(hook)
-
-    def on_agreed(self, hook: Callable[[], None]) -> None:
-        """In a graceful shutdown call ``hook`` when all work everywhere is done, and the links still stand."""
-        self._agreed_hooks.append(hook)
-
-    def on_end(self, hook: Callable[[], None]) -> None:
-        """Call ``hook``, which must not raise, when the node ends in whatever way: no message can be sent any more."""
-        self._end_hooks.append(hook)
-
-    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
-        """Have ``handle`` called on the I/O thread for each control message of this kind.
-
-        ``in_order``: by whoever reads the link, and so before anything that came behind it; ``handle`` must have a
-        lock of its own then.
-        """
-        self._controls[kind] = handle
-        if in_order:
-            self._in_order.add(kind)
-
     def redeliver(self, peer: Peer, message: Arrived) -> None:
         """On the I/O thread: take a message that ``take_forks`` has kept back."""
         self._on_message(peer, message)
-
-    def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
-        """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
-        self._letters[subject] = handle
-
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
-        self._loop.add_ticker(ticker)
-        self._loop.wake()
-
-    def call_soon(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on the I/O thread as soon as possible."""
-        self._loop.call_soon(function)
-
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        self._loop.attend_by(when)
 
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
@@ -531,14 +460,14 @@ class Node:
         logger.error("%s", error)
         self._myself.ended = error
         self.calls.fail_all(lambda call: error)
-        if self._state == "running":
-            self._state = "expelled"
-            self._ending = threading.Thread(
-                target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True
-            )
-            self._ending.start()
-        else:
-            self._leaving.abort()  # whoever starts or leaves ends it
+        ending = threading.Thread(target=self._end, args=(error,), name=f"farcall-end-{self._name}", daemon=True)
+        with self._state_lock:
+            if self._state == "running":
+                self._state = "expelled"
+                ending.start()
+                self._ending = ending
+                return
+        self._leaving.abort()  # whoever starts or leaves ends it
 
     def _end(self, why: RpcError, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
@@ -592,6 +521,10 @@ class Node:
         if hasattr(self, "server"):
             self.server.stop(STOP_S)
         self._loop.stop()
+        if hasattr(self, "watch"):
+            for peer in self._acquaintances.everyone():
+                peer.link.close()  # also those who have come in meanwhile
+                peer.close()
         for peer in remotes:
             peer.close()
         if self._door is not None:
@@ -646,11 +579,17 @@ class Node:
             raise self._no_peer(to)
         return peer
 
-    def _no_peer(self, to: object) -> Exception:
-        if self._why_ended is not None:
+    @property
+    def why_ended(self) -> RpcError | None:
+        """Why no calls can be made; None: they can."""
+        if self._why_ended is not None or self.running:
             return self._why_ended
-        if self._state not in ("running", "leaving"):
-            return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+        return NotInitialized(f"the node {self._name} is {self._state}: no calls can be made with it")
+
+    def _no_peer(self, to: object) -> Exception:
+        ended = self.why_ended
+        if ended is not None:
+            return ended
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"the destination must be a name, a rank or a WorkerInfo, not {type(to).__name__}")
         known = ", ".join(info.name for info in self.workers()[:16])

@@ -172,7 +172,7 @@ class Outgoing(Room):
                     self._wait_writable(WAIT_SLICE_S)
             if not taken:
                 self._unkeep(unkept)
-                raise RpcTimeout(f"{self._name} took no bytes in time")
+                raise RpcTimeout(f"{self._name} took no bytes in time", Delivery.NOT_SENT)
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:

@@ -88,7 +88,10 @@ class Peer:
         self.info = info
         self.incarnation = incarnation
         self.member = info.id if is_static else life
-        self.origin = info.id << ORIGIN_BITS | (0 if is_static else life & ((1 << ORIGIN_BITS) - 1))
+        if is_static:
+            self.origin = info.id << ORIGIN_BITS
+        else:  # any rank will do: two that share an origin by chance begin to count at different numbers
+            self.origin = (info.id & 0x7FFF) << ORIGIN_BITS | (life & ((1 << ORIGIN_BITS) - 1))
 
     def send(
         self,
@@ -237,6 +240,7 @@ class RemotePeer(Peer):
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
         self.leaving = False
+        """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
         self.segments = segments
         self.link: Link
         self._pool = pool
@@ -258,6 +262,8 @@ class RemotePeer(Peer):
         more: bool = False,
         awaited: Awaited | None = None,
     ) -> None:
+        if self.leaving and kind == REQUEST:
+            raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:
@@ -316,7 +322,8 @@ class RemotePeer(Peer):
             self.link.watch()
 
     def run_inline(self, task: Task) -> bool | None:
-        return self.link.run_inline(task) if self.link.on_io_thread() else None
+        # Only while it reads this very link: what was kept back, and is delivered later, comes without that role.
+        return self.link.run_inline(task) if role.link is self.link and self.link.on_io_thread() else None
 
     @property
     def broken(self) -> bool:

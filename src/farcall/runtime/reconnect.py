@@ -8,6 +8,7 @@ comes back to its session is refused, and so learns it.
     down                 we dialled, and were let in                        up again
     up or down           the member comes back through our door, proven     up again, over that connection
     up, for longer       the member asks through our door                   down: we dial (it lost what we did not)
+    up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
     down                 gone, refused, or ``reconnect_s`` over             dead
 
 A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
@@ -31,7 +32,7 @@ from farcall.protocol.resumption import asking, resuming, resumption_of, session
 from farcall.protocol.session import SessionError
 from farcall.runtime.loop import Loop
 from farcall.runtime.peers import RemotePeer
-from farcall.runtime.redial import FIRST_PAUSE_S, Redial
+from farcall.runtime.redial import FIRST_PAUSE_S, Finding, Redial
 from farcall.transport.interface import Transport
 
 logger = logging.getLogger("farcall")
@@ -78,7 +79,7 @@ class Reconnecting:
         self._wrap = wrap
         self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
-        self._lock = threading.Lock()  # between attaching and stopping
+        self._lock = threading.Lock()  # between dialling, attaching and stopping
         self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
         self.back_hooks: list[Callable[[WorkerInfo], None]] = []
         self.on_lost: Callable[[RemotePeer], None] = lambda peer: None
@@ -125,25 +126,50 @@ class Reconnecting:
             me = resuming(self._me, bond.session_id, link.session.resume())
         else:
             me = asking(self._me, bond.session_id)
-        bond.redial = Redial(
+        if not self._redial(bond, me, bond.lost_at + self._reconnect_s, bond.pause_s, reason):
+            return False
+        for hook in self.lost_hooks:
+            hook(peer.info, reason)
+        return True
+
+    def remind(self, peer: RemotePeer) -> None:
+        """On the I/O thread: the connection is up, and silent. If the member made it, ask it to make another one.
+
+        Where it was us, and the member lives, it finds the same, and asks.
+        """
+        bond = self._bonds.get(peer.incarnation)
+        if bond is None or bond.peer is not peer or bond.dialled or bond.redial is not None or not self._reconnect_s:
+            return
+        if peer.link.up and not peer.leaving and peer.link.transport.resumable:
+            logger.warning("%s: nothing comes from %s: asking it to connect again", self._me.name, peer.info.name)
+            me = asking(self._me, bond.session_id)
+            self._redial(bond, me, monotonic() + self._reconnect_s, 0.0, "nothing came")
+
+    def _redial(self, bond: Bond, me: Identity, until: float, pause_s: float, reason: str) -> bool:
+        """Begin to get through to a member, because of ``reason``; False: the node ends."""
+        peer = bond.peer
+        self._end_redial(bond)
+        redial = Redial(
             peer.info.name,
             peer.incarnation,
             self._ways_to(peer),
-            link.transport,
+            peer.link.transport,
             me,
             self._secret,
             bond.dialled,
-            bond.lost_at + self._reconnect_s,
-            bond.pause_s,
+            until,
+            pause_s,
             lambda redial, transport, established: self._on_dialled(bond, redial, transport, established),
-            lambda redial, why, vanished: self._loop.call_soon(
-                lambda: self._on_gone(bond, redial, f"{reason}; {why}", vanished)
+            lambda redial, why, finding: self._loop.call_soon(
+                lambda: self._on_gone(bond, redial, f"{reason}; {why}", finding)
             ),
-            lambda: self.is_trusted(peer),
+            lambda: not self._stopped and not peer.link.up and self.is_trusted(peer),
         )
-        bond.redial.start()
-        for hook in self.lost_hooks:
-            hook(peer.info, reason)
+        with self._lock:
+            if self._stopped:
+                return False
+            bond.redial = redial  # where `stop` finds it
+            redial.start()
         return True
 
     def _note_loss(self, bond: Bond) -> None:
@@ -172,11 +198,13 @@ class Reconnecting:
             return
         self._attach(bond, transport, established, established.peer_received)
 
-    def _on_gone(self, bond: Bond, redial: Redial, why: str, vanished: bool) -> None:
+    def _on_gone(self, bond: Bond, redial: Redial, why: str, finding: Finding) -> None:
         if bond.redial is redial:
             self._end_redial(bond)
+            if finding is Finding.OUT_OF_TIME and bond.peer.link.up:
+                return  # it was only reminded, and whether it lives is found out by others
             bond.peer.link.die(why)
-            if vanished:
+            if finding is Finding.VANISHED:
                 self.on_vanished(bond.peer)
 
     # ------------------------------------------------------------------ the member comes back by itself
@@ -209,7 +237,7 @@ class Reconnecting:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} was dialled by us, and does not dial back")
         if resumption.received < link.session.acknowledged:
             raise HandshakeRefused("an attempt that its dialler has given up")
-        if bond.redial is None:
+        if bond.redial is None or link.up:
             self._note_loss(bond)  # it may be that we hear of the break from the other end first
         link.break_off("the other end has made a new one")
         return resumed(link.session.resume())

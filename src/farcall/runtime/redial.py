@@ -13,7 +13,7 @@ refused, another process    gone, or it has given us up: at once
 no answer, unreachable      nothing: tried again, with growing, jittered pauses, until ``until`` (and longer, as long as
                             ``is_trusted``: others hear from it)
 
-Of these, the first two and another process at its address mean that the process has *vanished*.
+Of these, the first two and another process at its address mean that the process has *vanished* (`Finding`).
 
 Knows the handshake and addresses; what becomes of a connection, or of a verdict, is its caller's.
 """
@@ -24,6 +24,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum
 from time import monotonic
 
 from farcall.errors import HandshakeRefused
@@ -44,11 +45,19 @@ LONGEST_PAUSE_S = 1.0
 WITHIN_THE_HOST = ("unix", "memory")
 
 
-class _Gone(Exception):
-    """The member does not live any more, or not for us."""
+class Finding(Enum):
+    """Why there will be no connection."""
+
+    VANISHED = "its process is not there any more"
+    REFUSED = "it lives, and has given us up"
+    OUT_OF_TIME = "it could not be reached in time"
 
 
-class _Vanished(_Gone):
+class _OutOfTime(Exception):
+    """``until`` has come."""
+
+
+class _Vanished(Exception):
     """Its process is not there any more."""
 
 
@@ -67,15 +76,14 @@ class Redial:
         until: float,
         pause_s: float,
         on_back: Callable[[Redial, Transport, Established], None],
-        on_gone: Callable[[Redial, str, bool], None],
+        on_gone: Callable[[Redial, str, Finding], None],
         is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
         """``me`` says what is wanted (protocol/resumption.py); ``lost`` is the connection that broke.
 
         ``on_back`` gets the new one, if it ``resumes``.
 
-        The hooks are called on this object's thread, and at most one of them. ``on_gone`` is told whether the process
-        has vanished.
+        The hooks are called on this object's thread, and at most one of them.
         """
         self._name = name
         self._incarnation = incarnation
@@ -133,7 +141,7 @@ class Redial:
                 return
             try:
                 if monotonic() >= self._until and not self._is_trusted():
-                    raise _Gone(f"it could not be reached again in time: {why}")
+                    raise _OutOfTime(f"it could not be reached again in time: {why}")
                 found = self._attempt()
                 if found is not None:
                     self._on_back(self, *found)
@@ -143,11 +151,11 @@ class Redial:
                 refusals += 1
                 why = str(error)
                 if refusals > 1:
-                    self._gone(why, True)
+                    self._gone(why, Finding.VANISHED)
                     return
                 self.pause_s = REFUSED_PAUSE_S
-            except (_Gone, HandshakeRefused) as error:
-                self._gone(str(error), isinstance(error, _Vanished) or _is_another(error))
+            except (_Vanished, _OutOfTime, HandshakeRefused) as error:
+                self._gone(str(error), _finding_of(error))
                 return
             except TransportError as error:
                 refusals, why = 0, str(error)
@@ -163,9 +171,9 @@ class Redial:
     def _was_ended(self) -> bool:
         return self._ended
 
-    def _gone(self, why: str, vanished: bool) -> None:
+    def _gone(self, why: str, finding: Finding) -> None:
         if not self._ended:
-            self._on_gone(self, why, vanished)
+            self._on_gone(self, why, finding)
 
     def _attempt(self) -> tuple[Transport, Established] | None:
         """Try every way once. None: the member lives, and that was the question."""
@@ -215,6 +223,8 @@ class Redial:
                 transport.close()
 
 
-def _is_another(error: Exception) -> bool:
-    """Did another process than the one we look for answer?"""
-    return isinstance(error, Refused) and error.reason in (RefusalReason.WRONG_PEER, RefusalReason.OTHER_CLUSTER)
+def _finding_of(error: Exception) -> Finding:
+    if isinstance(error, _OutOfTime):
+        return Finding.OUT_OF_TIME
+    is_another = isinstance(error, Refused) and error.reason in (RefusalReason.WRONG_PEER, RefusalReason.OTHER_CLUSTER)
+    return Finding.VANISHED if is_another or isinstance(error, _Vanished) else Finding.REFUSED

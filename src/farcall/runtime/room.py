@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from farcall.errors import RpcTimeout
+from farcall.errors import Delivery, RpcTimeout
 from farcall.runtime import shield
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.role import role
@@ -68,7 +68,7 @@ class Room:
             )
             if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
                 why = "cannot be reached" if self._down else "does not read"
-                raise RpcTimeout(f"{self._name} {why}: {self._queued_bytes} bytes wait to be sent")
+                raise RpcTimeout(f"{self._name} {why}: {self._queued_bytes} bytes wait to be sent", Delivery.NOT_SENT)
         self._queued_bytes += size_bytes
 
     def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:

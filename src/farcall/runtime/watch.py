@@ -61,6 +61,8 @@ class Reach(Protocol):
 
     def on_suspected(self, record: Record, suspected: bool) -> None: ...
 
+    def on_silent(self, life: int) -> None: ...
+
     def on_left(self, record: Record) -> None: ...
 
     def on_died(self, record: Record, why: str) -> None: ...
@@ -208,6 +210,8 @@ class Watch:
                     reach.on_suspected(record, True)
                 case membership.MemberRecovered(record):
                     reach.on_suspected(record, False)
+                case membership.LinkSilent(life):
+                    reach.on_silent(life)
                 case membership.MemberLeft(record):
                     reach.on_left(record)
                 case membership.MemberDied(record, why):

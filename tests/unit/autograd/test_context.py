@@ -10,6 +10,7 @@ from tests.unit.autograd.cluster import Hang, Network
 from torch.utils.checkpoint import checkpoint
 
 from farcall.autograd.context import Context
+from farcall.autograd.contexts import Contexts
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass
 
@@ -358,3 +359,19 @@ def test_plain_backward_into_a_receive_says_what_to_do(network: Network, context
     (there,) = network.move(context.id, 0, 1, [leaf()])
     with pytest.raises(RuntimeError, match=r"farcall\.autograd\.backward"):
         there.sum().backward()
+
+
+def test_a_new_worker_with_the_origin_of_a_dead_one_has_contexts_of_its_own() -> None:
+    network = Network(2)
+    ours = network.workers[0]
+    dead = network.workers[1].new_context()
+    network.workers[1].release(dead.id)
+    ours.admit(dead.id)
+    network.kill(1)
+    assert ours.admit(dead.id) is None
+    new = Contexts(network.workers[1].port, first_number=1000)
+    ours.worker_joined(1 << 16)
+    context = new.new_context()
+    assert ours.admit(context.id) is not None
+    assert ours.admit(dead.id) is None
+    new.release(context.id)

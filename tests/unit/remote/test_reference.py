@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from farcall.errors import ReferenceLost, RpcError, RpcTimeout, SerializationError
+from farcall.errors import (
+    Delivery,
+    NotInitialized,
+    PeerDead,
+    ReferenceLost,
+    RpcError,
+    RpcTimeout,
+    SerializationError,
+)
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release
+from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
 from farcall.remote.reference import RRef
@@ -51,6 +59,8 @@ class FakeCalls:
         call.call_id = len(self.pending) + 1
         self.pending[call.call_id] = call
 
+    exchange = send
+
     def claim(self, call_id: int) -> PendingCall | None:
         return self.pending.pop(call_id, None)
 
@@ -63,6 +73,7 @@ class FakeNode:
 
     running = True
     is_static = True
+    why_ended: RpcError | None = None
 
     def __init__(self) -> None:
         self.device_list: list[object] = []
@@ -316,6 +327,43 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
         references.find(RefId(OTHER.id, 9))
 
 
+def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
+    other = node.peer(OTHER.id)
+    node.hooks["Withdraw"](other, Withdraw((fork,)))
+    assert references.find(fork.ref).failure is not None
+    node.hooks["Release"](other, Release(((fork.ref, fork.fork_id),)))
+    assert references.pending_values() == 0
+    with pytest.raises(ReferenceLost, match="has no value"):
+        references.find(fork.ref)
+
+
+def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_gone(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    rref = create(references, node)
+    answer(node)
+    node.why_ended = NotInitialized("the node is ended")
+    node.calls.refuses = PeerDead("this node closed the link", Delivery.NOT_SENT)
+    for use in (rref.to_here, rref.rpc_sync().anything):
+        with pytest.raises(NotInitialized):
+            use()
+
+
+def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: NodeReferences, node: FakeNode) -> None:
+    """Frames that had arrived before the death are still delivered; the value they speak of was freed with it."""
+    node.hooks["gone"](node.peer(OTHER.id))
+    fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=ME.id, number=1)
+    noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
+    assert noted is not None
+    with pytest.raises(ReferenceLost):
+        noted[6].notes[0].local_value()
+    assert references.pending_values() == 0
+    assert references._values == {}
+
+
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
     with pytest.raises(SerializationError, match="can only be sent as part of a call"):
         encode([local(references, 1)])
@@ -396,3 +444,17 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     references.tick(due)
     assert node.redelivered == [message]
     assert references.is_lost(fork)
+
+
+def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    node.hooks["joined"](node.peer(OTHER.id))
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
+    message, notes = _message_with(fork)
+    references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
+    references.tick(max(node.attended))
+    node.hooks["joined"](node.peer(OWNER.id))
+    rref = create(references, node)
+    answer(node)
+    assert references.peer(rref._fork) is node.peer(OWNER.id)

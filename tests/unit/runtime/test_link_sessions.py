@@ -170,6 +170,16 @@ def test_who_waits_for_a_connection_waits_no_longer_than_asked(ends: tuple[End, 
     assert not left.link.session.kept
 
 
+def test_what_finds_no_room_in_time_was_not_sent(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    for number in range(2):
+        left.link.outgoing.send(small(number, 1 << 19))  # as much as may wait, and a little more
+    with pytest.raises(RpcTimeout, match="cannot be reached") as caught:
+        left.link.outgoing.send(small(99), deadline=0.0)
+    assert caught.value.delivery == Delivery.NOT_SENT
+
+
 def test_an_end_while_there_is_no_connection_tells_everybody(ends: tuple[End, End]) -> None:
     left, _ = ends
     lose(ends)

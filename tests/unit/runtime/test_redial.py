@@ -91,7 +91,7 @@ class Attempts:
             monotonic() + seconds,
             0.0,
             lambda redial, transport, established: self.back.put((transport, established)),
-            lambda redial, why, vanished: self.gone.put(why),
+            lambda redial, why, finding: self.gone.put(why),
         )
         self.redial.start()
 

@@ -202,6 +202,8 @@ _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
 _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
+_lost_gathers: dict[str, str] = {}  # the last that failed because somebody died, and the words for it
+_MOST_LOST = 64
 
 
 def _after_fork() -> None:
@@ -219,6 +221,7 @@ def _forget_gathers() -> None:
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
+        _lost_gathers.clear()
 
 
 def _init_rpc_states(agent: Any) -> None:
@@ -235,6 +238,8 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
         worker_names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in worker_names:
             raise AssertionError(f"{worker_name} is not part of this gather, which is of {sorted(worker_names)}")
+        if sequence_id in _lost_gathers:
+            raise PeerDead(_lost_gathers[sequence_id])
         states = _all_gather_sequence_id_to_states[sequence_id]
         if worker_name in states.gathered_objects:
             raise AssertionError(f"{worker_name} has given its object for gather {sequence_id} before")
@@ -251,6 +256,17 @@ def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) ->
         raise AssertionError(f"the result of gather {sequence_id} has come before")
     states.gathered_objects = objects_map
     states.proceed_signal.set()
+
+
+def _tell_loss(sequence_id: str, why: str) -> None:
+    """At each: somebody died who had not come, so nothing will come of this gather."""
+    with _all_gather_dict_lock:
+        _lost_gathers[sequence_id] = why
+        while len(_lost_gathers) > _MOST_LOST:
+            del _lost_gathers[next(iter(_lost_gathers))]
+        states = _all_gather_sequence_id_to_states.get(sequence_id)
+    if states is not None:
+        states.proceed_signal.set()
 
 
 @_require_initialized
@@ -277,8 +293,16 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
         states = _all_gather_sequence_id_to_states[sequence_id]
     try:
         _wait_for_proceed(states, group, leader, name, waiting_s)
+        if sequence_id in _lost_gathers:
+            raise PeerDead(_lost_gathers[sequence_id])
         if name == leader:
             _tell_followers(sequence_id, states, group - {leader}, call_timeout_s)
+    except PeerDead as error:
+        if name == leader:  # those who wait are told; those who come later are when they come
+            _tell_loss(sequence_id, str(error))
+            for follower in sorted(set(states.gathered_objects) - {leader}):
+                rpc_async(follower, _tell_loss, args=(sequence_id, str(error)))
+        raise
     finally:
         with _all_gather_dict_lock:
             _all_gather_sequence_id_to_states.pop(sequence_id, None)
@@ -373,7 +397,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     agreed = False
     try:
         if agent.is_static_group:
-            _wait_all_workers(timeout)
+            try:
+                _wait_all_workers(timeout)
+            except PeerDead as error:
+                failures.append(error)  # told below: the living may still need this worker, and leave together
         agreed = True
     finally:
         farcall_api.shutdown(agreed, timeout)

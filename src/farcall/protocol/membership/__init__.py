@@ -11,6 +11,8 @@ What a member holds of another life:
     unknown     Update dead or left                                     the same    spread: it never becomes a member
     alive       probe failed (a ping, a second one, and through others) suspected   MemberSuspected; spread
     alive       LinkLost                                                -           probe at once, through others, too
+    alive, su.  LinkGivenUp                                             dead        MemberDied; spread; Obituary to it
+    alive, su.  Vouch                                                   -           LinkSilent
     alive       LinkRefused                                             suspected   the same; MemberSuspected; spread
     alive       Update suspected, version not lower                     suspected   MemberSuspected; spread
     suspected   Update alive, version higher (only it says so)          alive       MemberRecovered; spread
@@ -75,8 +77,10 @@ from farcall.protocol.membership.events import (
     Event,
     Expelled,
     Heard,
+    LinkGivenUp,
     LinkLost,
     LinkRefused,
+    LinkSilent,
     LocalJoin,
     LocalLeave,
     MemberDied,
@@ -100,8 +104,10 @@ __all__ = [
     "Event",
     "Expelled",
     "Heard",
+    "LinkGivenUp",
     "LinkLost",
     "LinkRefused",
+    "LinkSilent",
     "LocalJoin",
     "LocalLeave",
     "MemberDied",

@@ -131,6 +131,14 @@ class LinkRefused:
     life: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinkGivenUp:
+    """There will be no link to ``life`` any more, whether it lives or not: that is a verdict, and final."""
+
+    life: int
+    why: str
+
+
 # --- effects -------------------------------------------------------------------------------------------
 
 
@@ -186,6 +194,13 @@ class MemberRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSilent:
+    """``life`` lives, as another one says, but did not answer us: perhaps nothing comes through between us two."""
+
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemberLeft:
     record: Record
 
@@ -196,7 +211,7 @@ class MemberDied:
     why: str
 
 
-Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused
+Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused | LinkGivenUp
 Effect: TypeAlias = (
     Send
     | Admitted
@@ -206,6 +221,7 @@ Effect: TypeAlias = (
     | MemberJoined
     | MemberSuspected
     | MemberRecovered
+    | LinkSilent
     | MemberLeft
     | MemberDied
 )

@@ -138,6 +138,9 @@ class MembershipMachine:
                 if not self._prober.deny(life, now):
                     self._suspect(life, now)
                     self._prober.on_refused(life, now)
+            case events.LinkGivenUp(life, why) if self._is_up and (entry := self.table.member(life)) is not None:
+                self._apply(Update(life, Status.DEAD, entry.version, None, why), now)
+                self._obituaries.tell(life, why)
             case events.LocalJoin(via) if self.state in (State.NEW, State.JOINING):
                 self.state, self._via = State.JOINING, via
                 self._ask_to_join(now)

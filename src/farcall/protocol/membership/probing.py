@@ -29,7 +29,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
-from farcall.protocol.membership.events import MembershipOptions, Randomness
+from farcall.protocol.membership.events import LinkSilent, MembershipOptions, Randomness
 from farcall.protocol.membership.members import Table
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.outbox import Outbox
@@ -246,6 +246,7 @@ class Prober:
         probe = self._probes.get(target)
         if probe is not None:
             self._table.entries[target].heard_at = now
+            self._outbox.tell(LinkSilent(target))
             self._end(probe, Outcome.ANSWERED, now)
 
     def deny(self, target: int, now: float) -> bool:

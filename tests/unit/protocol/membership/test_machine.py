@@ -13,8 +13,10 @@ from farcall.protocol.membership import (
     Effect,
     Expelled,
     Heard,
+    LinkGivenUp,
     LinkLost,
     LinkRefused,
+    LinkSilent,
     LocalJoin,
     LocalLeave,
     MemberDied,
@@ -173,6 +175,18 @@ def test_refused_here_and_by_all_who_were_asked_is_dead_at_once() -> None:
     assert bench.take(MemberDied)
 
 
+def test_a_link_that_is_given_up_is_a_verdict() -> None:
+    bench = member()
+    bench.feed(LinkGivenUp(3, "for the test"))
+    assert status(bench, 3) is Status.DEAD
+    assert [effect.record.life for effect in bench.effects if isinstance(effect, MemberDied)] == [3]
+    told = [effect for effect in bench.effects if isinstance(effect, Send) and isinstance(effect.message, Obituary)]
+    assert [effect.to for effect in told] == [3]
+    bench.effects = []
+    bench.feed(LinkGivenUp(3, "for the test"))
+    assert bench.effects == []
+
+
 def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     bench = member()
     bench.feed(LinkRefused(3))
@@ -184,6 +198,7 @@ def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     assert [type(effect) for effect in bench.effects if not isinstance(effect, Send)] == [
         MemberSuspected,
         MemberRecovered,
+        LinkSilent,
     ]
 
 

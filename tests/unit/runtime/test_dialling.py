@@ -1,0 +1,34 @@
+"""First connections: what has begun is found by who stops it."""
+
+from __future__ import annotations
+
+import threading
+
+from farcall.protocol.handshake import Identity
+from farcall.runtime.dialling import Dialling
+from farcall.runtime.loop import Loop
+from farcall.runtime.members import MemberRecord
+
+NOWHERE = MemberRecord("nowhere", 1, (), "", f"{1 << 62:016x}")
+
+
+def test_what_begins_while_the_node_ends_is_stopped_too() -> None:
+    loop = Loop("test")
+    stopping: list[threading.Thread] = []
+
+    def me() -> Identity:
+        """The node ends at this very moment."""
+        stopping.append(threading.Thread(target=dialling.stop))
+        stopping[0].start()
+        stopping[0].join(0.1)
+        return Identity("me", 0, "cluster", "token")
+
+    dialling = Dialling(("tcp",), b"secret", loop, me, lambda *_: None, lambda life: None, lambda life: True)
+    try:
+        dialling.dial(NOWHERE)
+        stopping[0].join(10.0)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("farcall-redial-me")]
+        dialling.dial(NOWHERE)
+        assert len(stopping) == 1
+    finally:
+        loop.stop()
