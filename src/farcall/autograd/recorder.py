@@ -32,9 +32,9 @@ class Recorder:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._port = NodePort(node)
+        self.in_order = self._port.in_order
         self.contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
         node.on_peer_joined(lambda peer: self.contexts.worker_joined(peer.origin))
-        self.in_order = self._port.in_order
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
         node.wait_for(lambda: self.contexts.backward_calls)

@@ -20,6 +20,7 @@ Nothing here is made, and no device is looked at, in a node without devices.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from types import TracebackType
@@ -31,6 +32,8 @@ __all__ = ["Lane", "LaneCoroutine", "LaneTask", "Lanes", "Stamp", "stamp"]
 
 MOST_LANES = 32
 """torch has no more streams of a device."""
+
+logger = logging.getLogger("farcall")
 
 T = TypeVar("T")
 _C: Any = torch._C
@@ -117,8 +120,15 @@ class Lanes:
             self._idle.append(lane)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on a lane of its own."""
-        lane = self.take()
+        """Run ``function`` on a lane of its own; without one where there is no device, or none that works."""
+        if not self._devices():
+            return function()  # maps may name the CPU alone
+        try:
+            lane = self.take()
+        except Exception:
+            # Whoever waits for the call must hear of it: that says what uses the device, in the call itself.
+            logger.exception("no streams can be had")
+            return function()
         before, self._taken.lane = self._taken.lane, lane
         try:
             with lane:

@@ -101,6 +101,18 @@ def test_a_failing_call_leaves_its_lane(lanes: Lanes, inner: FakeInner) -> None:
     assert lanes.run(lambda: inner.current[0]) == 1
 
 
+def test_without_a_device_or_one_that_works_calls_run_all_the_same(
+    lanes: Lanes, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Lanes(list).run(lambda: 7) == 7
+
+    def fail() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert lanes.run(lambda: inner.current[0]) == 0
+
+
 def test_a_task_runs_on_a_lane(lanes: Lanes, inner: FakeInner) -> None:
     class Task:
         quick = True
