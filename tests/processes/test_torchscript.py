@@ -429,7 +429,7 @@ def meet(mine: int) -> float:
 
 def script_meet() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and says so
         return torch.jit.script(meet)
 
 
