@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 from farcall import api
 from farcall.compat import autograd, rpc
 from farcall.compat.rpc.internal import RPCExecMode, _build_rpc_profiling_key
-from farcall.torchscript import bridging, handlers, need
+from farcall.torchscript import bridging, extension, handlers, need
 
 __all__ = ["serve"]
 
@@ -22,6 +22,8 @@ def serve() -> list[Callable[[], None]]:
     """Have the extension ready wherever code is compiled that needs it; what is returned ends that."""
     functions = (rpc.rpc_sync, rpc.rpc_async, rpc.remote, autograd.get_gradients, autograd.backward)
     handlers.issue_async = _issue_async
+    if extension.is_loaded():
+        bridging.enable()  # for what was compiled before farcall was taken away, and is put back now
 
     def issue_as_before() -> None:
         handlers.issue_async = api.rpc_async
