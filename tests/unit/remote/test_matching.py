@@ -23,7 +23,7 @@ def start(first: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+    warnings.simplefilter("ignore")  # TorchScript is deprecated, and says so
     scripted = torch.jit.script(add_numbers)
     started = async_execution(torch.jit.script(start))
 
