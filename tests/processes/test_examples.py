@@ -29,6 +29,11 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", SAYS)
+def test_every_example_is_listed(name: str) -> None:
+    assert f"| [{name}.py]({name}.py) |" in (EXAMPLES / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", SAYS)
 def test_an_example(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=100, check=False

@@ -117,7 +117,10 @@ class profile:
     ``prof.key_averages()`` are those of torch's profiler.
 
     Args:
-        record_shapes, profile_memory, with_stack, with_flops: as for ``torch.profiler.profile``.
+        record_shapes: the shapes of operators' arguments; as for ``torch.profiler.profile``, like the next three.
+        profile_memory: what operators allocate and free.
+        with_stack: where in the program operators were called.
+        with_flops: an estimate of operators' work.
         use_device: time on the device, too, where there is one.
         node: the node to begin at; by default the current one.
     """

@@ -149,7 +149,7 @@ def function_title(function: bytes, otherwise: str = "") -> str:
     kind, name = function[:1], function[1:]
     if kind == b"p":
         return name.partition(b"\0")[2].decode(errors="replace")
-    if kind in (b"o", b"s"):
+    if kind in (b"o", b"b", b"s"):
         return name.decode(errors="replace")
     return otherwise or "(pickled function)"
 

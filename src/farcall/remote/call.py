@@ -70,13 +70,14 @@ def call_async(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout_s: float,
+    kind: str = "async",
 ) -> Future[Any]:
     """Call ``func`` on ``to``; the future holds its result, or the error of the network.
 
-    Errors of the arguments are raised here.
+    Errors of the arguments are raised here. ``kind`` is how the call is named in profiles.
     """
     peer = node.peer(to)
-    profile = PROFILING.begin_call(node, peer, "async", func, None) if is_profiled() or PROFILING.everywhere else None
+    profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     future: Future[Any] = Future(
         node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)

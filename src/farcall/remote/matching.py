@@ -77,4 +77,4 @@ def _name_overload(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         operator = getattr(operator, part, None)
     if operator is None or len(operator._schema.returns) != 1:
         return None
-    return b"o" + path.encode()
+    return b"b" + path.encode()

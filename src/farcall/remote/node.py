@@ -30,8 +30,8 @@ class Node(node.Node):
 
     Args:
         name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
-        rank: unique number from 0 to ``world_size - 1``.
-        world_size: number of members.
+        rank: unique number, below ``world_size`` if there is one.
+        world_size: number of members; None: the group has no fixed size, unless the environment or the url says one.
         options: see `RpcBackendOptions`.
     """
 

@@ -59,7 +59,7 @@ class _Profiling:
         """The clock of all spans: that of the wall, since torch's profilers use it too."""
         self.everywhere = 0
         """How many wish to know of everything that this process does, on whatever thread."""
-        # (node, peer, "sync" | "async" | "remote" | "backward", what, the run that calls: by default this thread's)
+        # (node, peer, how: as in "rpc_sync" or "backward", what, the run that calls: by default this thread's)
         self.begin_call: Callable[[Any, Any, str, Any, Any], CallProfile | None] = lambda *_: None
         # (the worker that runs, what its caller wants)
         self.begin_run: Callable[[Any, ProfileWanted | None], RunProfile | None] = lambda *_: None

@@ -6,6 +6,7 @@ objects) is None here and goes with the arguments. It does not know how argument
 
     "p" module NUL dotted.name    a path to be walked
     "o" namespace.operator[.overload]
+    "b" the same, of a function of torch's that was matched to its arguments (remote/matching.py)
     "s" qualified name of a TorchScript function
     "k" pickle                    builtins whose path pickle knows and we do not
 
@@ -149,10 +150,11 @@ def _decode_function(data: bytes) -> Any:
     try:
         if kind == b"p":
             return _find_path(data, name.decode())
-        if kind == b"o":
+        if kind in (b"o", b"b"):
             found = _final.get(data)
             if found is None:
-                found = _final[data] = _in_python(find_operator(name.decode()))
+                operator = find_operator(name.decode())
+                found = _final[data] = _in_python(operator) if kind == b"b" else operator
             return found
         if kind == b"s":
             found = _final.get(data)

@@ -116,9 +116,12 @@ def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
 
     def settle(future: Any, value: Any) -> None:
         kind = tensor if isinstance(value, torch.Tensor) else type_of_result(future.what)
-        if kind is None:
-            plain(future, value)
-        else:
-            set_result(future, value, kind)
+        if kind is not None:
+            try:
+                set_result(future, value, kind)
+                return
+            except RuntimeError:
+                pass  # not of that type after all: Python has it as it is, and a script that waits for it says so
+        plain(future, value)
 
     return settle

@@ -27,7 +27,7 @@ import torch
 
 from farcall.errors import RpcError
 
-__all__ = ["build", "load"]
+__all__ = ["build", "is_loaded", "load"]
 
 logger = logging.getLogger("farcall")
 
@@ -71,6 +71,11 @@ def load() -> ModuleType:
                 _failure = str(error)
                 raise
         return _loaded
+
+
+def is_loaded() -> bool:
+    """Is it loaded in this process? Then code that needs it may have been compiled."""
+    return _loaded is not None
 
 
 def _import(library: Path) -> ModuleType:

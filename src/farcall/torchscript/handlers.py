@@ -16,6 +16,7 @@ import torch
 from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
+from farcall.remote.call import call_async as issue
 from farcall.remote.owned import Owned
 from farcall.remote.reference import RRef
 from farcall.runtime.role import abdicate
@@ -43,7 +44,9 @@ def call_async(
     """``rpc_async`` in a script."""
     abdicate()  # the script is likely to wait for the result, which it does where nobody sees it
     function = find_script_function(name)
-    return _in_context(context_id, lambda: issue_async(to, function, args, kwargs, timeout_s))
+    return _in_context(
+        context_id, lambda: issue(api.current_node(), to, function, args, kwargs, timeout_s, "async_jit")
+    )
 
 
 def call_remote(
@@ -52,10 +55,6 @@ def call_remote(
     """``remote`` in a script."""
     function = find_script_function(name)
     return _in_context(context_id, lambda: api.remote(to, function, args, kwargs, timeout_s))
-
-
-issue_async: Callable[..., Any] = api.rpc_async
-"""Makes the call of `call_async`; whoever wants to see such calls in a profile sets its own."""
 
 
 def _in_context(context_id: int, do: Callable[[], T]) -> T:

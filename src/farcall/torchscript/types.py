@@ -56,7 +56,7 @@ def _type_of_owned(owned: Owned) -> Any:
         from torch.jit.annotations import try_ann_to_type
 
         return try_ann_to_type(owned.type_hint, fake_range())  # type: ignore[no-untyped-call]
-    if owned.made_by[:1] in (b"s", b"o"):
+    if owned.made_by[:1] in (b"s", b"o", b"b"):
         known = type_of_result(decode_function(owned.made_by))
         if known is not None:
             return known

@@ -23,7 +23,7 @@ def start(first: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+    warnings.simplefilter("ignore")  # TorchScript is deprecated, and says so
     scripted = torch.jit.script(add_numbers)
     started = async_execution(torch.jit.script(start))
 
@@ -58,12 +58,12 @@ def test_so_are_those_of_scripts_that_return_futures() -> None:
 @pytest.mark.parametrize(
     ("function", "args", "kwargs", "overload"),
     [
-        (torch.add, (ONES, ONES), None, b"oaten.add.Tensor"),
-        (torch.add, (ONES, 1), {"alpha": 2}, b"oaten.add.Tensor"),
-        (torch.sum, (ONES,), None, b"oaten.sum.default"),
-        (torch.sum, (ONES, [0]), None, b"oaten.sum.dim_IntList"),
-        (torch.ones, ((2, 3),), None, b"oaten.ones.default"),
-        (torch.cat, ([ONES, ONES],), None, b"oaten.cat.default"),
+        (torch.add, (ONES, ONES), None, b"baten.add.Tensor"),
+        (torch.add, (ONES, 1), {"alpha": 2}, b"baten.add.Tensor"),
+        (torch.sum, (ONES,), None, b"baten.sum.default"),
+        (torch.sum, (ONES, [0]), None, b"baten.sum.dim_IntList"),
+        (torch.ones, ((2, 3),), None, b"baten.ones.default"),
+        (torch.cat, ([ONES, ONES],), None, b"baten.cat.default"),
     ],
 )
 def test_an_operator_is_named_with_its_overload(
@@ -96,7 +96,7 @@ def test_wrong_arguments_of_an_operator_are_an_error_here() -> None:
             name_function(torch.add, (), None)
         with pytest.raises(RuntimeError, match="failed to match any schema"):
             name_function(torch.add, (ONES, "one"), None)
-    assert name_function(torch.add, (ONES, ONES), None) == b"oaten.add.Tensor"
+    assert name_function(torch.add, (ONES, ONES), None) == b"baten.add.Tensor"
 
 
 def test_a_pickler_of_the_users_writes_operators_as_well() -> None:

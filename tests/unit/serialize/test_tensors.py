@@ -569,7 +569,7 @@ def make_named(number: int, tensor: torch.Tensor) -> Named:
     return Named(number, tensor)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 def test_named_tuples_of_torchscript_travel_and_travel_on():
     made = torch.jit.script(make_named)(3, torch.ones(2))
     assert type(made) is not Named  # a class of its own, that no module has

@@ -46,7 +46,7 @@ def scripted() -> tuple[Any, Any]:
     """`add_one` and `wait` as TorchScript functions, compiled where they are first asked for."""
     torch.library.custom_op("farcall_bench::wait", _wait, mutates_args=())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and says so
         return torch.jit.script(add_one), torch.jit.script(wait)
 
 

@@ -1,0 +1,38 @@
+"""The tree of folders on the page about the architecture is that of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "farcall"
+
+
+def tree() -> dict[str, str]:
+    """What the page says of each part of the package, by the part's name."""
+    page = (ROOT / "docs" / "design" / "ARCHITECTURE.md").read_text()
+    [house] = re.findall(r"^src/farcall/\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    said = re.split(r"^  (?=\S)", house, flags=re.MULTILINE)[1:]
+    return {text.split()[0].rstrip("/"): text for text in said}
+
+
+def parts() -> set[str]:
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    return folders | {path.name for path in SOURCE.glob("*.py")} - {"__main__.py"}
+
+
+def test_every_part_is_in_the_tree() -> None:
+    assert parts() == {part for part, text in tree().items() if "(not there yet)" not in text}
+
+
+def test_what_is_not_there_yet_is_not() -> None:
+    assert not {part for part, text in tree().items() if "(not there yet)" in text} & parts()
+
+
+def test_every_module_in_the_tree_exists() -> None:
+    for part in parts():
+        if (SOURCE / part).is_dir():
+            _, text = tree()[part].split(maxsplit=1)
+            named = re.findall(r"(?<![\w/])\w+(?:\.py|/)(?!\w)", text)
+            assert [name for name in named if not (SOURCE / part / name).exists()] == [], part
