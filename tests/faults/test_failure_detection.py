@@ -201,7 +201,7 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
     life = nodes[1].me.life
     nodes[0].reconnecting.condemn(1, "for the test")
-    wait_until(lambda: nodes[0].is_gone("w1"))
+    wait_until(lambda: nodes[0].is_gone("w1", nodes[1].me.incarnation))
     record = nodes[0].watch.record_of(life)
     assert record is not None
     nodes[0].call_soon(lambda: nodes[0]._acquaintances.on_suspected(record, False))
@@ -223,7 +223,7 @@ def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
     came: list[Any] = []
 
     def connect() -> None:
-        wait_until(lambda: stays.is_gone("ends"))
+        wait_until(lambda: stays.is_gone("ends", ends.me.incarnation))
         stays.call_soon(lambda: stays._acquaintances._dialling.dial(ends.membership.me))
         wait_until(lambda: ends._acquaintances._strangers)
         came.extend(ends._acquaintances._strangers.values())
