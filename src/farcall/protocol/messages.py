@@ -13,7 +13,7 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     50-69   membership              protocol/membership
     70-79   observation             observe/clocks.py, protocol/observing.py
     80-89   devices                 runtime/devices.py
-    80-     free
+    90-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.

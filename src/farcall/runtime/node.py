@@ -369,6 +369,7 @@ class Node(Layered):
             under_way = lambda: (*self.calls.snapshot(), *self.server.active)  # noqa: E731
             self._leaving = Withdrawing(self._name, self._loop, self._local_state, under_way)
         assert self._door is not None
+        self._door.on_observer = self._on_observer
         for ticker in (self.calls, self.executor, self.admission, self._leaving, self._door, self._acquaintances, self):
             self._loop.add_ticker(ticker)
         # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
