@@ -16,7 +16,10 @@ import torch
 
 import farcall
 from farcall.testing.cluster import run_cluster
+from farcall.torchscript.extension import why_not
 
+MISSING = why_not()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 TIMEOUT_S = 100.0
 SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """

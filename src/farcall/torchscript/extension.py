@@ -27,7 +27,7 @@ import torch
 
 from farcall.errors import RpcError
 
-__all__ = ["build", "is_loaded", "load"]
+__all__ = ["build", "is_loaded", "load", "why_not"]
 
 logger = logging.getLogger("farcall")
 
@@ -121,12 +121,20 @@ def why_not() -> str | None:
             f"RPC in TorchScript code needs Python's headers, once, to build an extension, and there are none in "
             f"{headers} (Debian: python3-dev). Then run `farcall torchscript build`. Everything else works without"
         )
+    _find_ninja()
     if not cpp_extension.is_ninja_available():
         return (
             "RPC in TorchScript code needs ninja to build an extension, once: `pip install ninja`, then `farcall "
             "torchscript build`. Everything else works without"
         )
     return None
+
+
+def _find_ninja() -> None:
+    """``pip install ninja`` puts it beside the interpreter, where a shell finds it only in an activated environment."""
+    beside = os.path.dirname(sys.executable)
+    if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
 
 
 def _compile(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,15 @@ def test_another_torch_has_another_place(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.__version__", "99.0")
     assert extension._directory() != here
     assert "99.0" in extension._directory().name
+
+
+def test_a_ninja_that_pip_installed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = tmp_path / "bin"
+    beside.mkdir()
+    ninja = beside / "ninja"
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(beside / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    extension._find_ninja()
+    assert shutil.which("ninja") == str(ninja)
