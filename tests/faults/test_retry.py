@@ -12,7 +12,7 @@ import torch
 from tests.faults.test_injection import team, wait_until
 
 import farcall
-from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost
+from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.remote.retry import Pauses
 from farcall.runtime.node import current_node
 from farcall.testing.cluster import free_port
@@ -134,6 +134,30 @@ def test_a_pause_that_would_take_too_long_is_not_begun(way: str) -> None:
         with pytest.raises(NetworkError, match="injected"):
             ways(nodes[0], "a", retry=patient, timeout=0.5)[way]()
         assert time.monotonic() - began < 1.0  # its last attempt may end a little late
+
+
+may_end = threading.Event()
+
+
+def wait_to_end() -> str:
+    may_end.wait()
+    return "done"
+
+
+def test_a_use_of_what_is_still_being_created_waits_no_longer_than_it_may() -> None:
+    may_end.clear()
+    with team(Faults()) as nodes:
+        try:
+            rref = nodes[0].remote("w1", wait_to_end, timeout=0, retry=QUICKLY)
+            for use in (lambda it: it.to_here(timeout=0.05), lambda it: it.rpc_sync(timeout=0.05).upper()):
+                with pytest.raises(RpcTimeout, match="w1") as caught:
+                    use(rref)
+                assert caught.value.delivery == Delivery.NOT_SENT
+                del caught
+        finally:
+            may_end.set()
+        assert rref.to_here() == "done"
+        del rref
 
 
 def test_the_dead_are_called_in_vain() -> None:

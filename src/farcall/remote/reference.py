@@ -40,7 +40,7 @@ from farcall.remote.call import UNSET_TIMEOUT, check_timeout
 from farcall.remote.creation import Creation
 from farcall.remote.future import Future
 from farcall.remote.owned import Owned
-from farcall.runtime.calls import SyncCall
+from farcall.runtime.calls import PendingCall, SyncCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.notes import request_notes
@@ -361,7 +361,7 @@ class RRef(Generic[T]):
         call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):
-            creation.attach(call)
+            _follow(creation, call, buffers)
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = call.profile = PROFILING.begin_call(node, peer, "sync", what, None)
@@ -415,7 +415,7 @@ class RRef(Generic[T]):
         )
         creation = self._creation
         if creation is not None and not (creation.arrived and creation.error is None):
-            creation.attach(future)
+            _follow(creation, future, buffers)
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = future.profile = PROFILING.begin_call(node, peer, "async", what, None)
@@ -484,6 +484,16 @@ class _Answer(Future[Any]):
         if creation is not None and creation.error is not None and isinstance(error, Overloaded | ReferenceLost):
             error = copy.copy(creation.error)  # as in _ask
         super().fail(error)
+
+
+def _follow(creation: Creation, call: PendingCall, buffers: Sequence[memoryview]) -> None:
+    """``call`` is to go out behind ``creation``, and makes no sense without it."""
+    try:
+        creation.attach(call)
+    except BaseException:
+        if buffers.__class__ is Annotated:
+            buffers.withdraw()
+        raise
 
 
 def _refuse_to_pickle() -> NoReturn:

@@ -207,7 +207,13 @@ class RetryingCreation(Creation):
             self._gates.append(done)
             if not self.arrived:
                 with self._references.node.calls.waiting():
-                    done.wait()
+                    in_time = done.wait(-1 if call.deadline == NEVER else max(0.0, call.deadline - monotonic()))
+                if not in_time:
+                    raise RpcTimeout(
+                        f"{call.peer.info.name} has not yet created the value that the call is for, "
+                        f"and {call.timeout_s:g} s are over",
+                        Delivery.NOT_SENT,
+                    )
         super().attach(call)
 
     def on_answer(self, frame: Arrived) -> None:
