@@ -462,7 +462,9 @@ def test_a_graceful_shutdown_waits_for_those_who_wait() -> None:
         fill_and_be_told(nodes)
         call = Background(ways(nodes[0], "a")["sync"])
         wait_until(lambda: held(nodes[0]) == 1)
-        assert nodes[0]._leaving._local_state()[0] == len(nodes[0].calls._pending) + 1  # it counts, although it is not sent
+        assert (
+            nodes[0]._leaving._local_state()[0] == len(nodes[0].calls._pending) + 1
+        )  # it counts, although it is not sent
         leaving = [Background(node.shutdown) for node in nodes]
         wait_until(lambda: all(node._leaving.entered for node in nodes))
         opened.set()

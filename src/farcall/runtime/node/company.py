@@ -23,7 +23,8 @@ from farcall.runtime.entry import Entry
 from farcall.runtime.members import life_of
 from farcall.runtime.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.node.foundation import Foundation
-from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.oneself import SelfPeer
+from farcall.runtime.peers import Peer, RemotePeer
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership
 from farcall.runtime.watch import Watch, as_record, chosen

@@ -21,7 +21,8 @@ from farcall.runtime.loop import Loop, Ticker
 from farcall.runtime.node.company import Company
 from farcall.runtime.node.life import Life
 from farcall.runtime.node.turnover import Turnover
-from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.oneself import SelfPeer
+from farcall.runtime.peers import Peer, RemotePeer
 from farcall.runtime.rendezvous import Membership
 from farcall.runtime.watch import Watch
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from time import monotonic
 
+from farcall.runtime.lending import retire_from
 from farcall.runtime.node.company import Company
 from farcall.runtime.node.foundation import Foundation
-from farcall.runtime.peers import RemotePeer
 
 __all__ = ["Housekeeping"]
 
@@ -44,6 +44,4 @@ class Housekeeping:
             foundation.devices.trim(now)
         if foundation.pool is not None:
             for segment_id, holders in foundation.pool.trim(now):
-                for holder in holders:
-                    if isinstance(holder, RemotePeer):
-                        holder.retire(segment_id)
+                retire_from(holders, segment_id)
