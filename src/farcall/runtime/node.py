@@ -79,7 +79,7 @@ from farcall.runtime.watch import Watch, as_record, chosen
 from farcall.serialize import Annotated, discard
 from farcall.transport.interface import Transport
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 RECEIVE_POOL_BYTES = 1 << 30
 TRIM_EVERY_S = 10.0
@@ -161,8 +161,8 @@ class Node(Layered):
         super().__init__()
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
-        self.options = options or RpcBackendOptions()
-        self.timeout_s = self.options.rpc_timeout
+        self.options: RpcBackendOptions = options or RpcBackendOptions()
+        self.timeout_s: float = self.options.rpc_timeout
         self._max_queued = self.options.max_queued_calls
         self._name = check_worker_name(name)
         self._rank = rank
@@ -183,8 +183,8 @@ class Node(Layered):
         """
         self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
         """The same message, with its distributed autograd context. Set by the layer above."""
-        self.chronicle = Chronicle()
-        self.peers_lost = 0
+        self.chronicle: Chronicle = Chronicle()
+        self.peers_lost: int = 0
         """Members whose link has died although they did not say that they leave."""
         self._onlookers: set[Onlooker] = set()
         self.on_question: Callable[[Onlooker, Ask], None] | None = None
@@ -243,15 +243,17 @@ class Node(Layered):
         if self._state != "new":
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self._state = "starting"
-        self.started_at = monotonic()
+        self.started_at: float = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
         _started.add(self)
         self._loop = Loop(self._name, self.options.busy_wait_s)
-        self.pool = SegmentPool(self.options.shared_memory_limit_bytes) if self.options.shared_memory else None
+        self.pool: SegmentPool | None = (
+            SegmentPool(self.options.shared_memory_limit_bytes) if self.options.shared_memory else None
+        )
         self._memory = ReceivePool(RECEIVE_POOL_BYTES)
-        self.executor = Executor(
+        self.executor: Executor = Executor(
             self._name,
             self.options.num_worker_threads,
             self._loop.attend_by,
@@ -259,13 +261,15 @@ class Node(Layered):
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.admission = Admission(self.options.max_queued_calls, lambda: self.executor.waiting, self._loop.attend_by)
-        self.calls = self._make_calls()
+        self.admission: Admission = Admission(
+            self.options.max_queued_calls, lambda: self.executor.waiting, self._loop.attend_by
+        )
+        self.calls: CallTable = self._make_calls()
         self._door: Door | None = None
         try:
             shield.unseal()
             place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
-            self.is_static = not place.is_dynamic
+            self.is_static: bool = not place.is_dynamic
             host = choose_host(self.options.advertise, place.host).host
             self._door = Door(listening_addresses(self.options.allowed_transports, host), self._loop)
             addresses = [advertised_address(address, host) for address in self._door.addresses]
@@ -309,8 +313,8 @@ class Node(Layered):
 
     def _become_member(self, membership: Membership) -> None:
         self.membership = membership
-        self.info = WorkerInfo(self._name, membership.me.rank)
-        self.server = Server(self.info, self.executor, self._own_thread)
+        self.info: WorkerInfo = WorkerInfo(self._name, membership.me.rank)
+        self.server: Server = Server(self.info, self.executor, self._own_thread)
         self._unanswered = self.server.unanswered
         self.server.chronicle = self.calls.chronicle = self.chronicle
         self._changes = Changes(self.executor)
@@ -318,7 +322,7 @@ class Node(Layered):
         deliver = self._on_message if faults is None else faults.wrap_delivery(self._on_message, self._name)
         self._myself = SelfPeer(self.info, self._incarnation, self.is_static, deliver, self._memory)
         identity = identity_of(membership)
-        self.reconnecting = Reconnecting(
+        self.reconnecting: Reconnecting = Reconnecting(
             identity, membership.secret, self.options.reconnect_s, self._ways_to, self._loop, self._wrapped
         )
         self.reconnecting.lost_hooks.append(lambda info, why: self.chronicle.note(INTERRUPTED, info.name, text=why))
@@ -350,7 +354,7 @@ class Node(Layered):
         self._acquaintances.on_change = self._on_change
         self._acquaintances.on_expelled = self._on_expelled
         records = [as_record(member) for member in membership.members]
-        self.watch = Watch(
+        self.watch: Watch = Watch(
             as_record(membership.me),
             records if self.is_static else None,
             chosen(self.options),

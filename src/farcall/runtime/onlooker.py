@@ -17,7 +17,7 @@ from farcall.transport.interface import Transport, TransportError
 
 __all__ = ["Onlooker"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 16 * 1024

@@ -59,7 +59,7 @@ from farcall.runtime.role import role
 from farcall.runtime.tallies import Tallies
 from farcall.runtime.unkept import LostOffer, unkept_for
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 ORIGIN_BITS = 16
 SHARED_BYTES = 16 * 1024
@@ -282,11 +282,11 @@ class RemotePeer(Peer):
         """
         super().__init__(info, incarnation, is_static)
         self._write_later = write_later
-        self.known = True
+        self.known: bool = True
         """Is it a member? Others are heard about membership only."""
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
-        self.leaving = False
+        self.leaving: bool = False
         """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
         self.segments = segments
         self.link: Link
@@ -295,8 +295,8 @@ class RemotePeer(Peer):
         self._accepted: set[int] = set()
         self._here = here
         self._fail_call = fail_call
-        self.shared_bytes_sent = 0  # about: it is counted without a lock
-        self.shared_bytes_received = 0
+        self.shared_bytes_sent: int = 0  # about: it is counted without a lock
+        self.shared_bytes_received: int = 0
 
     def send(
         self,
