@@ -32,7 +32,7 @@ from farcall.runtime.peers import Peer, RemotePeer
 
 __all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject", "WorkerEvents"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 SNAPSHOT = "snapshot"
 METRICS = "metrics"

@@ -28,7 +28,7 @@ from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
-from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
+from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
 from farcall.remote.owned import Owned, TypeTold, dispose
@@ -42,7 +42,7 @@ from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.serving import Server
 from farcall.serialize import Annotated, encode_failure
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 LINGER_S = 0.005
 CONFIRM_S = 0.002
@@ -79,7 +79,7 @@ class NodeReferences:
             linger_s=LINGER_S,
             wake=lambda: node.attend_by(monotonic() + LINGER_S),
         )
-        self.released = self._machine.released
+        self.released: ReleasedForks = self._machine.released
         self._values: dict[RefId, Owned] = {}
         self._lost: set[int] = set()
         self._last_created: dict[int, int] = {}  # of each creator, the last reference that it made here
@@ -94,7 +94,7 @@ class NodeReferences:
             node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
         node.on_peer_joined(self._on_peer_joined)
         node.on_peer_gone(self._on_peer_gone)
-        self.parting = Parting(self)
+        self.parting: Parting = Parting(self)
         node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be

@@ -38,6 +38,7 @@ from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
+from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated
@@ -112,6 +113,9 @@ def sync_with(
 
 class RetryingFuture(Future[Any]):
     """A future whose call is made again when the network fails it."""
+
+    peer: Peer  # of the last attempt
+    started_at: float
 
     def __init__(
         self,
@@ -190,6 +194,8 @@ class RetryingCreation(Creation):
     """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
 
     __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry")
+
+    started_at: float  # of the last attempt
 
     def __init__(self, retry: Retry, request: tuple[Function, Arguments, Keywords], *creation: Any) -> None:
         super().__init__(*creation)

@@ -47,7 +47,7 @@ from farcall.runtime.watch import Watch, as_member
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 STRANGER_S = 30.0
 """How long a stranger's connection is kept: long enough for it to be told what it needs to know."""

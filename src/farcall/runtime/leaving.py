@@ -21,7 +21,7 @@ from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.serving import Server
 from farcall.runtime.shield import Gate
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 POKE_DELAY_S = 0.005
 BUSY_S = 1.0
@@ -172,7 +172,7 @@ class Withdrawing:
         self._under_way = under_way
         self._done = Gate()
         self._aborted = False
-        self.entered = False
+        self.entered: bool = False
         self.late_names: tuple[str, ...] = ()
 
     def enter(self, timeout_s: float, busy_s: float = BUSY_S) -> tuple[str, ...]:

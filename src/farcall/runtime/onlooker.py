@@ -18,7 +18,7 @@ from farcall.transport.interface import Transport, TransportError
 
 __all__ = ["Onlooker", "Onlookers"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 16 * 1024

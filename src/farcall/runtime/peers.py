@@ -45,7 +45,7 @@ from farcall.runtime.role import role
 from farcall.runtime.tallies import Tallies
 from farcall.runtime.unkept import unkept_for
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 ORIGIN_BITS = 16
 SHARED_BYTES = 16 * 1024
@@ -198,11 +198,11 @@ class RemotePeer(Peer):
         """
         super().__init__(info, incarnation, is_static)
         self._write_later = write_later
-        self.known = True
+        self.known: bool = True
         """Is it a member? Others are heard about membership only."""
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
-        self.leaving = False
+        self.leaving: bool = False
         """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
         self.lending: Lending | None = None
         """The memory of this node that it may look into; None: shared memory is not in use."""
@@ -211,8 +211,8 @@ class RemotePeer(Peer):
         self.link: Link
         self._here = here
         self._fail_call = fail_call
-        self.shared_bytes_sent = 0  # about: it is counted without a lock
-        self.shared_bytes_received = 0
+        self.shared_bytes_sent: int = 0  # about: it is counted without a lock
+        self.shared_bytes_received: int = 0
 
     def send(
         self,
