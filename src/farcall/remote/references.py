@@ -120,7 +120,6 @@ class NodeReferences:
         make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
-        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -518,5 +517,6 @@ def call_remote(
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)
