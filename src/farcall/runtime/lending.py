@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARED_BYTES", "Lending", "retire_from"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 SHARED_BYTES = 16 * 1024
 """Buffers of at least this size are worth a place in a shared segment."""

@@ -36,7 +36,7 @@ from farcall.serialize import Annotated, discard
 
 __all__ = ["Arrivals"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 Controls = MutableMapping[type[Any], Callable[[RemotePeer, Any], None]]
 

@@ -59,15 +59,15 @@ class Company:
         if options.faults is not None:
             on_message = options.faults.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
-        self.myself = SelfPeer(info, me.incarnation, is_static, on_message, foundation.memory)
+        self.myself: SelfPeer = SelfPeer(info, me.incarnation, is_static, on_message, foundation.memory)
         identity = identity_of(membership)
-        self.reconnecting = Reconnecting(
+        self.reconnecting: Reconnecting = Reconnecting(
             identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
         )
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
         self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
-        self.acquaintances = Acquaintances(
+        self.acquaintances: Acquaintances = Acquaintances(
             self.myself,
             is_static,
             options,
@@ -85,7 +85,7 @@ class Company:
             foundation.on_release,
             self._wrapped,
         )
-        self.watch = Watch(
+        self.watch: Watch = Watch(
             as_record(me),
             [as_record(member) for member in membership.members] if is_static else None,
             chosen(options),

@@ -24,7 +24,7 @@ from farcall.runtime.loop import Loop
 
 __all__ = ["Foundation"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 RECEIVE_POOL_BYTES = 1 << 30
 RELEASE_DELAY_S = 0.01
@@ -45,12 +45,14 @@ class Foundation:
     ) -> None:
         """``before_idle`` is called by a worker that has nothing to do, ``on_thread_start`` by each new worker."""
         self._options = options
-        self.loop = Loop(name, options.busy_wait_s)
-        self.pool = SegmentPool(options.shared_memory_limit_bytes) if options.shared_memory else None
-        self.memory = ReceivePool(RECEIVE_POOL_BYTES)
+        self.loop: Loop = Loop(name, options.busy_wait_s)
+        self.pool: SegmentPool | None = (
+            SegmentPool(options.shared_memory_limit_bytes) if options.shared_memory else None
+        )
+        self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
         self.devices: NodeDevices | None = None
         """From the first use of a device on, see `Node.use_devices`."""
-        self.executor = Executor(
+        self.executor: Executor = Executor(
             name,
             options.num_worker_threads,
             self.loop.attend_by,
@@ -58,7 +60,9 @@ class Foundation:
             before_idle=before_idle,
             on_thread_start=on_thread_start,
         )
-        self.admission = Admission(options.max_queued_calls, lambda: self.executor.waiting, self.loop.attend_by)
+        self.admission: Admission = Admission(
+            options.max_queued_calls, lambda: self.executor.waiting, self.loop.attend_by
+        )
 
     def open_door(self, meeting_host: str | None) -> list[str]:
         """Listen where members can reach us; returns the addresses to tell them. ``meeting_host``: where they meet."""

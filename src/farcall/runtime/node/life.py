@@ -32,8 +32,8 @@ class Life:
         self._name = name
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
-        self.state = "new"
-        self.is_running = False
+        self.state: str = "new"
+        self.is_running: bool = False
         """May calls be made? True in the states "running" and "leaving": every call asks, so it is kept."""
         self.verdict: RpcError | None = None
         """Why the others hold this node for dead, if they do: that is final."""

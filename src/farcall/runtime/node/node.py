@@ -15,17 +15,19 @@ from time import monotonic
 
 import torch
 
-from farcall.channel.shared_memory import host_token
+from farcall.channel.shared_memory import SegmentPool, host_token
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol.observing import Ask
 from farcall.runtime import shield
+from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable
 from farcall.runtime.changes import Changes
 from farcall.runtime.chronicle import Chronicle
 from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.entry import Entry
+from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving, Withdrawing, Work
 from farcall.runtime.members import MemberRecord, new_incarnation
 from farcall.runtime.node import process
@@ -36,6 +38,7 @@ from farcall.runtime.node.foundation import Foundation
 from farcall.runtime.node.housekeeping import Housekeeping
 from farcall.runtime.node.turnover import Turnover
 from farcall.runtime.onlooker import Onlooker, Onlookers
+from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.role import abdicate
 from farcall.runtime.serving import Server
@@ -43,7 +46,7 @@ from farcall.runtime.stores import MeetingPlace
 
 __all__ = ["Node"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 STOP_S = 5.0
 LEAVE_S = 10.0
@@ -64,14 +67,14 @@ class Node(Face):
         super().__init__(check_worker_name(name))
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
-        self.options = options or RpcBackendOptions()
-        self.timeout_s = self.options.rpc_timeout
+        self.options: RpcBackendOptions = options or RpcBackendOptions()
+        self.timeout_s: float = self.options.rpc_timeout
         self._rank = rank
         self._world_size = world_size
         self._exiting = False
         self._incarnation = new_incarnation()
         self._entry: Entry | None = None
-        self.chronicle = Chronicle()
+        self.chronicle: Chronicle = Chronicle()
         self.on_question: Callable[[Onlooker, Ask], None] | None = None
         """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self.devices: NodeDevices | None = None
@@ -98,7 +101,7 @@ class Node(Face):
         """Meet the other members and connect to each; raises within the options' start timeout."""
         if not self._life.move("new", "starting"):
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
-        self.started_at = monotonic()
+        self.started_at: float = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
@@ -106,14 +109,14 @@ class Node(Face):
         self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
         self._loop = self._foundation.loop
         self._onlookers = Onlookers(self._name, self._loop, lambda: self.on_question)
-        self.pool = self._foundation.pool
-        self.executor = self._foundation.executor
-        self.admission = self._foundation.admission
-        self.calls = self._make_calls()
+        self.pool: SegmentPool | None = self._foundation.pool
+        self.executor: Executor = self._foundation.executor
+        self.admission: Admission = self._foundation.admission
+        self.calls: CallTable = self._make_calls()
         try:
             shield.unseal()
             place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
-            self.is_static = not place.is_dynamic
+            self.is_static: bool = not place.is_dynamic
             addresses = self._foundation.open_door(place.host)
             self._become_member(self._meet(place, addresses, deadline))
             if self.options.names_devices:
@@ -157,8 +160,8 @@ class Node(Face):
     def _become_member(self, membership: Membership) -> None:
         """Make all that needs to know who we are, and wire it; the I/O thread does not run yet."""
         self.membership = membership
-        self.info = WorkerInfo(self._name, membership.me.rank)
-        self.server = Server(self.info, self.executor, self._own_thread)
+        self.info: WorkerInfo = WorkerInfo(self._name, membership.me.rank)
+        self.server: Server = Server(self.info, self.executor, self._own_thread)
         self.server.chronicle = self.calls.chronicle = self.chronicle
         self._changes = Changes(self.executor)
         self._leaving = self._way_out(membership, Work(self.calls, self.server, self.executor, self._unsettled))
@@ -175,7 +178,7 @@ class Node(Face):
             self._joined_hooks,
             self._gone_hooks,
         )
-        self.arrivals = Arrivals(
+        self.arrivals: Arrivals = Arrivals(
             self._name,
             self._loop,
             self.admission,
@@ -198,7 +201,7 @@ class Node(Face):
             self._turnover.on_gone,
             self._turnover.fail_unsent,
         )
-        self.reconnecting = self._company.reconnecting
+        self.reconnecting: Reconnecting = self._company.reconnecting
         self.reconnecting.lost_hooks.append(self._turnover.on_interrupted)
         self.reconnecting.back_hooks.append(self._turnover.on_reconnected)
         self._acquaintances = self._company.acquaintances

@@ -26,7 +26,7 @@ from farcall.runtime.tallies import LOST
 
 __all__ = ["Turnover"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 
 class Turnover:
@@ -58,7 +58,7 @@ class Turnover:
         self._entry = entry
         self._joined_hooks = joined_hooks
         self._gone_hooks = gone_hooks
-        self.peers_lost = 0
+        self.peers_lost: int = 0
         """Members whose link has died although they did not say that they leave."""
 
     def on_entered(self, peer: RemotePeer) -> None:
