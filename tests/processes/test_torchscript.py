@@ -68,10 +68,38 @@ PROGRAM = """
         return total
 
     @torch.jit.script
+    class Box:
+        def __init__(self, rref: RRef[Tensor]):
+            self.rref = rref
+
+    @torch.jit.script
+    def give_in_a_box(to: str) -> Box:
+        return Box(give(to))
+
+    @torch.jit.script
+    def give_in_boxes(to: str) -> List[Box]:
+        return [give_in_a_box(to)]
+
+    @torch.jit.script
+    def ask_for_boxes(to: str, owner: str) -> Tensor:
+        first = rpc_async(to, give_in_a_box, (owner,)).wait()
+        second = rpc.remote(to, give_in_a_box, (owner,)).to_here()  # on a thread of TorchScript's, after the wait
+        third = rpc.rpc_sync(to, give_in_boxes, (owner,))[0]
+        return first.rref.to_here() + second.rref.to_here() + third.rref.to_here()
+
+    @torch.jit.script
     def append(rref: RRef[List[int]], value: int) -> int:
         held = rref.local_value()
         held.append(value)
         return len(held)
+
+    @torch.jit.script
+    def fetch_both(tensor: RRef[Tensor], numbers: RRef[List[int]]) -> Tensor:
+        return tensor.to_here() + len(numbers.to_here())
+
+    @torch.jit.script
+    def look_at_both(tensor: RRef[Tensor], numbers: RRef[List[int]]) -> Tensor:
+        return tensor.local_value() + len(numbers.local_value())
 
     @torch.jit.script
     def about(rref: RRef[Tensor]) -> Tuple[bool, str, bool]:
@@ -144,6 +172,16 @@ PROGRAM = """
     @check
     def references_in_containers():
         return ask_for_two("w1", "w0").item()
+
+    @check
+    def references_of_several_types():
+        there, here = rpc.remote("w1", numbers), rpc.RRef([5, 6])
+        one = rpc.RRef(torch.ones(1))
+        return [fetch_both(give("w1"), there).item(), fetch_both(one, here).item(), look_at_both(one, here).item()]
+
+    @check
+    def references_in_objects():
+        return [ask_for_boxes("w1", "w0").item(), ask_for_boxes("w1", "w1").item()]
 
     @check
     def references_that_scripts_return():
@@ -229,6 +267,14 @@ def test_references_come_to_the_threads_that_torchscript_goes_on_with(results: d
 
 def test_references_come_in_containers(results: dict[str, Any]) -> None:
     assert results["references_in_containers"] == 6
+
+
+def test_each_reference_of_a_function_has_its_own_type(results: dict[str, Any]) -> None:
+    assert results["references_of_several_types"] == [4, 3, 3]
+
+
+def test_references_come_in_objects_of_script_classes(results: dict[str, Any]) -> None:
+    assert results["references_in_objects"] == [9, 9]
 
 
 def test_what_a_script_returns_is_a_reference_in_python(results: dict[str, Any]) -> None:

@@ -136,8 +136,14 @@ def _import(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise RpcError(
+            f"the extension for RPC in TorchScript code cannot be loaded: {error}. Remove {library.parent} and run "
+            "`farcall torchscript build`"
+        ) from error
     return module
 
 

@@ -108,6 +108,12 @@ def keep_value(rref: RRef[Any], value: Any) -> None:
         rref._owned.value = value
 
 
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Of an object of a script class that is Python's; None: it is something else."""
+    is_script_class = torch.jit._state._get_script_class(type(value)) is not None  # type: ignore[no-untyped-call]
+    return vars(value) if is_script_class else None
+
+
 def numbers_of(rref: RRef[Any]) -> tuple[int, int]:
     """Who we are, and who its owner is, by rank."""
     return rref._references.node.info.id, rref.owner().id

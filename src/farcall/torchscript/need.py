@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import torch
 
-from farcall.errors import RpcError
 from farcall.remote.reference import RRef
 from farcall.torchscript import extension, refusing
 from farcall.torchscript.bridging import enable
@@ -88,7 +87,7 @@ def _prepare() -> None:
     """Code is about to be compiled that needs the extension when it runs."""
     try:
         enable()
-    except RpcError as error:
+    except RuntimeError as error:  # there is none, or it does not know this torch
         refusing.refuse(str(error))
 
 

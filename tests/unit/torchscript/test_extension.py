@@ -101,6 +101,12 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
         extension.load()
 
 
+def test_a_library_that_cannot_be_loaded_is_to_be_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_to_build(monkeypatch)
+    with pytest.raises(RpcError, match=r"cannot be loaded: .*Remove .*torch-.* and run `farcall torchscript build`"):
+        extension.load()
+
+
 def test_one_builds_and_the_others_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     built = pretend_to_build(monkeypatch)
     compile_at_once, begun, go_on = extension._compile, threading.Event(), threading.Event()

@@ -116,7 +116,6 @@ IValue use_reference(Which which, Stack& stack, size_t count, const TypePtr& typ
   py::object timeout = count > 1 ? toPyObject(torch::jit::pop(stack)) : py::none();
   auto held = torch::jit::pop(stack).toRRef();
   auto rref = python_of(held);
-  held.reset();
   switch (which) {
     case IS_OWNER:
       return IValue(rref.attr("is_owner")().cast<bool>());
@@ -130,7 +129,7 @@ IValue use_reference(Which which, Stack& stack, size_t count, const TypePtr& typ
           owner.attr("name").cast<std::string>(), owner.attr("id").cast<int64_t>());
     }
     default:
-      return fetch(which, rref, timeout, type);
+      return fetch(which, rref, timeout, type ? type : held->type());
   }
 }
 
@@ -166,10 +165,37 @@ void run(Stack& stack, size_t count, const TypePtr& type) {
   }
 }
 
+bool is_used_with_other_type(const torch::jit::Block* block, const Node* node) {
+  for (const Node* other : block->nodes()) {
+    if (other->kind() == node->kind() && *other->output()->type() != *node->output()->type()) {
+      return true;
+    }
+    for (const torch::jit::Block* inner : other->blocks()) {
+      if (is_used_with_other_type(inner, node)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// The type of what the operator returns; nullptr: each reference has to be asked for its own. The interpreter creates
+// one operation for all uses of `to_here` in a function, whatever their types.
+TypePtr type_of_result(Which which, const Node* node) {
+  if (node->outputs().empty()) {
+    return c10::NoneType::get();
+  }
+  if ((which == TO_HERE || which == LOCAL_VALUE) &&
+      is_used_with_other_type(node->owningGraph()->block(), node)) {
+    return nullptr;
+  }
+  return node->output()->type();
+}
+
 template <Which which>
 Operation create(const Node* node) {
   const size_t count = node->inputs().size();
-  const TypePtr type = node->outputs().empty() ? TypePtr(c10::NoneType::get()) : node->output()->type();
+  const TypePtr type = type_of_result(which, node);
   Operation theirs = replaced[which]->getOperation(node);
   return [=](Stack& stack) mutable {
     if (enabled) {
@@ -197,9 +223,9 @@ void replace() {
   torch::jit::deregisterOperator(schema);
   if (schema.is_vararg()) {
     torch::jit::registerOperator(Operator(symbol, create<which>, aliasing));
-  } else {
-    torch::jit::registerOperator(Operator(c10::toString(schema), create<which>, aliasing));
+    return;
   }
+  torch::jit::registerOperator(Operator(c10::toString(schema), create<which>, aliasing));
 }
 
 void replace_all() {

@@ -66,6 +66,11 @@ py::object with_references(const py::object& value) {
     }
     return items;
   }
+  auto attributes = handler("attributes_of")(value);
+  if (!attributes.is_none()) {
+    // All that torch asks an object for are its attributes.
+    return py::module_::import("types").attr("SimpleNamespace")(**with_references(attributes).cast<py::dict>());
+  }
   return value;
 }
 
