@@ -34,7 +34,7 @@ from farcall.errors import RpcError
 
 __all__ = ["build", "failure", "is_loaded", "load", "why_not"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 _NAME = "farcall_torchscript"
 _SOURCES = Path(__file__).with_name("bridge")
