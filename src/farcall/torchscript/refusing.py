@@ -20,7 +20,7 @@ from farcall.errors import RpcError
 
 __all__ = ["disable", "needs_extension", "refuse"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 native: Any = torch._C
 _lock = threading.Lock()
