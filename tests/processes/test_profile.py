@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes.test_calls import wait_until
+from tests.processes.calls.callees import wait_until
 from tests.processes.trace_reader import Slice, Trace
 
 import farcall
