@@ -102,6 +102,11 @@ def check_job(trace: Trace, home: str) -> None:
     first = trace.only(f"rpc_sync#onward({home} -> w1)", home)
     second = trace.only("rpc_sync#onward(w1 -> w2)", "w1")
     runs = {process: trace.only("onward", process) for process in ("w1", "w2")}
+    assert first.thread_name == "MainThread"
+    assert {process: run.thread_name for process, run in runs.items()} == {
+        "w1": "farcall-worker-w1",
+        "w2": "farcall-worker-w2",
+    }
     assert first.contains(runs["w1"])
     assert second.contains(runs["w2"])
     assert second.parent == runs["w1"]
@@ -129,6 +134,9 @@ def check_job(trace: Trace, home: str) -> None:
             (arrow.name, arrow.start.parent, arrow.end.parent) == ("answer", run, call) for arrow in trace.arrows
         )
     assert any(arrow.name == "request" and arrow.end.name == "backward" for arrow in trace.arrows)
+    farcalls = [arrow.name for arrow in trace.arrows if arrow.name in ("request", "answer")]
+    calls = [each for each in trace.slices if "to" in each.args]
+    assert len(farcalls) == 2 * len(calls) > 0
 
 
 # ---------------------------------------------------------------------- one trace
