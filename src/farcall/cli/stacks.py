@@ -70,14 +70,30 @@ def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], f
     for served in one.served[:_MOST_CALLS_SHOWN]:
         _show_served(console, one, served, waiting.pop(served.thread_id, None), still, full)
     _show_more(console, len(one.served) + one.served_left_out, "served")
-    loose = [call for call in one.calls if not call.thread_id or call.thread_id in waiting]
+    loose = [call for call in one.calls if call.thread_id in waiting]
     for call in loose[:_MOST_CALLS_SHOWN]:
-        thread = one.thread(call.thread_id)
         console.print(f"  {_outgoing(call)}", highlight=False)
-        _show_stack(console, thread, full, "    ")
-    _show_more(console, len(loose) + one.calls_left_out, "made")
-    if not one.served and not one.calls and one.threads:
-        _show_stack(console, one.threads[0], full, "  ")
+        _show_stack(console, one.thread(call.thread_id), full, "    ")
+    _show_more(console, len(loose), "waited for")
+    _show_calls_ahead(console, one)
+    told = {call.thread_id for call in one.calls} | {served.thread_id for served in one.served}
+    for thread in one.threads:
+        if thread.id not in told:  # the main thread: it waits for no call, but for what?
+            _show_stack(console, thread, full, "  ")
+
+
+def _show_calls_ahead(console: Console, one: WorkerSnapshot) -> None:
+    """The calls that no thread waits for, a line for all of one kind."""
+    kinds: dict[tuple[str, str], list[OutgoingCall]] = {}
+    for call in one.calls:
+        if not call.thread_id:
+            kinds.setdefault((call.to, call.function), []).append(call)
+    for calls in kinds.values():
+        oldest = max(calls, key=lambda call: call.for_s)
+        times = f", and {len(calls) - 1} more of these" if len(calls) > 1 else ""
+        console.print(f"  {_outgoing(oldest)}{times}", highlight=False)
+    if one.calls_left_out:
+        console.print(f"  ... and {one.calls_left_out} younger calls made")
 
 
 def _show_served(

@@ -280,16 +280,14 @@ def _served_node(worker: str, served: ServedCall) -> _Node:
 
 
 def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
+    """Of circles that share a part only the shortest is told: the others come by it, through what is blocked besides."""
     graph = _Graph(snapshots, still)
+    ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
     found: list[Trouble] = []
     told: set[_Node] = set()
-    for start in list(graph.edges):
-        if start in told or start not in graph.outgoing:
-            continue
-        way = graph.shortest_circle(start)
-        if way:
-            if told.isdisjoint(way):
-                found.append(graph.trouble(way))
+    for way in sorted(ways, key=len):
+        if told.isdisjoint(way):
+            found.append(graph.trouble(way))
             told.update(way)
     return found
 
