@@ -280,7 +280,7 @@ def _served_node(worker: str, served: ServedCall) -> _Node:
 
 
 def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
-    """Of circles that share a part only the shortest is told: the others come by it, through what is blocked besides."""
+    """Of circles that share a part only the shortest is told: others come by it through what is blocked besides."""
     graph = _Graph(snapshots, still)
     ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
     found: list[Trouble] = []
