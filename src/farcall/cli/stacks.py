@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import time
+from collections import Counter
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from farcall.observe.observer import Heard, Observer
 from farcall.observe.snapshot import (
+    STARTING,
     Frame,
     OutgoingCall,
     ServedCall,
@@ -29,6 +31,7 @@ from farcall.observe.snapshot import (
 __all__ = ["show"]
 
 _MOST_CALLS_SHOWN = 20
+_MOST_MISSING_SHOWN = 5
 
 
 def show(console: Console, observer: Observer, between_s: float, full: bool) -> bool:
@@ -46,11 +49,23 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
     for worker in heard.silent:
         why = worker.gone or "it did not answer: its process may be stopped, or busy in native code"
         console.print(Text(f"{worker.name} (rank {worker.rank}): {why}", style="yellow"))
+    _show_starting(console, heard.answers)
     for snapshot in heard.answers:
         _show_worker(console, snapshot, still, full)
     if not troubles:
         console.print("Nothing is stuck as far as can be seen.", style="green")
     return bool(troubles)
+
+
+def _show_starting(console: Console, snapshots: list[WorkerSnapshot]) -> None:
+    """Who is waited for, if not everybody is there yet."""
+    starting = [one for one in snapshots if one.state == STARTING]
+    missing = Counter(name for one in starting for name in one.unconnected)
+    if starting:
+        named = ", ".join(f"{name} (to {count} of them)" for name, count in missing.most_common(_MOST_MISSING_SHOWN))
+        more = f" and {len(missing) - _MOST_MISSING_SHOWN} others" if len(missing) > _MOST_MISSING_SHOWN else ""
+        waits = f"; not connected yet: {named}{more}" if missing else ""
+        console.print(Text(f"still starting: {len(starting)} of the workers{waits}", style="yellow"), soft_wrap=True)
 
 
 def _headline(heard: Heard[WorkerSnapshot]) -> Text:

@@ -39,6 +39,8 @@ __all__ = [
 QUEUED = "queued"
 RUNNING = "running"
 LATER = "answers later"
+STARTING = "starting"
+"""The state of a worker: calls wait until it is connected to everybody."""
 
 _STILL_CPU_S = 0.005
 _MOST_TROUBLES = 20
@@ -120,6 +122,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     calls_left_out: int = 0
     """There are so many more calls than are listed: the listed ones are the oldest."""
     served_left_out: int = 0
+    unconnected: list[str] = []
+    """While it starts: members that it has no connection to yet."""
 
     def thread(self, thread_id: int) -> ThreadView | None:
         """The thread of that number."""

@@ -174,6 +174,9 @@ def test_each_state_in_words() -> None:
     assert "w1 for a thread for 2.00 s: 16 functions hold the 16 threads" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0)
     )
+    assert "waiting there for 2.00 s: w1 is still starting" in said(
+        ServedCall(1, "w0", "f", QUEUED, 2.0, 0), worker_state="starting"
+    )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
     text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
