@@ -76,8 +76,8 @@ def say(worker: str, data: bytes, asked_s: float) -> str:
     pool = state.pool
     if served.state == QUEUED and state.worker_state == STARTING:
         return (
-            f"it has been waiting there for {served.for_s:.2f} s: {worker} is still starting, and serves calls when it is "
-            "connected to everybody (`farcall stacks` says who is missing)"
+            f"it has been waiting there for {served.for_s:.2f} s: {worker} is still starting, and serves calls when it "
+            "is connected to everybody (`farcall stacks` says who is missing)"
         )
     if served.state == QUEUED:
         return (
