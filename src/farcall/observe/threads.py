@@ -78,6 +78,7 @@ def outgoing_call(call: PendingCall) -> OutgoingCall:
     """A call of ours, in words."""
     name = getattr(call.what, "__qualname__", None)
     title = name if isinstance(name, str) else type(call.what).__name__
+    title = title.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
     for_s = monotonic() - call.started_at
     return OutgoingCall(call.call_id, call.peer.info.name, title, for_s, call.timeout_s, call.thread_id)
 
