@@ -194,6 +194,36 @@ def test_the_trace_of_torch_profiler_has_the_other_workers(tmp_path: Path) -> No
     assert call.thread == tanh.thread
 
 
+def other_ways_to_write(rank: int, folder: str) -> None:
+    if rank != 0:
+        return
+    x = torch.ones(3)
+    scheduled = Path(folder) / "scheduled.json.gz"
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1),
+        on_trace_ready=lambda prof: prof.export_chrome_trace(str(scheduled)),
+    ) as prof:
+        for _ in range(6):
+            farcall.rpc_sync("w1", twice, (x,))
+            prof.step()
+    handler = torch.profiler.tensorboard_trace_handler(str(Path(folder) / "tensorboard"))
+    with torch.profiler.profile(on_trace_ready=handler):
+        farcall.rpc_sync("w1", twice, (x,))
+    with torch.autograd.profiler.profile() as older:
+        farcall.rpc_sync("w1", twice, (x,))
+    older.export_chrome_trace(str(Path(folder) / "older.json"))
+
+
+def test_whatever_way_torch_writes_a_trace_it_has_the_other_workers(tmp_path: Path) -> None:
+    run_cluster(2, other_ways_to_write, str(tmp_path))
+    (tensorboard,) = (tmp_path / "tensorboard").iterdir()
+    for path, calls in ((tmp_path / "scheduled.json.gz", 2), (tensorboard, 1), (tmp_path / "older.json", 1)):
+        trace = Trace(path)
+        made, runs = trace.named("rpc_sync#twice(w0 -> w1)", "w0"), trace.named("twice", "w1")
+        assert len(made) == len(runs) == calls, path
+        assert all(call.contains(run) for call, run in zip(made, runs, strict=True))
+
+
 # ---------------------------------------------------------------------- ways to call
 
 

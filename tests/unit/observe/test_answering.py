@@ -31,9 +31,7 @@ class FakePeer(RemotePeer):
     __slots__ = ("__dict__",)
 
     def __init__(self) -> None:
-        super().__init__(
-            WorkerInfo("w1", 1), "1f", True, None, None, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None
-        )
+        super().__init__(WorkerInfo("w1", 1), "1f", True, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None)
         self.link: Any = FakeLink()
         self.sent: list[Any] = []
 
