@@ -14,7 +14,6 @@ import sys
 import textwrap
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,15 +140,11 @@ def _scripted(left: torch.Tensor, right: int = 3) -> torch.Tensor:
     return left * right
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit as a whole
-    scripted = torch.jit.script(_scripted)
+scripted = torch.jit.script(_scripted)
 
 
 def scripted_module() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(torch.nn.Linear(2, 3))
+    return torch.jit.script(torch.nn.Linear(2, 3))
 
 
 @farcall.functions.async_execution

@@ -9,7 +9,6 @@ that the system takes away from a process that dies.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -47,6 +46,8 @@ def build() -> Path:
     Raises:
         RpcError: there is no compiler, or it failed; the text says what to do.
     """
+    import fcntl  # Windows has none; what is imported there imports this module, too
+
     directory = _directory()
     library = directory / f"{_NAME}.so"
     directory.mkdir(parents=True, exist_ok=True)
