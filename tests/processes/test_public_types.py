@@ -20,7 +20,7 @@ def test_pyright_knows_the_type_of_every_public_name(tmp_path: Path) -> None:
         env={**os.environ, "PATH": os.pathsep.join([programs, os.environ["PATH"]])},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     problems = found.stdout.partition("Symbols used in public interface:")[2]
     assert found.returncode == 0, f"annotate these:\n{problems or found.stdout}\n{found.stderr}"

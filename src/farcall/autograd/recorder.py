@@ -91,4 +91,4 @@ def attach_to(node: Node) -> None:
     """Make ``node`` take part in other workers' contexts."""
     node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
 
-    node.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)
+    node.arrivals.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)

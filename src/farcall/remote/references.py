@@ -87,7 +87,7 @@ class NodeReferences:
         self._kept_back: list[tuple[float, Peer, Arrived]] = []
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
-        node.take_forks = self.take_forks
+        node.arrivals.take_forks = self.take_forks
         node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
             # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
@@ -256,7 +256,7 @@ class NodeReferences:
                 for member in unknown:
                     self._workers[member] = WorkerInfo(f"member-{member}", -1)
                     self._lost.add(member)
-            self.node.redeliver(peer, message)
+            self.node.arrivals.redeliver(peer, message)
 
     def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
         """The request of a frame with the flag KEEP; its value's place is the first of its notes."""

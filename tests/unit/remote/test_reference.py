@@ -84,11 +84,13 @@ class FakeNode:
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
         )
         self.server = SimpleNamespace(worker=ME)
+        self.arrivals = SimpleNamespace(redeliver=self.redeliver)
         self.calls = FakeCalls()
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []
         self.executor = SimpleNamespace(submit=self.tasks.append)
         self.attended: list[float] = []
+        self.redelivered: list[Any] = []
         self.hooks: dict[str, Callable[..., Any]] = {}
 
     def peer(self, rank: int) -> FakePeer:
@@ -101,6 +103,9 @@ class FakeNode:
 
     def is_peer(self, peer: FakePeer) -> bool:
         return self.peers.get(peer.info.id) is peer
+
+    def redeliver(self, peer: FakePeer, message: Any) -> None:
+        self.redelivered.append(message)
 
     def attend_by(self, when: float) -> None:
         self.attended.append(when)
@@ -404,15 +409,8 @@ def test_the_origin_is_recorded_only_when_asked(references: NodeReferences, node
 class GrowingNode(FakeNode):
     is_static = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.redelivered: list[Any] = []
-
     def call_soon(self, function: Callable[[], object]) -> None:
         function()
-
-    def redeliver(self, peer: Any, message: Any) -> None:
-        self.redelivered.append(message)
 
 
 def _message_with(fork: Fork) -> tuple[Any, Notes]:
