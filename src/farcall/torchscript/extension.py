@@ -11,7 +11,6 @@ live on, and never meets the next one's: each build has a directory of its own.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -77,6 +76,8 @@ def build() -> Path:
 
 def _acquire(lock: IO[str], directory: Path) -> None:
     """Wait until nobody else builds; the file says who does."""
+    import fcntl  # Windows has none; what is imported there imports this module, too
+
     until = monotonic() + _LONGEST_WAIT_S
     told = False
     while True:
