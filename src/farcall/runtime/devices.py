@@ -41,12 +41,14 @@ from farcall.runtime.peers import Peer, RemotePeer
 from farcall.runtime.streams import Lane, Lanes
 from farcall.serialize import map_cpu_tensors
 
-__all__ = ["DEVICE_MESSAGES", "DeviceLink", "LocalDeviceLink", "NodeDevices"]
+__all__ = ["DEVICE_BUSY_WAIT_S", "DEVICE_MESSAGES", "DeviceLink", "LocalDeviceLink", "NodeDevices"]
 
 logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
+DEVICE_BUSY_WAIT_S = 500e-6
+"""A call with something on a device takes longer than others, and what was asleep meanwhile is slow at first."""
 TRIED_BYTES = 512
 URGENT_BYTES = 1 << 20
 """What is as large as this is given back at once; smaller blocks wait for company."""
@@ -116,6 +118,7 @@ class NodeDevices:
                 pairs = self.options.device_maps.get(peer.info.name, {})
                 automatic = self.options.automatic_device_maps and not pairs
                 peer.devices = DeviceLink(self, peer, pairs, automatic)
+                peer.link.look_for(DEVICE_BUSY_WAIT_S)
             link: DeviceLink = peer.devices
             return link
 
@@ -230,16 +233,21 @@ class DeviceLink:
             return device
         return target
 
-    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> DeviceTicket | None:
-        device = source.device.index
+    def place(
+        self, source: torch.Tensor, size: int, target: torch.device, is_request: bool
+    ) -> tuple[Any, ...] | bytearray | memoryview:
+        return self._lend(source, size, target, is_request) or staging.to_host(source, size)
+
+    def _lend(self, source: torch.Tensor, size: int, target: torch.device, is_request: bool) -> DeviceTicket | None:
+        """A ticket for a copy of ``source``; None: it goes through the host."""
         if target.type == "cpu":
             return None
+        device = source.get_device()
         way = self._ways.get(device)
         if way is not True:
             if way is None:
                 self._try(device)
             return None
-        size = source.numel() * source.element_size()
         if size <= SMALL_BYTES and not (is_request and self._api.is_busy(device)):
             return None
         pool = self._node.pool
@@ -266,9 +274,6 @@ class DeviceLink:
     def drop(self, ticket: Any) -> None:
         self._released.append((ticket[1], ticket[2]))
         self._node.on_release(ticket[3] >= URGENT_BYTES)
-
-    def to_host(self, source: torch.Tensor) -> memoryview:
-        return staging.to_host(source)
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
@@ -372,9 +377,11 @@ class LocalDeviceLink(DeviceLink):
         self._next_number = 0
         self._held_lock = threading.Lock()
 
-    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> Any | None:
+    def place(
+        self, source: torch.Tensor, size: int, target: torch.device, is_request: bool
+    ) -> tuple[Any, ...] | bytearray | memoryview:
         if target.type == "cpu":
-            return None
+            return staging.to_host(source, size)
         copy = torch.empty(source.shape, dtype=source.dtype, device=target)
         copy.copy_(source, non_blocking=True)
         event = torch.cuda.current_stream(target).record_event()

@@ -57,7 +57,7 @@ from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable, PendingCall
 from farcall.runtime.changes import Changes, MemberEvent
 from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED, Chronicle
-from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
+from farcall.runtime.devices import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.doors import Door
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
@@ -388,6 +388,7 @@ class Node(Layered):
         with self._parts_lock:
             if self.devices is None:
                 devices = NodeDevices(self._name, self.options, self._on_release, self._write_later)
+                self._loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes
                 self.server.devices = devices.devices

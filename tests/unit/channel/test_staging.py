@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.channel import staging
+from farcall.channel import device_api, pinned, staging
 
 HOST = torch.device("cpu", 0)
 
@@ -39,19 +39,20 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(staging, "_C", Inner)
+    monkeypatch.setattr(device_api, "_C", Inner)
     monkeypatch.setattr(torch, "empty", without_pinning)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     return log
 
 
-def upload(ring: staging._Ring, data: bytes, size: int | None = None) -> bytes:
+def upload(ring: pinned._Ring, data: bytes, size: int | None = None) -> bytes:
     # A copy, as on a device: here ``to`` gives back the pinned memory itself.
     return bytes(ring.upload(memoryview(data), size or len(data), HOST).clone().tolist())
 
 
 def test_what_is_uploaded_is_what_was_given(waits: list[str]) -> None:
-    ring = staging._Ring()
+    ring = pinned._Ring()
     for number, size in enumerate([1, 63, 64, 65, 4096, 1] * 3):
         data = bytes([number]) * size
         assert upload(ring, data) == data
@@ -59,26 +60,25 @@ def test_what_is_uploaded_is_what_was_given(waits: list[str]) -> None:
 
 
 def test_a_half_is_used_again_only_when_it_is_done_with(waits: list[str]) -> None:
-    ring = staging._Ring()
-    count = staging.HALF_RING_BYTES // staging.SMALL_BYTES
-    data = memoryview(bytes(staging.SMALL_BYTES))
-    for _ in range(count):
-        ring.upload(data, staging.SMALL_BYTES, HOST)
+    ring = pinned._Ring()
+    data = memoryview(bytes(10))
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
     assert waits == []
-    ring.upload(data, staging.SMALL_BYTES, HOST)
+    ring.upload(data, 10, HOST)
     assert waits == ["record"], "the first half is full, the second was never used"
-    for _ in range(count):
-        ring.upload(data, staging.SMALL_BYTES, HOST)
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
     assert waits == ["record", "record", "wait"]
 
 
 def test_what_is_made_longer_begins_with_what_was_given(waits: list[str]) -> None:
-    assert upload(staging._Ring(), b"abc", 10)[:3] == b"abc"
+    assert upload(pinned._Ring(), b"abc", 10)[:3] == b"abc"
 
 
 @pytest.mark.parametrize(("size", "company", "length"), [(100, True, 100), (4096, True, 32768), (4096, False, 4096)])
 def test_only_in_company_and_only_what_is_not_tiny_is_made_longer(
     waits: list[str], monkeypatch: pytest.MonkeyPatch, size: int, company: bool, length: int
 ) -> None:
-    monkeypatch.setattr(staging, "_kept", staging._Kept())
+    monkeypatch.setattr(pinned, "_kept", pinned._Kept())
     assert staging.to_device(memoryview(bytes(size)), HOST, company).numel() == length
