@@ -212,6 +212,8 @@ class DeviceLink:
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
         self._logged = False
+        self.bytes_sent = 0  # lent and taken, not through the host; about: counted without a lock
+        self.bytes_received = 0
 
     def learn(self, pairs: Mapping[str, str], automatic: bool) -> None:
         """The peer's map to us."""
@@ -256,16 +258,20 @@ class DeviceLink:
             return None
         try:
             block.memory[:size].view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-            return pool.lend(block, size, self._peer)
+            ticket = pool.lend(block, size, self._peer)
         except BaseException:
             pool.free(block)
             raise
+        self.bytes_sent += size
+        return ticket
 
-    def take_back(self, ticket: DeviceTicket) -> None:
-        self._node.pool.release([(ticket.segment_id, ticket.offset)], self._peer)
+    def take_back(self, ticket: tuple[Any, ...]) -> None:
+        known = DeviceTicket(*ticket)
+        self._node.pool.release([(known.segment_id, known.offset)], self._peer)
 
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         known = DeviceTicket(*ticket)
+        self.bytes_received += known.size
         try:
             return self._segments.copy_out(known, target)
         finally:

@@ -21,7 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from farcall.errors import SerializationError
-from farcall.serialize.context import CURRENT, IN_BAND_LIMIT_BYTES, Decoding, Encoding, current_decoding, seed
+from farcall.serialize.context import (
+    CURRENT,
+    IN_BAND_LIMIT_BYTES,
+    Decoding,
+    Encoding,
+    IfUnsent,
+    current_decoding,
+    seed,
+)
 from farcall.serialize.rebuild import CODES, CONJUGATE, DTYPES, NEGATIVE, REQUIRES_GRAD, _aligned, _dtype, _finish
 from farcall.serialize.spans import View, compact_strides, memory_of, parts_of
 
@@ -36,6 +44,7 @@ __all__ = [
     "has_devices",
     "read_device_table",
     "rebuild_on_device",
+    "withdraw",
     "write_device_table",
 ]
 
@@ -65,8 +74,8 @@ class PeerDevices(Protocol):
         """Lend the peer a copy of ``source`` (``size`` bytes), made on the current stream: a ticket. Or its bytes, for
         the way through the host."""
 
-    def take_back(self, ticket: Any) -> None:
-        """What was lent is not sent after all."""
+    def take_back(self, ticket: tuple[Any, ...]) -> None:
+        """What was lent is not sent after all, or was lost on its way."""
 
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         """The bytes that the peer lent, in memory of our own."""
@@ -214,7 +223,7 @@ def _place(
     placed = devices.place(source, size, target, encoding.is_request)
     if not isinstance(placed, tuple):
         return _write_memory(encoding, low, compact, placed)
-    encoding.on_failure(partial(devices.take_back, placed))
+    encoding.on_failure(IfUnsent(partial(devices.take_back, placed)))
     return low, compact, _TICKET, tuple(placed)
 
 
@@ -254,6 +263,14 @@ def discard(payload: bytes | memoryview, peer: Any) -> None:
     """A message that nobody will read: give back what was lent for it."""
     if has_devices(payload) and getattr(peer, "devices", None) is not None:
         drop_tickets(read_device_table(payload)[0], peer)
+
+
+def withdraw(payload: bytes | memoryview, peer: Any) -> None:
+    """A message of ours that never arrived: take back what was lent for it."""
+    for _, parts in read_device_table(payload)[0]:
+        for _, _, how, what in parts:
+            if how == _TICKET:
+                peer.devices.take_back(what)
 
 
 @seed
