@@ -11,6 +11,7 @@ the same process exported is an error of the driver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -58,6 +59,12 @@ class DeviceApi(Protocol):
     def open(self, export: Export, device: int) -> torch.Tensor:
         """The bytes that another process exported, on what is ``device`` here."""
 
+    def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
+        """These bytes of what ``open`` gave, as a storage of its own, which keeps ``memory``.
+
+        ``on_death`` is called when its last use has ended, on any thread, perhaps inside a garbage collection.
+        """
+
     def make_event(self, device: int) -> tuple[Any, bytes]:
         """An event that others can open, and its handle."""
 
@@ -73,11 +80,31 @@ class DeviceApi(Protocol):
     def is_busy(self, device: int) -> bool:
         """Is there anything on the stream that is not done?"""
 
+    def finish(self, device: int) -> None:
+        """Wait, on the host, until all that this process has put onto any stream is done."""
+
     def name_of(self, device: int) -> str:
         """The same in all processes of a host, whichever devices they see."""
 
     def find(self, name: str) -> int | None:
         """The device of that name, if this process sees it."""
+
+
+class _Range:
+    """Device memory as torch takes it from others; the storage made of it owns this object."""
+
+    def __init__(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> None:
+        self._memory = memory
+        self._on_death = on_death
+        self.__cuda_array_interface__ = {
+            "data": (memory.data_ptr() + offset, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+    def __del__(self) -> None:
+        self._on_death()
 
 
 class CudaApi:
@@ -99,6 +126,9 @@ class CudaApi:
         storage = opened._new_shared_cuda(device, *export[1:])
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
 
+    def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
+        return torch.as_tensor(_Range(memory, offset, size, on_death), device=memory.device)
+
     def make_event(self, device: int) -> tuple[Any, bytes]:
         with torch.cuda.device(device):
             event: Any = torch.cuda.Event(enable_timing=False, interprocess=True)  # type: ignore[no-untyped-call]
@@ -117,6 +147,9 @@ class CudaApi:
 
     def is_busy(self, device: int) -> bool:
         return not current_stream(device).query()
+
+    def finish(self, device: int) -> None:
+        torch.cuda.synchronize(device)
 
     def name_of(self, device: int) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
