@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,39 +65,41 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-def profiled(rank: int) -> dict[str, list[tuple[str, float]]] | None:
+def profiled(rank: int, folder: str) -> dict[str, list[tuple[str, float]]] | None:
     if rank:
         return None
     share("w1")
     x = torch.randn(2048, 2048, device=CUDA)
     farcall.rpc_sync("w1", product, args=(x,))
-    found = {}
     with farcall.profile(use_device=True) as prof:
         farcall.rpc_sync("w1", product, args=(x,))
-    found["farcall"] = [(event.name, event.device_time_total) for event in prof.events()]
+    with torch.autograd.profiler_legacy.profile(use_cuda=True) as legacy:
+        farcall.rpc_sync("w1", product, args=(x,))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as kineto:
         farcall.rpc_sync("w1", product, args=(x,))
-    events = kineto.events() or []
-    found["torch"] = [(event.name, event.device_time_total) for event in events]
-    with torch.autograd.profiler.profile(use_device="cuda") as legacy:
-        farcall.rpc_sync("w1", product, args=(x,))
-    found["autograd"] = [(event.name, event.device_time_total) for event in legacy.function_events or []]
-    return found
+    kineto.export_chrome_trace(f"{folder}/trace.json")
+    both = {"farcall": prof.events(), "legacy": legacy.function_events}
+    return {which: [(event.name, event.device_time_total) for event in events] for which, events in both.items()}
 
 
-def test_profiles_have_the_time_that_a_callees_operators_took_on_the_device() -> None:
-    found = run_cluster(2, profiled, **MAPS)[0]
+def test_profiles_have_the_time_that_a_callees_operators_took_on_the_device(tmp_path: Path) -> None:
+    found = run_cluster(2, profiled, str(tmp_path), **MAPS)[0]
     for profiler, events in found.items():
         products = [(name, time_us) for name, time_us in events if "#remote_op: aten::mm" in name]
         assert products, (profiler, [name for name, _ in events])
         assert all(time_us > 10 for _, time_us in products), (profiler, products)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    worker = next(each["pid"] for each in trace["traceEvents"] if each.get("args", {}).get("name") == "w1")
+    (there,) = [each for each in trace["traceEvents"] if each.get("name") == "aten::mm" and each["pid"] == worker]
+    assert there["args"]["kernels"][0][2] > 10, there
 
 
 def measured(rank: int) -> None:
     if rank:
         return
     share("w1")
+    farcall.rpc_sync("w1", echo, args=(torch.ones(MEBIBYTE, device=CUDA),))
     metrics = farcall.metrics()
     assert metrics.device_memory.total_bytes >= 4 * MEBIBYTE
     (channel,) = [channel for channel in metrics.channels if channel.channel == "device memory"]
