@@ -16,6 +16,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from farcall.channel.device_runtime import runtime_for
+
 __all__ = ["CudaApi", "DeviceApi", "Export", "StreamId", "current_stream", "current_stream_id"]
 
 _C: Any = torch._C
@@ -146,7 +148,9 @@ class CudaApi:
         current_stream(device).wait_event(event)
 
     def is_busy(self, device: int) -> bool:
-        return not current_stream(device).query()
+        stream = current_stream(device)
+        own = runtime_for(stream)
+        return not (stream.query() if own is None else own.is_done(stream.cuda_stream))
 
     def finish(self, device: int) -> None:
         torch.cuda.synchronize(device)

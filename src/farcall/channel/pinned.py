@@ -16,6 +16,7 @@ import torch
 
 from farcall.channel.copying import copy_bytes
 from farcall.channel.device_api import StreamId, current_stream, current_stream_id
+from farcall.channel.device_runtime import runtime_for
 from farcall.serialize.spans import copy_of, memory_of
 
 __all__ = ["COMPANY_BYTES", "LANDING_BYTES", "SLOT_BYTES", "download", "upload"]
@@ -29,9 +30,8 @@ COMPANY_BYTES = 32 * 1024
 WORTH_BYTES = 1024
 """What is smaller is not made longer: somebody may keep many of them."""
 LOOKS = 20
-"""So often a download is looked at before it is waited for: some 25 us, where it takes 10. Who waits lets go of the
+"""So often a download is looked at before it is waited for: some 20 us, where it takes 10. Who waits lets go of the
 interpreter, and with two busy threads gets it back late."""
-_MOST_VIEWS = 256
 
 
 class _Landing:
@@ -41,24 +41,26 @@ class _Landing:
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
             self._pinned = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=True)
         self._address = self._pinned.data_ptr()
-        self._views: dict[tuple[torch.dtype, torch.Size], torch.Tensor] = {}
 
     def download(self, source: torch.Tensor, size: int) -> bytearray:
-        key = source.dtype, source.shape
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):
-                view = self._views[key] = self._pinned[:size].view(source.dtype).view(source.shape)
-        view.copy_(source, non_blocking=True)
         stream = current_stream(source.get_device())
-        for _ in range(LOOKS):
-            if stream.query():
-                break
-        else:
+        own = runtime_for(stream) if source.is_contiguous() else None
+        if own is None:
+            self._view(source, size).copy_(source, non_blocking=True)
             stream.synchronize()
+        else:
+            handle = stream.cuda_stream
+            own.copy(self._address, source.data_ptr(), size, handle)
+            for _ in range(LOOKS):
+                if own.is_done(handle):
+                    break
+            else:
+                stream.synchronize()
         return copy_of(self._address, size)
+
+    def _view(self, source: torch.Tensor, size: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return self._pinned[:size].view(source.dtype).view(source.shape)
 
 
 class _Ring:
@@ -72,6 +74,7 @@ class _Ring:
         memory = memory_of(pinned.untyped_storage(), 0, pinned.numel())
         starts = range(0, pinned.numel(), SLOT_BYTES)
         self._slots = [(pinned[start : start + SLOT_BYTES], memory[start : start + SLOT_BYTES]) for start in starts]
+        self._addresses = [slot.data_ptr() for slot, _ in self._slots]
         self._next = 0
         self._used: set[StreamId] = set()  # the streams that copy from this half
         self._events: list[list[torch.cuda.Event]] = [[], []]  # of each half: it is done with
@@ -85,7 +88,13 @@ class _Ring:
         pinned, memory = self._slots[number]
         copy_bytes(memory, source)
         self._used.add(current_stream_id(target.index))
-        return (pinned if size == SLOT_BYTES else pinned[:size]).to(target, non_blocking=True)
+        stream = current_stream(target.index)
+        own = runtime_for(stream)
+        if own is None:
+            return pinned[:size].to(target, non_blocking=True)
+        result = torch.empty(size, dtype=torch.uint8, device=target)
+        own.copy(result.data_ptr(), self._addresses[number], size, stream.cuda_stream)
+        return result
 
     def _turn(self, half: int) -> None:
         """Go on in this half; the other one is full."""

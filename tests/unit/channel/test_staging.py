@@ -22,8 +22,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             log.append("wait")
 
     class Stream:
-        def __init__(self, **names: int) -> None:
-            pass
+        def __init__(self, device_index: int, **names: int) -> None:
+            self.device_index = device_index
 
         def record_event(self) -> Event:
             log.append("record")
@@ -40,6 +40,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(device_api, "_C", Inner)
+    monkeypatch.setattr(device_api, "_streams", {})
+    monkeypatch.setattr(pinned, "runtime_for", lambda stream: None)
     monkeypatch.setattr(torch, "empty", without_pinning)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
