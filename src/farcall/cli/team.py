@@ -76,7 +76,7 @@ class Team:
         except BaseException:
             self.kill()
             raise
-        self.start_s = time.monotonic() - begun
+        self.start_s: float = time.monotonic() - begun
 
     def ask(self, rank: int, request: Any, timeout_s: float) -> Any:
         """Send ``request`` to a member and return its answer."""

@@ -22,7 +22,7 @@ from farcall.serialize import map_cpu_tensors
 
 __all__ = ["DEVICE_BUSY_WAIT_S", "DEVICE_MESSAGES", "NodeDevices"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 DEVICE_BUSY_WAIT_S = 500e-6
 """A call with something on a device takes longer than others, and what was asleep meanwhile is slow at first."""
@@ -42,10 +42,10 @@ class NodeDevices:
         """``on_release(urgent)`` wakes who sends releases; ``run_later`` runs what may take long on a worker."""
         self.name = name
         self.options = options
-        self.api = api or CudaApi()
-        self.pool = DevicePool(self.api, options.device_memory_limit_bytes)
-        self.lanes = Lanes(lambda: self.devices)
-        self.answers = Lanes(lambda: self.devices, ordered=False)
+        self.api: DeviceApi | CudaApi = api or CudaApi()
+        self.pool: DevicePool = DevicePool(self.api, options.device_memory_limit_bytes)
+        self.lanes: Lanes = Lanes(lambda: self.devices)
+        self.answers: Lanes = Lanes(lambda: self.devices, ordered=False)
         """For answers that nobody's stream waits for yet."""
         self.on_release = on_release
         self.run_later = run_later
