@@ -42,7 +42,7 @@ from farcall.runtime.peers import Peer, RemotePeer
 
 __all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
@@ -80,8 +80,8 @@ class DeviceLink:
         self._released: deque[tuple[int, int]] = deque()
         self._dead_views: deque[DeviceTicket] = deque()
         self._logged = False
-        self.bytes_sent = 0  # lent and taken, not through the host; about: counted without a lock
-        self.bytes_received = 0
+        self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
+        self.bytes_received: int = 0
 
     def learn(self, pairs: Mapping[str, str], automatic: bool) -> None:
         """The peer's map to us."""
