@@ -49,6 +49,7 @@ def trains(rank: int, backend: str, folder: str) -> None:
         torch.testing.assert_close(layer.weight.grad, reference.weight.grad)
         assert layer.weight.grad is not None
         GRADIENTS[step] = layer.weight.grad.clone()
+        torch.cuda.current_stream().synchronize()  # functions that others call here run on other streams
         if together:
             dist.barrier()
             torch.testing.assert_close(farcall.rpc_sync(other, gradient_of, args=(step,)), GRADIENTS[step])

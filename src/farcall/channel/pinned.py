@@ -5,7 +5,9 @@ uses the device changes nothing, as long as neither needs its processors: kernel
 and where both processes have such work a turn costs 0.16 ms. (Events do not: 5 us.) Hence ``COMPANY_BYTES``.
 
 Not pageable memory: where devices can read that, the driver may do so after its owner has let go of it. Torch's
-allocator of pinned memory costs more than such a copy, so what is here is made once and used over and over.
+allocator of pinned memory costs more than such a copy, so what is here is made once and used over and over. And it
+knows nothing of these copies: memory from which one may still be on its way is never given back to it, but left to the
+next thread.
 """
 
 from __future__ import annotations
@@ -45,17 +47,21 @@ class _Landing:
     def download(self, source: torch.Tensor, size: int) -> bytearray:
         stream = current_stream(source.get_device())
         own = runtime_for(stream) if source.is_contiguous() else None
-        if own is None:
-            self._view(source, size).copy_(source, non_blocking=True)
-            stream.synchronize()
-        else:
-            handle = stream.cuda_stream
-            own.copy(self._address, source.data_ptr(), size, handle)
-            for _ in range(LOOKS):
-                if own.is_done(handle):
-                    break
-            else:
+        try:
+            if own is None:
+                self._view(source, size).copy_(source, non_blocking=True)
                 stream.synchronize()
+            else:
+                handle = stream.cuda_stream
+                own.copy(self._address, source.data_ptr(), size, handle)
+                for _ in range(LOOKS):
+                    if own.is_done(handle):
+                        break
+                else:
+                    stream.synchronize()
+        except BaseException:
+            stream.synchronize()  # after Ctrl-C, say: it must not arrive later, in the place of another one
+            raise
         return copy_of(self._address, size)
 
     def _view(self, source: torch.Tensor, size: int) -> torch.Tensor:
@@ -108,9 +114,26 @@ class _Ring:
             event.synchronize()
 
 
+_idle_rings: list[_Ring] = []
+
+
+class _Loan:
+    """A thread's ring; when the thread ends, it is for another one to go on with."""
+
+    def __init__(self) -> None:
+        try:
+            self.ring = _idle_rings.pop()
+        except IndexError:
+            self.ring = _Ring()
+
+    def __del__(self) -> None:
+        if hasattr(self, "ring"):
+            _idle_rings.append(self.ring)
+
+
 class _Kept(threading.local):
     landing: _Landing | None = None
-    ring: _Ring | None = None
+    loan: _Loan | None = None
 
 
 _kept = _Kept()
@@ -129,11 +152,11 @@ def upload(source: memoryview, target: torch.device, has_company: bool) -> torch
 
     ``has_company``: another process has work on that device. Then the result may be longer, see above.
     """
-    ring = _kept.ring
-    if ring is None:
+    loan = _kept.loan
+    if loan is None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        ring = _kept.ring = _Ring()
+        loan = _kept.loan = _Loan()
     size = source.nbytes
     if has_company and WORTH_BYTES <= size < COMPANY_BYTES:
         size = COMPANY_BYTES
-    return ring.upload(source, size, target)
+    return loan.ring.upload(source, size, target)

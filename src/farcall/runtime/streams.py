@@ -203,14 +203,11 @@ class Stamp:
 
     def wait(self) -> None:
         """Have the current streams wait for it, and its memory be kept until they are done with it."""
-        elsewhere = False
         for device, made_on, event in self._events:
             if current_stream_id(device) != made_on:
-                elsewhere = True
                 current_stream(device).wait_event(event)
-        if elsewhere:
-            for tensor in self._tensors:
-                tensor.record_stream(current_stream(tensor.get_device()))
+        for tensor in self._tensors:
+            tensor.record_stream(current_stream(tensor.get_device()))
 
 
 def stamp(value: Any, devices: Sequence[torch.device]) -> Stamp | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -84,3 +85,23 @@ def test_only_in_company_and_only_what_is_not_tiny_is_made_longer(
 ) -> None:
     monkeypatch.setattr(pinned, "_kept", pinned._Kept())
     assert staging.to_device(memoryview(bytes(size)), HOST, company).numel() == length
+
+
+def test_the_memory_of_a_thread_that_ended_is_the_next_ones_and_not_the_allocators(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_kept", pinned._Kept())
+    monkeypatch.setattr(pinned, "_idle_rings", [])
+    rings: list[pinned._Ring] = []
+
+    def work() -> None:
+        pinned.upload(memoryview(b"abc"), HOST, False)
+        assert pinned._kept.loan is not None
+        rings.append(pinned._kept.loan.ring)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert rings[0] is rings[1]
+    assert rings[1]._next == 2, "what the first one uploads is not overwritten"
