@@ -6,7 +6,6 @@ import asyncio
 import functools
 import operator
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def _scripted(left: torch.Tensor, right: int = 3) -> torch.Tensor:
     return left * right
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit as a whole
-    scripted = torch.jit.script(_scripted)
+scripted = torch.jit.script(_scripted)
 
 
 async def add_slowly(left: int, right: int) -> tuple[str, int]:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,15 +45,11 @@ def _scripted(left: torch.Tensor, right: int = 3) -> torch.Tensor:
     return left * right
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit as a whole
-    scripted = torch.jit.script(_scripted)
+scripted = torch.jit.script(_scripted)
 
 
 def scripted_module() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(torch.nn.Linear(2, 3))
+    return torch.jit.script(torch.nn.Linear(2, 3))
 
 
 @farcall.functions.async_execution
