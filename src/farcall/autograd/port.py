@@ -134,7 +134,9 @@ class NodePort:
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
         node = self._node
-        return PROFILING.begin_call(node, node.peer(worker_id), "backward", None, run)
+        peer = node.numbered(worker_id)
+        # Of one that is gone there is nothing to record; the letter to it fails the pass.
+        return None if peer is None else PROFILING.begin_call(node, peer, "backward", None, run)
 
     def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
         return PROFILING.begin_run(self._node.info, wanted)
