@@ -1,4 +1,4 @@
-"""farcall beside stock torch RPC, Ray, Dask and Monarch: the same four things between two processes of one machine.
+"""farcall beside stock torch RPC, Ray, Dask and Monarch: the same things between two processes of one machine.
 
     python benchmarks/others.py --ray RAY_VENV/bin/python --dask DASK_VENV/bin/python --monarch MONARCH_VENV/bin/python
 
@@ -11,6 +11,7 @@ interpreter. The figures of all rounds go to --out, and a table of medians is pr
     no-op, 64 in flight   such calls per second; of a window that slides and of batches the better, for each system
     echo 1 MiB            one call that sends a tensor and gets it back
     send 64 MiB           one call that sends a tensor; the callee reads the last byte, and answers with it
+    killed                from SIGKILL to the callee, amid a call, until the caller has an error
 
 Every system is called through its ordinary blocking interface, with the settings in its `start` below and no others.
 What comes back is compared with what was sent, once for each case. This file needs torch and the system measured, and
@@ -21,13 +22,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -45,12 +49,14 @@ SEND_BYTES = 64 << 20
 WARM_UP_SHARE = 0.3
 LEAST_SAMPLES = 10
 ROUND_TIMEOUT_S = 120.0
+DEATH_TIMEOUT_S = 10.0
 UNITS = {
     "no-op, us": ("lower", "one no-op call"),
     "no-op p99, us": ("lower", "one no-op call, p99"),
     "no-op, 64 in flight, calls/s": ("higher", "no-op calls, 64 in flight"),
     "echo 1 MiB, us": ("lower", "echo of a 1 MiB tensor"),
     "send 64 MiB, ms": ("lower", "send of a 64 MiB tensor"),
+    "killed, ms": ("lower", "callee killed: the caller knows after"),
 }
 
 
@@ -64,6 +70,14 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 def last_byte(tensor: torch.Tensor) -> int:
     return int(tensor[-1])
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def nap() -> None:
+    time.sleep(10 * DEATH_TIMEOUT_S)
 
 
 class System(ABC):
@@ -242,8 +256,16 @@ class Callee:
     def last_byte(self, tensor: torch.Tensor) -> int:
         return last_byte(tensor)
 
+    def process_id(self) -> int:
+        return process_id()
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"noop": noop, "echo": echo, "last_byte": last_byte}
+    def nap(self) -> None:
+        nap()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (noop, echo, last_byte, process_id, nap)
+}
 SYSTEMS: dict[str, type[System]] = {
     "farcall": Farcall,
     "stock": Stock,
@@ -307,14 +329,38 @@ def measure(system: System, budget_s: float) -> dict[str, float]:
     if system.call("last_byte", large) != 7:
         raise AssertionError("another tensor arrived")
     sent = durations_s(lambda: system.call("last_byte", large), budget_s)
-    values = (
+    values: tuple[float, ...] = (
         statistics.median(no_op) * 1e6,
         no_op[int(len(no_op) * 0.99)] * 1e6,
         rate,
         statistics.median(echoed) * 1e6,
         statistics.median(sent) * 1e3,
     )
-    return dict(zip(UNITS, values, strict=True))
+    return dict(zip(list(UNITS)[:-1], values, strict=True))
+
+
+def kill_callee(system: System) -> float | None:
+    """How long, in milliseconds, until a call fails whose callee is killed; None: too long. Ends the system."""
+    callee = system.call("process_id")
+    ended: list[tuple[float, str]] = []
+
+    def wait() -> None:
+        try:
+            system.result(call)
+        except BaseException as error:
+            ended.append((time.perf_counter(), f"{type(error).__name__}: {str(error)[:200]}"))
+
+    call = system.begin("nap")
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    time.sleep(0.5)  # the call is to be under way, and nobody can say when it is
+    os.kill(callee, signal.SIGKILL)
+    killed = time.perf_counter()
+    waits.join(DEATH_TIMEOUT_S)
+    if not ended:
+        return None
+    print("the error:", ended[0][1])
+    return (ended[0][0] - killed) * 1e3
 
 
 def measure_here(name: str, budget_s: float, out: Path) -> None:
@@ -323,14 +369,20 @@ def measure_here(name: str, budget_s: float, out: Path) -> None:
     system.start()
     system.call("noop")
     start_s = time.perf_counter() - begun
-    figures = measure(system, budget_s)
+    figures: dict[str, float | None] = {**measure(system, budget_s)}
+    figures["killed, ms"] = kill_callee(system)
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         system.package: version(system.package),
     }
     out.write_text(json.dumps({"figures": figures, "start_s": start_s, "versions": versions}))
-    system.stop()
+    # Some end in order after that, and some never do: whatever they started ends with this process.
+    stops = threading.Thread(target=system.stop, daemon=True)
+    stops.start()
+    stops.join(DEATH_TIMEOUT_S)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def be_called(name: str, url: str) -> None:
@@ -377,7 +429,8 @@ def take_turns(pythons: dict[str, str], rounds: int, budget_s: float) -> dict[st
     for system in found.values():
         if system["rounds"]:
             system["median"] = {
-                key: statistics.median(each[key] for each in system["rounds"]) for key in system["rounds"][0]
+                key: statistics.median(math.inf if each[key] is None else each[key] for each in system["rounds"])
+                for key in system["rounds"][0]
             }
     return found
 
@@ -391,7 +444,9 @@ def as_table(found: dict[str, Any]) -> str:
         best = (min if better == "lower" else max)(there, default=None)
         cells = []
         for value in values.values():
-            text = "failed" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+            text = "failed" if value is None else f"{value:,.0f}" if 100 <= value < math.inf else f"{value:.3g}"
+            if value == math.inf:
+                text = f"not in {DEATH_TIMEOUT_S:g} s"
             cells.append(f"**{text}**" if value is not None and value == best else text)
         lines.append(f"| {title}, {unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -421,7 +476,8 @@ def main() -> None:
         found = take_turns(pythons, arguments.rounds, arguments.budget)
         machine = {"cores": os.cpu_count(), "machine": platform.machine(), "system": platform.system()}
         document = {"machine": machine, "rounds": arguments.rounds, "budget_s": arguments.budget, "systems": found}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+        text = json.dumps(document, indent=1).replace("Infinity", "null")  # which JSON has not
+        arguments.out.write_text(text + "\n")
         print(as_table(found))
 
 

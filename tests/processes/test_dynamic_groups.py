@@ -240,7 +240,7 @@ def test_a_backward_pass_through_one_that_is_gone_names_it(url: str) -> None:
             loss = nodes[0].rpc_sync("far", _half, (value,)).sum()
             far.shutdown(graceful=False)
         wait_until(lambda: names(nodes[0]) == ["w0"])
-        with pytest.raises(PeerDead, match="^Error on Node 7: far is gone$"):
+        with pytest.raises(PeerDead, match=r"^Error on Node 7: far is gone$"):
             contexts.backward(context.id, [loss])
         contexts.release_everywhere(context.id)
 
