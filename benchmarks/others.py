@@ -50,14 +50,16 @@ WARM_UP_SHARE = 0.3
 LEAST_SAMPLES = 10
 ROUND_TIMEOUT_S = 120.0
 DEATH_TIMEOUT_S = 10.0
-UNITS = {
-    "no-op, us": ("lower", "one no-op call"),
-    "no-op p99, us": ("lower", "one no-op call, p99"),
-    "no-op, 64 in flight, calls/s": ("higher", "no-op calls, 64 in flight"),
-    "echo 1 MiB, us": ("lower", "echo of a 1 MiB tensor"),
-    "send 64 MiB, ms": ("lower", "send of a 64 MiB tensor"),
-    "killed, ms": ("lower", "callee killed: the caller knows after"),
+CASES = {
+    "no-op, us": "a call of a function that does nothing",
+    "no-op p99, us": "the slowest of a hundred of them",
+    "no-op, 64 in flight, calls/s": "such calls in a second, 64 in flight",
+    "echo 1 MiB, us": "echo of a 1 MiB tensor",
+    "send 64 MiB, us": "send of a 64 MiB tensor",
+    "killed, us": "the callee is killed: its caller knows after",
 }
+"""Each figure, with its unit, and its name in the table. What is not counted by the second is better if low."""
+RATE = "calls/s"
 
 
 def noop() -> None:
@@ -334,13 +336,13 @@ def measure(system: System, budget_s: float) -> dict[str, float]:
         no_op[int(len(no_op) * 0.99)] * 1e6,
         rate,
         statistics.median(echoed) * 1e6,
-        statistics.median(sent) * 1e3,
+        statistics.median(sent) * 1e6,
     )
-    return dict(zip(list(UNITS)[:-1], values, strict=True))
+    return dict(zip(list(CASES)[:-1], values, strict=True))
 
 
 def kill_callee(system: System) -> float | None:
-    """How long, in milliseconds, until a call fails whose callee is killed; None: too long. Ends the system."""
+    """How long, in microseconds, until a call fails whose callee is killed; None: too long. Ends the system."""
     callee = system.call("process_id")
     ended: list[tuple[float, str]] = []
 
@@ -360,7 +362,7 @@ def kill_callee(system: System) -> float | None:
     if not ended:
         return None
     print("the error:", ended[0][1])
-    return (ended[0][0] - killed) * 1e3
+    return (ended[0][0] - killed) * 1e6
 
 
 def measure_here(name: str, budget_s: float, out: Path) -> None:
@@ -370,7 +372,7 @@ def measure_here(name: str, budget_s: float, out: Path) -> None:
     system.call("noop")
     start_s = time.perf_counter() - begun
     figures: dict[str, float | None] = {**measure(system, budget_s)}
-    figures["killed, ms"] = kill_callee(system)
+    figures["killed, us"] = kill_callee(system)
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -436,20 +438,25 @@ def take_turns(pythons: dict[str, str], rounds: int, budget_s: float) -> dict[st
 
 
 def as_table(found: dict[str, Any]) -> str:
-    lines = ["| | " + " | ".join(found) + " |", "|---|" + "--:|" * len(found)]
-    for key, (better, title) in UNITS.items():
-        unit = key.rpartition(", ")[2]
-        values = {name: system.get("median", {}).get(key) for name, system in found.items()}
-        there = [value for value in values.values() if value is not None]
-        best = (min if better == "lower" else max)(there, default=None)
-        cells = []
-        for value in values.values():
-            text = "failed" if value is None else f"{value:,.0f}" if 100 <= value < math.inf else f"{value:.3g}"
-            if value == math.inf:
-                text = f"not in {DEATH_TIMEOUT_S:g} s"
-            cells.append(f"**{text}**" if value is not None and value == best else text)
-        lines.append(f"| {title}, {unit} | " + " | ".join(cells) + " |")
+    """For people, and for the README: the best of each row is bold."""
+    lines = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
+    for key, title in CASES.items():
+        values = [system.get("median", {}).get(key) for system in found.values()]
+        best = (max if key.endswith(RATE) else min)((value for value in values if value is not None), default=None)
+        cells = [f"**{_cell(key, value)}**" if value == best else _cell(key, value) for value in values]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return "failed"
+    if value == math.inf:
+        return f"not in {DEATH_TIMEOUT_S:g} s"
+    if key.endswith(RATE):
+        return f"{value:,.0f}"
+    factor, unit = next((factor, unit) for factor, unit in ((1e6, "s"), (1e3, "ms"), (1, "us")) if value >= factor)
+    return f"{value / factor:.{0 if value >= 10 * factor else 1}f} {unit}"
 
 
 def main() -> None:
