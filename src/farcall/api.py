@@ -36,7 +36,7 @@ from farcall.runtime.node import node_of_thread
 from farcall.serialize import use_rpc_pickler
 
 T = TypeVar("T")
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 Destination = str | int | WorkerInfo
 

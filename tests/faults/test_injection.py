@@ -130,7 +130,8 @@ def test_without_rules_all_is_as_ever(transport):
         for _ in range(4):  # inline first, then in a segment, then in one that is known
             assert nodes[0].rpc_sync("w2", total, (torch.ones(LARGE),)) == LARGE
             assert nodes[2].rpc_sync("w0", double, (torch.ones(LARGE),)).sum() == 2 * LARGE
-        assert bool(nodes[0].other(2)._accepted) == (transport == "unix")  # descriptors passed, too
+        lending = nodes[0].other(2).lending
+        assert (lending is not None and lending.is_used) == (transport == "unix")  # descriptors passed, too
         rref = nodes[1].remote("w2", torch.full, ((3,), 7.0))
         assert torch.equal(rref.to_here(), torch.full((3,), 7.0))
         with pytest.raises(ZeroDivisionError):

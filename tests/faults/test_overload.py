@@ -24,6 +24,8 @@ from farcall.remote.owner import fetch
 from farcall.remote.references import NodeReferences
 from farcall.runtime import executor
 from farcall.runtime.node import current_node
+from farcall.runtime.node.arrivals import Arrivals
+from farcall.runtime.node.process import work_for
 from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
 
@@ -57,13 +59,13 @@ def _nothing_ran_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many calls were refused."""
     count = [0]
-    refuse = farcall.Node._refuse
+    refuse = Arrivals.refuse
 
-    def counted(node: farcall.Node, *request: Any) -> None:
+    def counted(arrivals: Arrivals, *request: Any) -> None:
         count[0] += 1
-        refuse(node, *request)
+        refuse(arrivals, *request)
 
-    monkeypatch.setattr(farcall.Node, "_refuse", counted)
+    monkeypatch.setattr(Arrivals, "refuse", counted)
     return count
 
 
@@ -311,13 +313,7 @@ def dist_autograd_context(node: farcall.Node) -> Iterator[int]:
         with dist_autograd.context() as context_id:
             yield context_id
     finally:
-        runtime_thread().node = None
-
-
-def runtime_thread() -> Any:
-    from farcall.runtime import node
-
-    return node._thread
+        work_for(None)
 
 
 def test_barriers_are_not_refused() -> None:
@@ -333,14 +329,14 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
     with small_team("fail") as nodes:
         mine = nodes[0].remote("w0", run, ("mine",))
         kept: list[Any] = []
-        take = nodes[1].take_forks
+        take = nodes[1].arrivals.take_forks
         with full(nodes[1], nodes[0]):
-            nodes[1].take_forks = lambda peer, message, notes: kept.append((peer, message))
+            nodes[1].arrivals.take_forks = lambda peer, message, notes: kept.append((peer, message))
             future = nodes[0].rpc_async("w1", run, ("a", mine))
             wait_until(lambda: kept)
-            nodes[1].take_forks = take
+            nodes[1].arrivals.take_forks = take
         assert len(kept) == 1
-        nodes[1].call_soon(lambda: nodes[1].redeliver(*kept.pop()))  # there is room by now
+        nodes[1].call_soon(lambda: nodes[1].arrivals.redeliver(*kept.pop()))  # there is room by now
         with pytest.raises(Overloaded):
             future.wait()
         assert "a" not in ran
@@ -466,7 +462,9 @@ def test_a_graceful_shutdown_waits_for_those_who_wait() -> None:
         fill_and_be_told(nodes)
         call = Background(ways(nodes[0], "a")["sync"])
         wait_until(lambda: held(nodes[0]) == 1)
-        assert nodes[0]._local_state()[0] == len(nodes[0].calls._pending) + 1  # it counts, although it is not sent
+        assert (
+            nodes[0]._leaving._local_state()[0] == len(nodes[0].calls._pending) + 1
+        )  # it counts, although it is not sent
         leaving = [Background(node.shutdown) for node in nodes]
         wait_until(lambda: all(node._leaving.entered for node in nodes))
         opened.set()

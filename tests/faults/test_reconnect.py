@@ -269,7 +269,7 @@ def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
             rule.lift()
         for _ in range(3):
             assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
-        wait_until(lambda: peer._accepted)
+        wait_until(lambda: peer.lending.is_used)
         assert nodes[0].pool is not None
         wait_until(lambda: nodes[0].pool.live_bytes == 0)
 

@@ -28,11 +28,11 @@ def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> No
 
 
 def addresses() -> list[str]:
-    return list(api.current_node()._door.addresses)  # type: ignore[union-attr]
+    return list(api.current_node()._foundation.door.addresses)
 
 
 def guests() -> int:
-    return len(api.current_node()._door._guests)  # type: ignore[union-attr]
+    return len(api.current_node()._foundation.door._guests)
 
 
 def connect(address: str) -> socket.socket:
@@ -146,7 +146,7 @@ def descriptors() -> int:
 def time_is_up() -> None:
     """As if ten seconds had passed."""
     node = api.current_node()
-    for guest in list(node._door._guests):  # type: ignore[union-attr]
+    for guest in list(node._foundation.door._guests):
         guest.deadline = 0.0
     node.attend_by(0.0)
 

@@ -139,7 +139,7 @@ def describe_ways(rank: int) -> list[str]:
     see_everybody(2)
     node = api.current_node()
     peer = node._remotes[1 - rank]
-    return [peer.link.transport.kind, "shared" if peer.segments is not None and peer._accepted else "inline"]
+    return [peer.link.transport.kind, "shared" if peer.lending is not None and peer.lending.is_used else "inline"]
 
 
 def test_one_host_uses_unix_sockets_and_shared_memory() -> None:

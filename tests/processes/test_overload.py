@@ -39,8 +39,8 @@ def wait_until_overloaded(when: str) -> None:
     node = api.current_node()
     refused: list[Any] = []
     if when == "fail":
-        refuse = node._refuse
-        node._refuse = lambda *request: (refused.append(request), refuse(*request))[1]  # type: ignore[method-assign]
+        refuse = node.arrivals.refuse
+        node.arrivals.refuse = lambda *request: (refused.append(request), refuse(*request))[1]  # type: ignore[method-assign]
     give_up_at = time.monotonic() + LONG_S
     while len(node.admission._told) < FLOODERS and not refused:
         assert time.monotonic() < give_up_at, "nobody was told, and nobody refused"

@@ -37,7 +37,7 @@ def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
 
 
 def is_leaving() -> bool:
-    return api.current_node()._state == "leaving"
+    return api.current_node().state == "leaving"
 
 
 def wait_until_leaving() -> None:

@@ -17,7 +17,7 @@ from tests.processes.test_calls import Gate, live_bytes, wait_until, whoami
 
 import farcall
 from farcall.errors import PeerDead
-from farcall.runtime.peers import SHARED_BYTES
+from farcall.runtime.lending import SHARED_BYTES
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 MEBIBYTE = 1 << 20

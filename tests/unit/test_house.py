@@ -30,9 +30,25 @@ def test_what_is_not_there_yet_is_not() -> None:
     assert not {part for part, text in tree().items() if "(not there yet)" in text} & parts()
 
 
+def modules_named(part: str) -> list[Path]:
+    """What the page names in a part: its files and folders, and those of a folder that a line begins with."""
+    named = []
+    home = folder = SOURCE / part
+    _, text = tree()[part].split(maxsplit=1)
+    for line in text.splitlines():
+        if line[:6].strip():
+            folder = home / first if (first := line.split()[0]).endswith("/") else home
+        for name in re.findall(r"(?<![\w/])\w+(?:\.py|/)(?!\w)", line):
+            named.append(folder / name if (folder / name).exists() else home / name)
+    return named
+
+
 def test_every_module_in_the_tree_exists() -> None:
     for part in parts():
         if (SOURCE / part).is_dir():
-            _, text = tree()[part].split(maxsplit=1)
-            named = re.findall(r"(?<![\w/])\w+(?:\.py|/)(?!\w)", text)
-            assert [name for name in named if not (SOURCE / part / name).exists()] == [], part
+            assert [path for path in modules_named(part) if not path.exists()] == [], part
+
+
+def test_every_module_of_a_node_is_in_the_tree() -> None:
+    folder = SOURCE / "runtime" / "node"
+    assert set(folder.glob("[a-z]*.py")) == {path for path in modules_named("runtime") if path.parent == folder}

@@ -35,8 +35,8 @@ class Context:
     def __init__(self, context_id: int, contexts: Contexts) -> None:
         self.id = context_id
         self.contexts = contexts
-        self.released = False
-        self.lock = threading.RLock()
+        self.released: bool = False
+        self.lock: threading.RLock = threading.RLock()
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Node] = {}
         self.declined: list[tuple[int, int]] = []  # (sender, message id) of what arrived and is not used

@@ -51,7 +51,7 @@ class Contexts:
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._backward_lock = threading.Lock()
-        self.backward_calls = 0
+        self.backward_calls: int = 0
         """How many threads of this worker are inside `backward`."""
 
     # --- which context ------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Phases:
         self._leaf_count = 0
         self.dead: list[Node] = []  # receives that will see no gradient, since last taken
         everything = list(sources)
-        self.unheard = len(everything)
+        self.unheard: int = len(everything)
         targets = [edge[0] for source in everything for edge in source]
         self._wavefront: Wavefront[Node] = Wavefront(targets, self._next_nodes)
 

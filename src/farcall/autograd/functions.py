@@ -33,9 +33,9 @@ class SendFunction:
     __slots__ = ("message_id", "next_functions", "to_worker")
 
     def __init__(self, message_id: int, to_worker: int, next_functions: tuple[Edge, ...]) -> None:
-        self.message_id = message_id
-        self.to_worker = to_worker
-        self.next_functions = next_functions
+        self.message_id: int = message_id
+        self.to_worker: int = to_worker
+        self.next_functions: tuple[Edge, ...] = next_functions
 
     def name(self) -> str:
         """The name that programs written for `torch.distributed.autograd` look for."""

@@ -139,8 +139,8 @@ class LocalPass:
     ) -> None:
         self._context = context
         self._port = port
-        self.machine = machine
-        self.roots = roots
+        self.machine: BackwardPass = machine
+        self.roots: dict[Edge, torch.Tensor] = roots
         self._retain_graph = retain_graph
         # Taken together under the context's lock: a receive recorded later answers for itself.
         self._sends: dict[int, Sequence[Edge]] = {

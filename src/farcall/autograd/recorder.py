@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 
 import torch
 
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.letters import GRADIENTS, decode_letters
+from farcall.autograd.passes import Task
 from farcall.autograd.port import NodePort
 from farcall.errors import RpcError
 from farcall.protocol.frames import REQUEST, Arrived
@@ -23,7 +25,7 @@ from farcall.serialize import Annotated
 
 __all__ = ["Recorder", "attach_to"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 
 class Recorder:
@@ -32,8 +34,8 @@ class Recorder:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._port = NodePort(node)
-        self.in_order = self._port.in_order
-        self.contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
+        self.in_order: Callable[[Task], None] = self._port.in_order
+        self.contexts: Contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
         node.on_peer_joined(lambda peer: self.contexts.worker_joined(peer.origin))
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self.close)
@@ -90,4 +92,4 @@ def attach_to(node: Node) -> None:
     """Make ``node`` take part in other workers' contexts."""
     node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
 
-    node.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)
+    node.arrivals.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)

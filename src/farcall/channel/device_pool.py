@@ -63,12 +63,12 @@ class _Segment:
     __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "size")
 
     def __init__(self, segment_id: int, device: int, memory: torch.Tensor) -> None:
-        self.id = segment_id
-        self.device = device
-        self.memory = memory
-        self.size = memory.numel()
-        self.carved = 0
-        self.live = 0
+        self.id: int = segment_id
+        self.device: int = device
+        self.memory: torch.Tensor = memory
+        self.size: int = memory.numel()
+        self.carved: int = 0
+        self.live: int = 0
         self.idle_since: float | None = None
         self.exports: dict[Hashable, Export] = {}
 
@@ -79,12 +79,12 @@ class DeviceBlock:
     __slots__ = ("capacity", "event", "event_handle", "memory", "offset", "segment")
 
     def __init__(self, segment: _Segment, offset: int, capacity: int, event: Any, event_handle: bytes) -> None:
-        self.segment = segment
-        self.offset = offset
-        self.capacity = capacity
-        self.memory = segment.memory[offset : offset + capacity]
-        self.event = event
-        self.event_handle = event_handle
+        self.segment: _Segment = segment
+        self.offset: int = offset
+        self.capacity: int = capacity
+        self.memory: torch.Tensor = segment.memory[offset : offset + capacity]
+        self.event: Any = event
+        self.event_handle: bytes = event_handle
 
     @property
     def device(self) -> int:

@@ -36,13 +36,13 @@ class Block:
     __slots__ = ("capacity", "holders", "offset", "segment", "size", "view")
 
     def __init__(self, segment: Segment, offset: int, size: int, capacity: int) -> None:
-        self.segment = segment
-        self.offset = offset
-        self.size = size
-        self.capacity = capacity
-        self.view = segment.view[offset : offset + size]
+        self.segment: Segment = segment
+        self.offset: int = offset
+        self.size: int = size
+        self.capacity: int = capacity
+        self.view: memoryview = segment.view[offset : offset + size]
         #: How many hold it: this process (at most once) and each peer, as often as it was lent.
-        self.holders = 1
+        self.holders: int = 1
 
     @property
     def segment_id(self) -> int:
@@ -68,24 +68,24 @@ class Segment:
     )
 
     def __init__(self, segment_id: int, size: int) -> None:
-        self.id = segment_id
-        self.size = size
-        self.descriptor = os.memfd_create(f"farcall-{segment_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.id: int = segment_id
+        self.size: int = size
+        self.descriptor: int = os.memfd_create(f"farcall-{segment_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.mapping = mmap.mmap(self.descriptor, size)
+            self.mapping: mmap.mmap = mmap.mmap(self.descriptor, size)
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.view = memoryview(self.mapping)
-        self.address = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
+        self.view: memoryview = memoryview(self.mapping)
+        self.address: int = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
         self.live: dict[int, Block] = {}
         #: Which peers have its descriptor.
         self.offered_to: set[object] = set()
         self.idle_since: float | None = None
         #: Somebody we have no link to may still look at blocks of it: hand out nothing more.
-        self.stranded = False
+        self.stranded: bool = False
         # Freed ranges, by offset: their pages exist. Beyond _untouched no page was ever used.
         self._ranges: list[tuple[int, int]] = []
         self._untouched = 0

@@ -52,10 +52,10 @@ class MappedSegment:
             mapping = _map(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
             raise SegmentRefused(f"a segment of {size} bytes cannot be mapped: {error}") from error
-        self.size = size
+        self.size: int = size
         # The view keeps the mapping, and every view of the view does: it is unmapped when the last one dies.
-        self.view = mapping
-        self.address = address_of(self.view)
+        self.view: memoryview = mapping
+        self.address: int = address_of(self.view)
 
 
 def _map(descriptor: int, size: int) -> memoryview:
@@ -82,9 +82,9 @@ class GivenBack:
     def __init__(self, owner: SegmentMap, lease: Lease, segment_id: int, offset: int) -> None:
         self._map = owner
         self._lease = lease
-        self.segment_id = segment_id
-        self.offset = offset
-        self.last_use = False
+        self.segment_id: int = segment_id
+        self.offset: int = offset
+        self.last_use: bool = False
 
     def settled(self) -> None:
         """It was not the last use, and the bytes are copied: what ends from now on is released as usual."""

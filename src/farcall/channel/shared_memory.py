@@ -40,7 +40,7 @@ __all__ = [
     "host_token",
 ]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20

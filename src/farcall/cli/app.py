@@ -20,7 +20,7 @@ from farcall import __version__
 if TYPE_CHECKING:
     from farcall.observe.observer import Observer
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="farcall",
     no_args_is_help=True,
     add_completion=False,
@@ -181,7 +181,7 @@ def trace(
         write_trace(_console(), observer, seconds, output, shapes, memory, stacks)
 
 
-torchscript = typer.Typer(help="The extension for RPC in TorchScript code.", no_args_is_help=True)
+torchscript: typer.Typer = typer.Typer(help="The extension for RPC in TorchScript code.", no_args_is_help=True)
 app.add_typer(torchscript, name="torchscript")
 
 

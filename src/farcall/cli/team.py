@@ -74,7 +74,7 @@ class Team:
         except BaseException:
             self.kill()
             raise
-        self.start_s = time.monotonic() - begun
+        self.start_s: float = time.monotonic() - begun
 
     @property
     def directory(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _is_valid_context = farcall_autograd._is_valid_context
 _new_context = farcall_autograd._new_context
 _release_context = farcall_autograd._release_context
 _retrieve_context = farcall_autograd._retrieve_context
-get_gradients = farcall_autograd.get_gradients
+get_gradients: Callable[[int], dict[torch.Tensor, torch.Tensor]] = farcall_autograd.get_gradients
 
 
 def is_available() -> bool:

@@ -54,11 +54,11 @@ class ScriptableRemoteModule(nn.Module):
         super().__init__()
         where = parse_remote_device(remote_device)
         written = _written(interface, where.device.type != "cpu", has_map)
-        self.on = str(where.worker)
-        self.device = str(where.device)
+        self.on: str = str(where.worker)
+        self.device: str = str(where.device)
         self.is_device_map_set = has_map
         self.is_scriptable = True
-        self.generated_methods = (written.forward_async, written.forward)
+        self.generated_methods: tuple[Any, Any] = (written.forward_async, written.forward)
         self.module_rref = module_rref
         for method in self.generated_methods:
             setattr(self, method.__name__, types.MethodType(torch.jit.export(method), self))

@@ -26,12 +26,13 @@ from farcall.runtime.calls import PendingCall
 from farcall.runtime.chronicle import Event
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
+from farcall.runtime.oneself import SelfPeer
 from farcall.runtime.onlooker import Onlooker
-from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.peers import Peer, RemotePeer
 
 __all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject", "WorkerEvents"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 SNAPSHOT = "snapshot"
 METRICS = "metrics"

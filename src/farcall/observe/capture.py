@@ -16,6 +16,7 @@ Its parser is torch's own (`torch.autograd.profiler_legacy`); a torch without it
 from __future__ import annotations
 
 import time
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -23,10 +24,11 @@ import torch
 from farcall.observe.spans import OPERATOR, Span
 from farcall.runtime.profiling import PROFILING, is_profiled
 
+legacy: ModuleType | None
 try:
     from torch.autograd import profiler_legacy as legacy
 except ImportError:  # it is deprecated
-    legacy = None  # type: ignore[assignment]
+    legacy = None
 
 __all__ = [
     "DEVICE",

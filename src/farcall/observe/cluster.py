@@ -32,7 +32,7 @@ from farcall.runtime.profiling import is_profiled
 
 __all__ = ["profile"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_SPANS = 1_000_000
 """That one worker keeps; what comes after that is counted only."""
@@ -44,7 +44,7 @@ class Recording:
     def __init__(self, worker: WorkerInfo, options: int) -> None:
         self.options = options
         self._worker = worker
-        self.collector = Collector(options, home=False)
+        self.collector: Collector = Collector(options, home=False)
         self.collector.worker = worker
         self.collector.harvest.names[worker.id] = worker.name
         add_recorder(self)

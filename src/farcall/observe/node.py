@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Node"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 
 class Node(node.Node):

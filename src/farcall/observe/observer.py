@@ -70,7 +70,7 @@ class Observer:
 
     def __init__(self, transport: Transport, established: Established) -> None:
         self._transport = transport
-        self.member = established.peer.name
+        self.member: str = established.peer.name
         """The member that is asked."""
         self._decoder = MessageDecoder(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)

@@ -21,7 +21,7 @@ import msgspec
 
 __all__ = ["Presence", "PresenceFile", "find_nodes", "runtime_directory"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 _SUFFIX = ".node"
 _MAX_FILE_BYTES = 64 * 1024

@@ -40,7 +40,7 @@ from farcall.runtime.profiling import PROFILING
 
 __all__ = ["THREAD", "Call", "Collector", "Recorder", "Run", "add_recorder", "call_name", "remove_recorder"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 _next_number = itertools.count(1).__next__
 _NUMBER_BITS = 32
@@ -99,7 +99,7 @@ class Collector:
         self.inside = inside
         self.home = home  # do callees send what they record back?
         self.worker: WorkerInfo | None = None  # whose calls these are, once there is one
-        self.harvest = Harvest([], [], {})
+        self.harvest: Harvest = Harvest([], [], {})
         self.open: dict[int, Call] = {}  # by number
 
     def everything(self) -> Harvest:
@@ -127,7 +127,7 @@ class Call:
         self._thread = get_native_id()
         self._number = (node.info.id << _NUMBER_BITS) | _next_number()
         self._details: dict[str, Any] = {"kind": kind, "to": peer.info.name, "transport": _transport(peer)}
-        self.name = call_name(kind, what, node.info.name, peer.info.name)
+        self.name: str = call_name(kind, what, node.info.name, peer.info.name)
         node.part(Clocks).ask(peer)
 
     def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
@@ -188,7 +188,7 @@ class Run(Collector):
         for recorder in tuple(_recorders):
             options |= recorder.options
         super().__init__(options, number, wanted is not None and wanted.home)
-        self._worker = self.worker = worker
+        self.worker: WorkerInfo = worker
         self._own: list[Span] = []
         self._here = _Here()
         self.harvest.names[worker.id] = worker.name
@@ -196,7 +196,7 @@ class Run(Collector):
     def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         outside, THREAD.collector = THREAD.collector, self
         here = self._here
-        here.part = Span(RUN, self._worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
+        here.part = Span(RUN, self.worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
         self.resume()
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -229,7 +229,7 @@ class Run(Collector):
 
     def _take(self, records: capture.Records | None) -> None:
         if records is not None:
-            self._own += capture.to_spans(records, self._worker.id, get_native_id(), self.inside)
+            self._own += capture.to_spans(records, self.worker.id, get_native_id(), self.inside)
             for recorder in tuple(_recorders):
                 recorder.take_records(records)
 
@@ -249,7 +249,7 @@ class Run(Collector):
         self.pause()  # a callback that completes a future answers the request from inside of the run
         own = self.take_own(name)
         for recorder in tuple(_recorders):
-            recorder.take_harvest(self._worker, Harvest(own, [], {self._worker.id: self._worker.name}))
+            recorder.take_harvest(self.worker, Harvest(own, [], {self.worker.id: self.worker.name}))
         if not self.home:
             return b""
         self.harvest.spans += own

@@ -38,7 +38,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
-        self.port = int(self._server.server_port)
+        self.port: int = int(self._server.server_port)
         """Where they are served."""
 
     def close(self) -> None:

@@ -178,12 +178,12 @@ class BackwardPass:
     def __init__(
         self, context_id: int, pass_id: PassId, me: int, parent: int | None, deadline: float | None = None
     ) -> None:
-        self.context_id = context_id
-        self.pass_id = pass_id
-        self.me = me
-        self.parent = parent
-        self.deadline = deadline
-        self.state = PassState.NEW
+        self.context_id: int = context_id
+        self.pass_id: PassId = pass_id
+        self.me: int = me
+        self.parent: int | None = parent
+        self.deadline: float | None = deadline
+        self.state: PassState = PassState.NEW
         self.peers: frozenset[int] = frozenset()
         self.told: list[int] = []
         self.unfinished: set[int] = set()

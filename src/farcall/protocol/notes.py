@@ -7,6 +7,8 @@ account for each of them. It does not know what a fork means.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from farcall.protocol.references.messages import Fork
@@ -54,8 +56,8 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
 
 
-encode_notes = msgspec.msgpack.Encoder().encode
-decode_notes = msgspec.msgpack.Decoder(Notes).decode
+encode_notes: Callable[[Notes], bytes] = msgspec.msgpack.Encoder().encode
+decode_notes: Callable[[bytes | memoryview], Notes] = msgspec.msgpack.Decoder(Notes).decode
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
@@ -65,8 +67,8 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
     limit: int
 
 
-encode_refusal = msgspec.msgpack.Encoder().encode
-decode_refusal = msgspec.msgpack.Decoder(Refusal).decode
+encode_refusal: Callable[[Refusal], bytes] = msgspec.msgpack.Encoder().encode
+decode_refusal: Callable[[bytes | memoryview], Refusal] = msgspec.msgpack.Decoder(Refusal).decode
 
 
 def without_creation(notes: bytes) -> bytes:

@@ -79,17 +79,17 @@ class Session:
     __slots__ = ("acknowledged", "due_at", "due_at_bytes", "kept", "received", "sent_again", "state")
 
     def __init__(self) -> None:
-        self.state = State.CONNECTED
+        self.state: State = State.CONNECTED
         self.kept: deque[Kept] = deque()
         """What was written and not acknowledged, oldest first."""
-        self.acknowledged = 0
+        self.acknowledged: int = 0
         """How many of our frames the peer has, as far as it said so."""
-        self.received = 0
+        self.received: int = 0
         """How many of the peer's frames came in full. Counted by the reader."""
-        self.sent_again = 0
+        self.sent_again: int = 0
         """How many of our frames the last resumption wrote again."""
-        self.due_at = ACKNOWLEDGE_FRAMES
-        self.due_at_bytes = ACKNOWLEDGE_BYTES
+        self.due_at: int = ACKNOWLEDGE_FRAMES
+        self.due_at_bytes: int = ACKNOWLEDGE_BYTES
         """An acknowledgement is due once so many frames or bytes have come."""
 
     def keep_nothing(self) -> None:

@@ -78,15 +78,16 @@ class Creation(PendingCall):
         self._future: torch.futures.Future[None] | None = None
         self._looks = 100
         self._waiting: list[PendingCall] | None = None  # calls that make no sense if this one fails
-        self.fork = fork
-        self.peer = peer
-        self.what = what
-        self.timeout_s = timeout_s
-        self.started_at = now = monotonic()
-        self.deadline = now + timeout_s if timeout_s else NEVER
-        self.arrived = False
-        self.call_id = 0
-        self.keeps = keeps  # what the call needs at the owner: it must not be released before the answer
+        self.fork: Fork = fork
+        self.peer: Peer = peer
+        self.what: Callable[..., Any] = what
+        self.timeout_s: float = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id: int = 0
+        self.keeps: object = keeps  # what the call needs at the owner: it must not be released before the answer
         self.error: RpcError | None = None
         """Why the owner may not have the reference."""
         self.outcome: BaseException | None = None

@@ -47,6 +47,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
     settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
     """How a future is given its value: so that TorchScript can use it, where that is in use."""
+    thread_id: int  # of whoever waits
 
     def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
@@ -58,9 +59,10 @@ class Future(torch.futures.Future[T], PendingCall):
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
-        self.started_at = now = monotonic()
-        self.deadline = now + timeout_s if timeout_s else NEVER
-        self.arrived = False
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
         self.call_id = 0
 
     def __repr__(self) -> str:

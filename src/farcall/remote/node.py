@@ -35,11 +35,6 @@ class Node(node.Node):
         options: see `RpcBackendOptions`.
     """
 
-    def start(self) -> None:
-        """Meet the other members and connect to each; raises within the options' start timeout."""
-        attach_to(self)
-        super().start()
-
     checks_leaks = False
     """Should a graceful shutdown raise `ReferenceLeak` if references to values of this node are never given up?"""
 
@@ -49,6 +44,7 @@ class Node(node.Node):
 
     def _become_member(self, membership: Membership) -> None:
         super()._become_member(membership)
+        attach_to(self)
         self.part(NodeReferences)  # before anybody can send one here
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:

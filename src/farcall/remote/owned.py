@@ -39,11 +39,11 @@ class Owned:
     """The class of values that TorchScript code has changed, or may; see `farcall.torchscript`."""
 
     def __init__(self, origin: str = "") -> None:
-        self.ready = False
+        self.ready: bool = False
         self.value: Any = None
         self.failure: Encoded | None = None
-        self.origin = origin  # where the program created it, if that is recorded
-        self.made_by = b""  # the function that made it, as it was named in the call
+        self.origin: str = origin  # where the program created it, if that is recorded
+        self.made_by: bytes = b""  # the function that made it, as it was named in the call
         self.type_hint: Any = None  # its type for TorchScript, if its user said so
         self._waiting: list[Callable[[], None]] | None = None
         self._stamp: Stamp | None = None  # on which streams of which devices it was made, in a node with devices

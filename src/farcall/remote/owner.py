@@ -80,7 +80,7 @@ class _Methods:
 
 
 METHOD_PREFIX = "of_"
-methods = _Methods()
+methods: _Methods = _Methods()
 
 
 def backward(created_on: int, local_id: int, context_id: int, retain_graph: bool) -> Any:

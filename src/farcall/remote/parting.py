@@ -54,7 +54,7 @@ class Parting:
         self.checks_leaks = False
         """Raise if anybody still holds something after all gave up what they held?"""
         self.give_up: Callable[[], object] = lambda: references.drop_all(0.0)
-        self.agreed = False
+        self.agreed: bool = False
         """Does everybody leave?"""
         self._settled_by: float | None = None
         self._parted: set[int] = set()

@@ -28,7 +28,7 @@ from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
-from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, Send
+from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
 from farcall.remote.owned import Owned, TypeTold, dispose
@@ -42,7 +42,7 @@ from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.serving import Server
 from farcall.serialize import Annotated, encode_failure
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 LINGER_S = 0.005
 CONFIRM_S = 0.002
@@ -79,7 +79,7 @@ class NodeReferences:
             linger_s=LINGER_S,
             wake=lambda: node.attend_by(monotonic() + LINGER_S),
         )
-        self.released = self._machine.released
+        self.released: ReleasedForks = self._machine.released
         self._values: dict[RefId, Owned] = {}
         self._lost: set[int] = set()
         self._last_created: dict[int, int] = {}  # of each creator, the last reference that it made here
@@ -87,14 +87,14 @@ class NodeReferences:
         self._kept_back: list[tuple[float, Peer, Arrived]] = []
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
-        node.take_forks = self.take_forks
+        node.arrivals.take_forks = self.take_forks
         node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
             # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
             node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
         node.on_peer_joined(self._on_peer_joined)
         node.on_peer_gone(self._on_peer_gone)
-        self.parting = Parting(self)
+        self.parting: Parting = Parting(self)
         node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be
@@ -120,7 +120,6 @@ class NodeReferences:
         make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
-        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -256,7 +255,7 @@ class NodeReferences:
                 for member in unknown:
                     self._workers[member] = WorkerInfo(f"member-{member}", -1)
                     self._lost.add(member)
-            self.node.redeliver(peer, message)
+            self.node.arrivals.redeliver(peer, message)
 
     def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
         """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
@@ -518,5 +517,6 @@ def call_remote(
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)

@@ -34,10 +34,12 @@ from farcall.remote.creation import Creation
 from farcall.remote.future import Future
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences
+from farcall.remote.sending import send
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
+from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated
@@ -116,6 +118,9 @@ def sync_with(
 class RetryingFuture(Future[Any]):
     """A future whose call is made again when the network fails it."""
 
+    peer: Peer  # of the last attempt
+    started_at: float
+
     def __init__(
         self,
         retry: Retry,
@@ -139,25 +144,11 @@ class RetryingFuture(Future[Any]):
         peer = self.peer = self._node.peer(self._to)
         self.profile = profile = None
         if is_profiled() or PROFILING.everywhere:
-            self.profile = profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
+            profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
         function, payload, buffers = encode_request(peer, *self._request)
-        try:
-            notes = b""
-            if profile is not None:
-                notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-            elif buffers.__class__ is Annotated or RECORDING.get() is not None:
-                notes = request_notes(peer, buffers)
-            self.arrived = False
-            self.started_at = monotonic()  # attempts are counted, and timed, one by one
-            self._node.calls.send(self, function, notes, payload, buffers)
-        except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
-            if not isinstance(error, NetworkError | RpcTimeout):
-                if profile is not None:
-                    profile.ended()
-                raise
-            self.on_failure(error)
+        self.arrived = False
+        self.started_at = monotonic()  # attempts are counted, and timed, one by one
+        send(self._node.calls, self, profile, function, payload, buffers)
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error, unless there is another attempt."""
@@ -193,6 +184,8 @@ class RetryingCreation(Creation):
     """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
 
     __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry")
+
+    started_at: float  # of the last attempt
 
     def __init__(self, retry: Retry, request: tuple[Function, Arguments, Keywords], *creation: Any) -> None:
         super().__init__(*creation)
@@ -271,6 +264,7 @@ def remote_with(
     """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
     peer = node.peer(to)
+    timeout_s = _bounds(node, timeout_s)[0]
     request = (func, args, kwargs)
     function, payload, buffers = encode_request(peer, *request)
     return node.part(NodeReferences).create(

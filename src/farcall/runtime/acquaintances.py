@@ -40,13 +40,14 @@ from farcall.runtime.dialling import Dialling
 from farcall.runtime.link import Link
 from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.members import incarnation_of, life_of
-from farcall.runtime.peers import Peer, RemotePeer, SelfPeer
+from farcall.runtime.oneself import SelfPeer
+from farcall.runtime.peers import Peer, RemotePeer
 from farcall.runtime.reconnect import Reconnecting
 from farcall.runtime.watch import Watch, as_member
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 STRANGER_S = 30.0
 """How long a stranger's connection is kept: long enough for it to be told what it needs to know."""
@@ -151,9 +152,7 @@ class Acquaintances:
     # ------------------------------------------------------------------ peers and their links
 
     def _make(self, info: WorkerInfo, incarnation: str, transport: Transport) -> RemotePeer:
-        peer = RemotePeer(
-            info, incarnation, self._is_static, None, None, self._write_later, self._me.info, self._fail_call
-        )
+        peer = RemotePeer(info, incarnation, self._is_static, self._write_later, self._me.info, self._fail_call)
         peer.link = Link(
             info,
             transport,

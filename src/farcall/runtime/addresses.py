@@ -19,7 +19,7 @@ from typing import NamedTuple
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.unix import unix_sockets_work
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = [
     "AdvertisedHost",

@@ -102,8 +102,8 @@ class Fullness:
     __slots__ = ("_gates", "_over", "limit", "queued")
 
     def __init__(self, queued: int, limit: int) -> None:
-        self.queued = queued
-        self.limit = limit
+        self.queued: int = queued
+        self.limit: int = limit
         self._gates: list[Gate] = []
         self._over = False
 

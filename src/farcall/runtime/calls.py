@@ -90,17 +90,18 @@ class SyncCall(PendingCall):
     )
 
     def __init__(self, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
-        self.peer = peer
-        self.what = what
-        self.timeout_s = timeout_s
-        self.started_at = now = monotonic()
-        self.deadline = now + timeout_s if timeout_s else NEVER
-        self.arrived = False
-        self.call_id = 0
-        self.thread_id = get_ident()
+        self.peer: Peer = peer
+        self.what: Callable[..., Any] = what
+        self.timeout_s: float = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id: int = 0
+        self.thread_id: int = get_ident()
         self.frame: Arrived | None = None
         self.error: RpcError | None = None
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()
 
     def on_answer(self, frame: Arrived) -> None:
@@ -147,8 +148,8 @@ class CallTable:
         self._next_id = itertools.count(1).__next__
         self._lock = threading.Lock()
         self._next_deadline = NEVER
-        self.last_id = 0
-        self.chronicle = chronicle.Chronicle()
+        self.last_id: int = 0
+        self.chronicle: chronicle.Chronicle = chronicle.Chronicle()
         self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
         """Finds out, from any thread, what the callee does with a call whose time is up, and calls the second argument
         with it, once, on the I/O thread, within EXPLAIN_S. Set by the layer above."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from farcall.ids import WorkerInfo
 from farcall.runtime.executor import Executor
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["MEMBER_EVENTS", "Changes", "MemberEvent"]
 

@@ -25,7 +25,7 @@ from farcall.errors import InitError
 from farcall.runtime.members import MemberRecord, as_text
 from farcall.runtime.stores import KeyStore
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["Contacts", "Group", "cluster_of", "members_key"]
 

@@ -43,7 +43,7 @@ from farcall.serialize import map_cpu_tensors
 
 __all__ = ["DEVICE_MESSAGES", "DeviceLink", "LocalDeviceLink", "NodeDevices"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
@@ -66,10 +66,10 @@ class NodeDevices:
         """``on_release(urgent)`` wakes who sends releases; ``run_later`` runs what may take long on a worker."""
         self.name = name
         self.options = options
-        self.api = api or CudaApi()
-        self.pool = DevicePool(self.api, options.device_memory_limit_bytes)
-        self.lanes = Lanes(lambda: self.devices)
-        self.answers = Lanes(lambda: self.devices, ordered=False)
+        self.api: DeviceApi | CudaApi = api or CudaApi()
+        self.pool: DevicePool = DevicePool(self.api, options.device_memory_limit_bytes)
+        self.lanes: Lanes = Lanes(lambda: self.devices)
+        self.answers: Lanes = Lanes(lambda: self.devices, ordered=False)
         """For answers that nobody's stream waits for yet."""
         self.on_release = on_release
         self.run_later = run_later

@@ -32,7 +32,7 @@ from farcall.runtime.loop import NEVER, Loop
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 HANDSHAKE_S = 10.0
 MAX_GUESTS = 256
@@ -89,7 +89,7 @@ class Door:
                 raise
         if failure is not None and not self._listeners:
             raise failure
-        self.addresses = [listener.address for listener in self._listeners]
+        self.addresses: list[str] = [listener.address for listener in self._listeners]
 
     def open(
         self,

@@ -34,7 +34,7 @@ from farcall.runtime.upkeep import Upkeep
 from farcall.runtime.watch import Watch, as_member, as_record, chosen
 from farcall.transport.interface import Transport
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["Entry"]
 
@@ -55,7 +55,7 @@ class Entry:
         self.contacts: Contacts | None = found.contacts
         """The list in the store, until this node leaves; None where there is no store."""
         self._upkeep: Upkeep | None = None
-        self.membership = Membership(me, [me], found.cluster_id, found.secret, 0, found.store)
+        self.membership: Membership = Membership(me, [me], found.cluster_id, found.secret, 0, found.store)
 
     def enter(
         self,

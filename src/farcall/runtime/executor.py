@@ -36,7 +36,7 @@ from typing import Protocol
 
 from farcall.runtime.loop import NEVER
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 TICK_S = 0.002
 STALLED_S = 0.05
@@ -61,11 +61,11 @@ class _Worker:
     __slots__ = ("executor", "hunting", "lock", "parked", "thread")
 
     def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.lock = threading.Lock()
+        self.executor: Executor = executor
+        self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()
-        self.hunting = True
-        self.parked = False
+        self.hunting: bool = True
+        self.parked: bool = False
         self.thread: threading.Thread | None = None
 
 

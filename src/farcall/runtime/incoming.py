@@ -72,9 +72,9 @@ class Incoming:
         acknowledge: Callable[[int, bool], None] | None,
     ) -> None:
         """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed."""
-        self.transport = transport
-        self.bytes_received = 0
-        self.session = Session()
+        self.transport: Transport = transport
+        self.bytes_received: int = 0
+        self.session: Session = Session()
         if acknowledge is None:
             self.session.keep_nothing()
         self._acknowledge = acknowledge

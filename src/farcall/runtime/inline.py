@@ -21,7 +21,7 @@ import threading
 from time import monotonic
 from typing import Protocol
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 LOOK_S = 0.005
 _LOOKS_BEFORE_SLEEP = 40

@@ -32,7 +32,7 @@ from farcall.runtime.stores import KeyStore, MeetingPlace, StoreLost, open_store
 from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["IS_MEMBER", "Candidate", "Joining", "found_group"]
 

@@ -3,8 +3,8 @@
 `Leaving` is for groups of fixed size, whose members leave together; `Withdrawing` for those whose members come and
 go: one that leaves waits for its own work only.
 
-Everything here runs on the I/O thread, except ``enter``, which the thread that shuts down calls and waits in. The
-machine decides; this file only tells it whether the node is idle, and carries its effects out.
+Everything here runs on the I/O thread, except `Work`, and ``enter``, which the thread that shuts down calls and waits
+in. The machine decides; this file only tells it whether the node is idle, and carries its effects out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from time import monotonic
 
 from farcall.protocol import departure
 from farcall.protocol.departure import Departure, DepartureMessage
+from farcall.runtime.calls import CallTable
+from farcall.runtime.executor import Executor
 from farcall.runtime.loop import NEVER, Loop
+from farcall.runtime.serving import Server
 from farcall.runtime.shield import Gate
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 POKE_DELAY_S = 0.005
 BUSY_S = 1.0
@@ -26,6 +29,33 @@ BUSY_S = 1.0
 
 LocalState = Callable[[], tuple[int, int]]
 """(calls in flight here, activity counter), consistent with each other."""
+
+
+class Work:
+    """What is under way on a node, and keeps it from leaving. From any thread."""
+
+    def __init__(
+        self, calls: CallTable, server: Server, executor: Executor, unsettled: Sequence[Callable[[], int]]
+    ) -> None:
+        """``unsettled`` count what is under way and no call; they may become more later."""
+        self._calls = calls
+        self._server = server
+        self._executor = executor
+        self._unsettled = unsettled
+
+    def state(self) -> tuple[int, int]:
+        """A `LocalState`: read until no call began in between."""
+        while True:
+            activity = self._calls.last_id + self._server.last_accepted
+            # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
+            served = max(self._server.awaited, self._executor.waiting + self._executor.busy)
+            in_flight = len(self._calls) + served + sum(count() for count in self._unsettled)
+            if activity == self._calls.last_id + self._server.last_accepted:
+                return in_flight, activity
+
+    def under_way(self) -> list[object]:
+        """The calls made here, and those served here, that are not done."""
+        return [*self._calls.snapshot(), *self._server.active]
 
 
 class Leaving:
@@ -142,7 +172,7 @@ class Withdrawing:
         self._under_way = under_way
         self._done = Gate()
         self._aborted = False
-        self.entered = False
+        self.entered: bool = False
         self.late_names: tuple[str, ...] = ()
 
     def enter(self, timeout_s: float, busy_s: float = BUSY_S) -> tuple[str, ...]:

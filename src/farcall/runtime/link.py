@@ -78,8 +78,8 @@ class Link(Incoming):
         ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
         """
         super().__init__(transport, loop, on_frame, allocate, busy_wait_s, acknowledge)
-        self.peer = peer
-        self.incarnation = incarnation
+        self.peer: WorkerInfo = peer
+        self.incarnation: str = incarnation
         self._on_broken = on_broken
         self._on_interrupted = on_interrupted
         self.never_sent: frozenset[int] = frozenset()
@@ -90,7 +90,7 @@ class Link(Incoming):
         self._detached = False
         self._told = False
         self._broken: str | None = None
-        self.outgoing = Outgoing(
+        self.outgoing: Outgoing = Outgoing(
             peer.name, transport, loop, backlog_limit_bytes, self._broke, self.dead, self.session.kept
         )
         if isinstance(transport, Absent):

@@ -31,7 +31,7 @@ from typing import Protocol, TypeVar
 from farcall.runtime.inline import Standby
 from farcall.runtime.spin import Spin
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 READ = 1
 WRITE = 2
@@ -132,7 +132,7 @@ class Loop:
     def __init__(self, name: str, busy_wait_s: float = 0.0) -> None:
         self._spin = Spin(busy_wait_s)
         self._poller: _Epoll | _Selector = _Epoll() if hasattr(select, "epoll") else _Selector()
-        self.can_silence = self._poller.can_silence
+        self.can_silence: bool = self._poller.can_silence
         self._handlers: dict[int, EventHandler] = {}
         self._interest: dict[int, int] = {}
         self._interest_lock = threading.Lock()
@@ -150,7 +150,7 @@ class Loop:
         self._former: list[threading.Thread] = []
         self.on_thread_start: Callable[[], None] = lambda: None
         """Called first on each thread that becomes the I/O thread."""
-        self.standby = Standby(name)
+        self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
 
     def start(self) -> None:

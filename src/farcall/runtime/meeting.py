@@ -40,7 +40,7 @@ from farcall.runtime.members import (
 )
 from farcall.runtime.stores import KeyStore, MeetingPlace, StoreLost, open_store
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["Agreement", "Meeting"]
 
@@ -68,7 +68,7 @@ class Meeting:
 
     def __init__(self, place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions) -> None:
         self.place = place
-        self.cancelled = threading.Event()
+        self.cancelled: threading.Event = threading.Event()
         self._me = me
         self._my_secret = options.secret_bytes
         self._timeout_s = options.start_deadline_s

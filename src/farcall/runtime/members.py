@@ -82,10 +82,10 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
     missing: tuple[int, ...]
 
 
-read_slot = msgspec.json.Decoder(Slot).decode
-read_table = msgspec.json.Decoder(tuple[Slot, ...]).decode
+read_slot: Callable[[bytes], Slot] = msgspec.json.Decoder(Slot).decode
+read_table: Callable[[bytes], tuple[Slot, ...]] = msgspec.json.Decoder(tuple[Slot, ...]).decode
 _OUTCOME: msgspec.json.Decoder[Formed | Abandoned] = msgspec.json.Decoder(Formed | Abandoned)
-read_outcome = _OUTCOME.decode
+read_outcome: Callable[[bytes], Formed | Abandoned] = _OUTCOME.decode
 
 
 def as_text(value: object) -> str:

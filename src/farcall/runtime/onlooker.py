@@ -1,8 +1,8 @@
-"""An observer's connection, at the member that it asks: questions in, answers out.
+"""The connections of observers, at the member that they ask: questions in, answers out.
 
-Everything here runs on the I/O thread, so there is no lock. Knows nothing of what is asked: it hands each question
-on, and sends what it is given. What the kernel does not take is kept, up to MOST_UNSENT_BYTES: an observer that does
-not read is cut off.
+Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of what is asked:
+it hands each question on, and sends what it is given. What the kernel does not take is kept, up to MOST_UNSENT_BYTES:
+an observer that does not read is cut off.
 """
 
 from __future__ import annotations
@@ -11,16 +11,52 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from farcall.protocol.handshake import Established
 from farcall.protocol.observing import MAX_QUESTION_BYTES, Ask, Message, MessageDecoder, ObservingError, encode_framed
 from farcall.runtime.loop import READ, WRITE, Loop
 from farcall.transport.interface import Transport, TransportError
 
-__all__ = ["Onlooker"]
+__all__ = ["Onlooker", "Onlookers"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 16 * 1024
+
+
+OnQuestion = Callable[["Onlooker", Ask], None]
+
+
+class Onlookers:
+    """All observers that are connected to one node."""
+
+    def __init__(self, name: str, loop: Loop, on_question: Callable[[], OnQuestion | None]) -> None:
+        """``on_question()`` is who answers; None: nobody does, and nobody may look on."""
+        self._name = name
+        self._loop = loop
+        self._on_question = on_question
+        self._connected: set[Onlooker] = set()
+
+    def admit(self, transport: Transport, established: Established) -> None:
+        """Somebody who may look on is connected."""
+        on_question = self._on_question()
+        if on_question is None:
+            transport.close()
+            return
+        logger.info("%s: an observer is connected over %s", self._name, transport.describe())
+        onlooker = Onlooker(transport, self._loop, on_question, self._connected.discard)
+        self._connected.add(onlooker)
+        onlooker.start(established.leftover)
+
+    def close(self) -> None:
+        """The node has ended."""
+        for onlooker in list(self._connected):
+            onlooker.close(f"{self._name} ended")
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors without telling the observers."""
+        for onlooker in self._connected:
+            onlooker.close_after_fork()
 
 
 class Onlooker:
@@ -30,7 +66,7 @@ class Onlooker:
         self,
         transport: Transport,
         loop: Loop,
-        on_question: Callable[[Onlooker, Ask], None],
+        on_question: OnQuestion,
         on_gone: Callable[[Onlooker], None],
     ) -> None:
         self._transport = transport

@@ -80,7 +80,7 @@ class Outgoing(Room):
     ) -> None:
         """``dead`` gives the error for what is sent after the end."""
         super().__init__(name, loop, backlog_limit_bytes)
-        self.bytes_sent = 0
+        self.bytes_sent: int = 0
         self._transport = transport
         self._descriptor = transport.fileno()
         self._on_error = on_error

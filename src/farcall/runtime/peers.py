@@ -1,20 +1,10 @@
-"""Whom a call can go to: another member over its link, or this node itself.
+"""Whom a call can go to. `Peer` is what every member is to the others, `RemotePeer` one behind a link.
 
-A peer takes whole messages and sees to it that they arrive: it decides for each out-of-band buffer whether it travels
-in a shared segment or inline. What a message means, it does not know.
+A peer takes whole messages and sees to it that they arrive. What a message means, it does not know. Each out-of-band
+buffer travels in a shared segment where that can be had (`lending.py`), else inline. This node itself is a peer, too:
+`oneself.py`.
 
-`SelfPeer` delivers to this node without a socket. Values still pass through bytes and copied buffers, so that a
-function called on oneself gets its own copy of the arguments, exactly as a remote one does.
-
-A segment of ours, seen from one peer:
-
-    unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
-    offered   SegmentAccepted            -> accepted: tickets may name it
-    offered   SegmentRefused             -> the peer gets everything inline from now on
-    offered   the connection broke first -> unknown, if the peer has not got the offer (`unkept.py`)
-
-A break changes nothing else: both processes live, and so do their mappings. Tickets and releases are small frames,
-which the session sends again where they were lost; blocks stay lent meanwhile. Only a death takes them back (`close`).
+Messages are sent from any thread; what comes back about shared memory is handled on the thread that reads the link.
 """
 
 from __future__ import annotations
@@ -25,15 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from farcall.channel.copying import copy_bytes
-from farcall.channel.interface import address_of
-from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool, SegmentRefused
+from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import (
-    CARRIES_DESCRIPTOR,
     CONTROL,
     LARGE_BYTES,
     REQUEST,
@@ -48,18 +34,18 @@ from farcall.protocol.frames import (
     encode_small,
 )
 from farcall.protocol.session import Unkept
-from farcall.runtime import shield
 from farcall.runtime.admission import Fullness
 from farcall.runtime.executor import Task
 from farcall.runtime.incoming import Awaited
+from farcall.runtime.lending import Lending
 from farcall.runtime.link import Link
 from farcall.runtime.loop import NEVER
 from farcall.runtime.members import life_of
 from farcall.runtime.role import role
 from farcall.runtime.tallies import Tallies
-from farcall.runtime.unkept import LostOffer, unkept_for
+from farcall.runtime.unkept import unkept_for
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 ORIGIN_BITS = 16
 SHARED_BYTES = 16 * 1024
@@ -180,85 +166,17 @@ class Peer:
         raise NotImplementedError
 
 
-class SelfPeer(Peer):
-    """This node, as the target of its own calls."""
-
-    __slots__ = ("_memory", "_on_message", "ended")
-
-    def __init__(
-        self,
-        info: WorkerInfo,
-        incarnation: str,
-        is_static: bool,
-        on_message: Callable[[Peer, Arrived], None],
-        memory: ReceivePool,
-    ) -> None:
-        super().__init__(info, incarnation, is_static)
-        self._on_message = on_message
-        self._memory = memory
-        self.ended: RpcError | None = None
-
-    def send(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        deadline: float = NEVER,
-        more: bool = False,
-        awaited: Awaited | None = None,
-    ) -> None:
-        copies = [self._copy(buffer) for buffer in buffers]
-        shield.enter()  # Ctrl-C must not leave a request behind that is counted and never runs
-        try:
-            self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))
-        finally:
-            shield.leave()
-
-    def _copy(self, buffer: memoryview) -> memoryview:
-        if buffer.nbytes < LARGE_BYTES:
-            return memoryview(bytearray(buffer))
-        copy = self._memory.take(buffer.nbytes)
-        copy_bytes(copy, buffer)
-        return copy
-
-    def flush(self) -> None:
-        pass
-
-    def tell_full(self, queued: int, limit: int) -> None:
-        self.on_queue_full(messages.QueueFull(queued, limit))
-
-    def tell_room(self) -> None:
-        self.on_queue_has_room()
-
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
-        pass
-
-    @property
-    def broken(self) -> bool:
-        return self.ended is not None
-
-    def lost(self, delivery: Delivery) -> RpcError:
-        assert self.ended is not None
-        return self.ended
-
-
 class RemotePeer(Peer):
     """Another member, with its link and, on one host, the shared segments of both sides."""
 
     __slots__ = (
-        "_accepted",
         "_fail_call",
         "_here",
-        "_pool",
-        "_takes_segments",
         "_write_later",
         "held",
         "known",
         "leaving",
+        "lending",
         "link",
         "segments",
         "shared_bytes_received",
@@ -270,8 +188,6 @@ class RemotePeer(Peer):
         info: WorkerInfo,
         incarnation: str,
         is_static: bool,
-        pool: SegmentPool | None,
-        segments: SegmentMap | None,
         write_later: Callable[[Callable[[], None]], None],
         here: WorkerInfo,
         fail_call: Callable[[int, str], None],
@@ -282,21 +198,21 @@ class RemotePeer(Peer):
         """
         super().__init__(info, incarnation, is_static)
         self._write_later = write_later
-        self.known = True
+        self.known: bool = True
         """Is it a member? Others are heard about membership only."""
         self.held: list[Frame] = []
         """What a stranger has sent that may only be read once it is a member."""
-        self.leaving = False
+        self.leaving: bool = False
         """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
-        self.segments = segments
+        self.lending: Lending | None = None
+        """The memory of this node that it may look into; None: shared memory is not in use."""
+        self.segments: SegmentMap | None = None
+        """The memory of the peer that this node looks into."""
         self.link: Link
-        self._pool = pool
-        self._takes_segments = True
-        self._accepted: set[int] = set()
         self._here = here
         self._fail_call = fail_call
-        self.shared_bytes_sent = 0  # about: it is counted without a lock
-        self.shared_bytes_received = 0
+        self.shared_bytes_sent: int = 0  # about: it is counted without a lock
+        self.shared_bytes_received: int = 0
 
     def send(
         self,
@@ -323,11 +239,15 @@ class RemotePeer(Peer):
             if self.link.broken is not None:
                 raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
             placed: list[memoryview | Ticket] = []
+            lending = self.lending
             try:
-                for index in range(len(buffers)):
-                    placed.append(self._place(buffers, index, deadline, kind == RESPONSE))
+                if lending is None:
+                    placed.extend(buffers)
+                else:
+                    for index in range(len(buffers)):
+                        placed.append(lending.place(buffers, index, deadline, kind == RESPONSE))
                 pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
-                if self._pool is not None:
+                if lending is not None:
                     for one in placed:
                         if isinstance(one, Ticket):
                             self.shared_bytes_sent += one.size_bytes
@@ -339,8 +259,8 @@ class RemotePeer(Peer):
                 else:
                     self.link.exchange(bytes(pieces[0]), awaited, deadline)
             except (PeerDead, RpcTimeout) as error:
-                if error.delivery is Delivery.NOT_SENT:
-                    self._take_back(placed)
+                if lending is not None and error.delivery is Delivery.NOT_SENT:
+                    lending.take_back(placed)
                 raise
             if awaited is not None and len(pieces) > 1:
                 self.link.help_until(awaited, deadline)
@@ -408,104 +328,22 @@ class RemotePeer(Peer):
     def share(self, pool: SegmentPool, segments: SegmentMap) -> None:
         """Its first connection can carry descriptors: use shared memory from now on."""
         self.segments = segments
-        self._pool = pool
-
-    def _place(
-        self, buffers: Sequence[memoryview], index: int, deadline: float, may_give_back: bool
-    ) -> memoryview | Ticket:
-        """A ticket for a buffer's bytes in a segment, or the buffer itself if it must go inline."""
-        size = buffers[index].nbytes
-        if self._pool is None or not self._takes_segments or size < SHARED_BYTES:
-            return buffers[index]
-        if may_give_back and self.segments is not None and isinstance(buffers, list):
-            given = self.segments.give_back(buffers, index)
-            if given is not None:
-                if given.last_use:
-                    given.gone()
-                    return Ticket(size, given.segment_id | YOURS, given.offset)
-                # Others here still look at the block; until it is copied it must not go back.
-                try:
-                    placed = self._copy_into_segment(buffers[index], deadline)
-                    return placed if isinstance(placed, Ticket) else memoryview(bytearray(placed))
-                finally:
-                    given.settled()
-        return self._copy_into_segment(buffers[index], deadline)
-
-    def _take_back(self, placed: Sequence[memoryview | Ticket]) -> None:
-        """A message was not sent: what was lent for it is free again."""
-        tickets = [ticket for ticket in placed if isinstance(ticket, Ticket) and not ticket.segment_id & YOURS]
-        if self._pool is not None and tickets:
-            self._pool.release_batch([(ticket.segment_id & ~SHARED, ticket.offset) for ticket in tickets], self)
-
-    def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
-        pool = self._pool
-        assert pool is not None
-        size = buffer.nbytes
-        if pool.has_tensors:
-            found = pool.find(address_of(buffer), size)
-            if found is not None:
-                segment_id, offset = found
-                if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
-                    return Ticket(size, segment_id | SHARED, offset)
-        shield.enter()  # or Ctrl-C would leave a block behind that nobody frees
-        try:
-            block = pool.allocate(size)
-            for segment_id, holders in pool.take_retired():
-                for holder in holders:
-                    if isinstance(holder, RemotePeer):
-                        holder.retire(segment_id)
-            if block is None:
-                return buffer
-            try:
-                usable = self._usable(block.segment_id, deadline)
-            except BaseException:
-                pool.free(block)
-                raise
-            if not usable:
-                pool.free(block)
-                return buffer
-            copy_bytes(block.view, buffer)
-            pool.hand_over(block, self)
-            if self.link.broken is not None:
-                pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
-            return Ticket(size, block.segment_id, block.offset)
-        finally:
-            shield.leave()
-
-    def _usable(self, segment_id: int, deadline: float) -> bool:
-        """May tickets name this segment? If the peer does not know it yet, offer it."""
-        if segment_id in self._accepted:
-            return True
-        if self.link.outgoing.down:
-            return False
-        assert self._pool is not None
-        offer = self._pool.offer(segment_id, self)
-        if offer is not None:
-            if self.link.on_io_thread():
-                self._write_later(partial(self._send_offer, offer, NEVER))
-            else:
-                self._send_offer(offer, deadline)
-        return False
-
-    def _send_offer(self, offer: Offer, deadline: float) -> None:
-        message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
-        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
-        lost = LostOffer(partial(self._pool.withdraw_offer, offer.segment_id, self) if self._pool else lambda: None)
-        try:
-            self.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
-        except RpcTimeout:
-            if self._pool is not None:
-                self._pool.withdraw_offer(offer.segment_id, self)  # to be offered again
-            raise
+        self.lending = Lending(self, pool, segments, self._write_later)
 
     def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
         """The peer has mapped a segment of ours."""
-        self._accepted.add(message.segment_id)
+        if self.lending is not None:
+            self.lending.on_accepted(message.segment_id)
 
     def on_segment_refused(self, message: messages.SegmentRefused) -> None:
-        """The peer cannot map ours: everything goes inline from now on."""
-        logger.info("%s takes no shared memory (%s): tensors go over the socket", self.info.name, message.reason)
-        self._takes_segments = False  # but it may still hold blocks of other segments
+        """The peer cannot map it."""
+        if self.lending is not None:
+            self.lending.on_refused(message.reason)
+
+    def on_blocks_released(self, message: messages.BlocksReleased) -> None:
+        """The peer no longer uses these blocks of ours."""
+        if self.lending is not None:
+            self.lending.on_released(message.blocks)
 
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
         """Map a segment of the peer's. On the thread that reads: its descriptor must go with the frame."""
@@ -528,16 +366,6 @@ class RemotePeer(Peer):
         if self.segments is not None:
             self.segments.detach(message.segment_id)
 
-    def retire(self, segment_id: int) -> None:
-        """A segment of ours is gone."""
-        self._accepted.discard(segment_id)
-        self.control(messages.SegmentRetired(segment_id))
-
-    def on_blocks_released(self, message: messages.BlocksReleased) -> None:
-        """The peer no longer uses these blocks of ours."""
-        if self._pool is not None:
-            self._pool.release_batch(message.blocks, self)
-
     def send_releases(self, more: bool = False) -> None:
         """Tell the peer which of its blocks we no longer use."""
         if self.segments is not None:
@@ -559,10 +387,8 @@ class RemotePeer(Peer):
         for buffer in buffers:
             if isinstance(buffer, Ticket):
                 self.shared_bytes_received += buffer.size_bytes
-                if buffer.segment_id & YOURS and self._pool is not None:
-                    views.append(
-                        self._pool.take_back(buffer.segment_id ^ YOURS, buffer.offset, buffer.size_bytes, self)
-                    )
+                if buffer.segment_id & YOURS and self.lending is not None:
+                    views.append(self.lending.returned(buffer))
                     continue
                 if segments is None:
                     raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
@@ -575,8 +401,8 @@ class RemotePeer(Peer):
     def close(self) -> None:
         """The link is gone: take back what the peer held."""
         self.on_queue_has_room()
-        if self._pool is not None:
-            self._pool.release_all(self)
+        if self.lending is not None:
+            self.lending.close()
         if self.segments is not None:
             self.segments.close()
         if self.devices is not None:

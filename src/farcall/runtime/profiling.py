@@ -57,7 +57,7 @@ class _Profiling:
     def __init__(self) -> None:
         self.clock_ns: Callable[[], int] = time.time_ns
         """The clock of all spans: that of the wall, since torch's profilers use it too."""
-        self.everywhere = 0
+        self.everywhere: int = 0
         """How many wish to know of everything that this process does, on whatever thread."""
         # (node, peer, how: as in "rpc_sync" or "backward", what, the run that calls: by default this thread's)
         self.begin_call: Callable[[Any, Any, str, Any, Any], CallProfile | None] = lambda *_: None

@@ -35,7 +35,7 @@ from farcall.runtime.peers import RemotePeer
 from farcall.runtime.redial import FIRST_PAUSE_S, Finding, Redial
 from farcall.transport.interface import Transport
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 STOP_S = 1.5
 """How long `stop` waits for a thread that may be inside a connect."""
@@ -47,15 +47,15 @@ class Bond:
     __slots__ = ("arriving", "dialled", "lost_at", "pause_s", "peer", "received", "redial", "session_id", "since")
 
     def __init__(self, peer: RemotePeer, session_id: str, dialled: bool) -> None:
-        self.peer = peer
-        self.session_id = session_id
-        self.dialled = dialled
+        self.peer: RemotePeer = peer
+        self.session_id: str = session_id
+        self.dialled: bool = dialled
         self.redial: Redial | None = None
         self.arriving: Transport | None = None  # dialled, and not attached yet
-        self.since = monotonic()  # when the present connection was made
-        self.received = -1  # frames that had come before it
-        self.lost_at = 0.0
-        self.pause_s = 0.0
+        self.since: float = monotonic()  # when the present connection was made
+        self.received: int = -1  # frames that had come before it
+        self.lost_at: float = 0.0
+        self.pause_s: float = 0.0
 
 
 class Reconnecting:
@@ -79,7 +79,7 @@ class Reconnecting:
         self._wrap = wrap
         self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
-        self.frames_sent_again = 0
+        self.frames_sent_again: int = 0
         """Over new connections, because the old ones may have lost them."""
         self._lock = threading.Lock()  # between dialling, attaching and stopping
         self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []

@@ -35,7 +35,7 @@ from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
 from farcall.transport.tcp import leads_to
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 CONNECT_S = 1.0
 PROVE_S = 5.0
@@ -94,7 +94,7 @@ class Redial:
         self._secret = secret
         self._resumes = resumes
         self._until = until
-        self.pause_s = pause_s
+        self.pause_s: float = pause_s
         self._on_back = on_back
         self._on_gone = on_gone
         self._is_trusted = is_trusted

@@ -27,7 +27,7 @@ class _Role(threading.local):
     ticket: Ticket | None = None
 
 
-role = _Role()
+role: _Role = _Role()
 
 
 def abdicate() -> None:

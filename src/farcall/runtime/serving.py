@@ -55,7 +55,7 @@ from farcall.serialize import (
     in_one_line,
 )
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 QUICK_S = 100e-6
 """A function that took less than this when it last ran is expected to be quick again."""
@@ -74,8 +74,8 @@ class Later:
     __slots__ = ("finish", "subscribe")
 
     def __init__(self, subscribe: Callable[[Callable[[], None]], None], finish: Callable[[], Any]) -> None:
-        self.subscribe = subscribe
-        self.finish = finish
+        self.subscribe: Callable[[Callable[[], None]], None] = subscribe
+        self.finish: Callable[[], Any] = finish
 
 
 class MarkedResult:
@@ -84,7 +84,7 @@ class MarkedResult:
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value: Any = value
 
 
 class StoredFailure(Exception):
@@ -106,7 +106,7 @@ class Server:
         self._on_thread_start = on_thread_start
         self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
         self.unanswered: dict[tuple[int, int], Request] = {}
-        self.chronicle = chronicle.Chronicle()
+        self.chronicle: chronicle.Chronicle = chronicle.Chronicle()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
@@ -120,7 +120,7 @@ class Server:
         self._event_thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._next_number = itertools.count(1).__next__
-        self.last_accepted = 0
+        self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
         self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
@@ -269,15 +269,15 @@ class Request:
         if frame[6].__class__ is Annotated:
             self.recording, self.wanted = frame[6].recording, frame[6].profile
         self.profile: RunProfile | None = None
-        self.server = server
-        self.peer = peer
-        self.frame = frame
-        self.cancelled = False
-        self.deferred = False  # it returned, and will answer later
-        self.function_name = ""
-        self.queued_at = 0.0  # if a worker was to run it
-        self.started_at = 0.0
-        self.thread_id = 0
+        self.server: Server = server
+        self.peer: Peer = peer
+        self.frame: Arrived = frame
+        self.cancelled: bool = False
+        self.deferred: bool = False  # it returned, and will answer later
+        self.function_name: str = ""
+        self.queued_at: float = 0.0  # if a worker was to run it
+        self.started_at: float = 0.0
+        self.thread_id: int = 0
 
     @property
     def quick(self) -> bool:

@@ -29,10 +29,10 @@ class Shield:
     __slots__ = ("before", "depth", "held", "sealed", "users")
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.sealed = 0
+        self.depth: int = 0
+        self.sealed: int = 0
         self.held: tuple[int, FrameType | None] | None = None
-        self.users = 0
+        self.users: int = 0
         self.before: Any = None
 
 

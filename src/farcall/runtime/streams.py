@@ -33,7 +33,7 @@ __all__ = ["Lane", "LaneCoroutine", "LaneTask", "Lanes", "Stamp", "stamp"]
 MOST_LANES = 32
 """torch has no more streams of a device."""
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 T = TypeVar("T")
 _C: Any = torch._C
@@ -46,8 +46,8 @@ class Lane:
     __slots__ = ("_before", "_device", "_ids", "kept", "streams")
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
-        self.streams = streams
-        self.kept = False
+        self.streams: Sequence[torch.cuda.Stream] = streams
+        self.kept: bool = False
         self._ids: list[_StreamId] = [(s.stream_id, s.device_index, s.device_type) for s in streams]
         self._before: list[_StreamId] = []
         self._device = 0

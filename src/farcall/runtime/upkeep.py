@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from farcall.runtime.contacts import Contacts
 from farcall.runtime.members import MemberRecord
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["Upkeep"]
 

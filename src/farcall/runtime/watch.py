@@ -24,7 +24,7 @@ from farcall.runtime.loop import NEVER, Loop
 from farcall.runtime.members import MemberRecord, incarnation_of, life_of
 from farcall.runtime.shield import Gate
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["Reach", "Watch", "as_member", "as_record", "chosen"]
 

@@ -14,7 +14,7 @@ import copyreg
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -54,7 +54,7 @@ class _Chunks(list[bytes]):
     """A file to the pickler: what it writes is appended."""
 
     __slots__ = ()
-    write = list.append
+    write: ClassVar[Callable[..., None]] = list.append
 
 
 class Annotated(list[memoryview]):
@@ -77,10 +77,10 @@ class Annotated(list[memoryview]):
         message_id: int = 0,
     ) -> None:
         super().__init__(buffers)
-        self.notes = notes
-        self.undo = undo
-        self.recording = recording
-        self.message_id = message_id
+        self.notes: list[Any] = notes
+        self.undo: Sequence[Callable[[], None]] = undo
+        self.recording: Recording | None = recording
+        self.message_id: int = message_id
         self.profile: Any = None
 
     @property
@@ -120,7 +120,7 @@ class _Seeds:
     def __init__(self) -> None:
         self.functions: list[Callable[..., Any]] = []
         self.memo: Any = {}
-        self.prelude = pickle.PROTO + bytes([_PROTOCOL])
+        self.prelude: bytes = pickle.PROTO + bytes([_PROTOCOL])
 
     def add(self, function: Callable[..., Any]) -> None:
         code = _FIRST_EXTENSION_CODE + len(self.functions)
@@ -178,18 +178,18 @@ class Encoding(pickle.Pickler):
     """Storages on devices, or that go to one; None where there is none."""
 
     def __init__(self, fallback: Fallback) -> None:
-        self.chunks = _Chunks()
+        self.chunks: _Chunks = _Chunks()
         super().__init__(self.chunks, _PROTOCOL, buffer_callback=self._take_buffer)
-        self.fallback = fallback
+        self.fallback: Fallback = fallback
         self.peer = None
         self.tensors = None
         self.is_request = False
         self.device_records = None
-        self.contextual = False
+        self.contextual: bool = False
         self.buffers: list[memoryview] = []
         self.storages: dict[int, int | StorageRecord | DeviceRecord] = {}
         self.records: list[StorageRecord] = []
-        self.inline_count = 0
+        self.inline_count: int = 0
         self.temporaries = False
         self.kept: list[Any] = []
         self.notes: list[Any] = []
@@ -266,10 +266,10 @@ class Decoding:
         tensors: list[torch.Tensor] | None = None,
         segments: SegmentTable | None = None,
     ) -> None:
-        self.buffers = buffers
-        self.peer = peer
-        self.tensors = tensors
-        self.segments = segments
+        self.buffers: Sequence[memoryview] = buffers
+        self.peer: Any = peer
+        self.tensors: list[torch.Tensor] | None = tensors
+        self.segments: SegmentTable | None = segments
         self.devices: DeviceTable | None = None
         self.inline: list[torch.Tensor] = []
         self.storages: dict[Any, torch.Tensor] = {}

@@ -82,10 +82,10 @@ class DeviceRecord:
     __slots__ = ("first", "index", "storage", "target", "views")
 
     def __init__(self, index: int, storage: torch.UntypedStorage, target: torch.device) -> None:
-        self.index = index
+        self.index: int = index
         self.first: torch.Tensor | None = None  # what needs no other look at its storage, if it is the only view
-        self.storage = storage
-        self.target = target
+        self.storage: torch.UntypedStorage = storage
+        self.target: torch.device = target
         self.views: list[View] = []
 
 

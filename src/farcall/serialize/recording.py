@@ -51,7 +51,7 @@ class _Present:
 
     def __init__(self) -> None:
         variable: ContextVar[Recording | None] = ContextVar("farcall_autograd_context", default=None)
-        self.get = variable.get
+        self.get: Callable[[], Recording | None] = variable.get
         self._set = variable.set
         self.on_set: Callable[[Recording | None], object] | None = None
         """Told of each change: TorchScript takes the context along to threads of its own."""

@@ -60,8 +60,8 @@ class StorageRecord:
     __slots__ = ("index", "storage", "views")
 
     def __init__(self, index: int, storage: torch.UntypedStorage) -> None:
-        self.index = index
-        self.storage = storage
+        self.index: int = index
+        self.storage: torch.UntypedStorage = storage
         self.views: list[View] = []
 
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
@@ -50,11 +51,11 @@ class Member:
         self.error: str | None = None
         found = context()
         self._receiving, sending = found.Pipe(duplex=False)
-        self.process = found.Process(  # type: ignore[attr-defined]
+        self.process: BaseProcess = found.Process(  # type: ignore[attr-defined]
             target=_run, args=(sending, target, tuple(args)), daemon=False
         )
         self.process.start()
-        self.pid = int(self.process.pid or 0)
+        self.pid: int = int(self.process.pid or 0)
         sending.close()
 
     def kill(self, number: int = signal.SIGKILL) -> None:

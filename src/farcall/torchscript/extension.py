@@ -29,7 +29,7 @@ from farcall.errors import RpcError
 
 __all__ = ["build", "is_loaded", "load", "why_not"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 _NAME = "farcall_torchscript"
 _SOURCE = Path(__file__).with_name("bridge.cpp")

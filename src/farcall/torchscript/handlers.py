@@ -16,6 +16,7 @@ import torch
 from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
+from farcall.remote.asking import wait_for_value
 from farcall.remote.call import call_async as issue
 from farcall.remote.owned import Owned
 from farcall.remote.reference import RRef
@@ -76,7 +77,7 @@ def _in_context(context_id: int, do: Callable[[], T]) -> T:
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
     """The value; at its owner in the form in which scripts change it in place."""
     if rref._owned is not None:
-        rref._wait_for_value(rref._owned, timeout_s)
+        wait_for_value(rref, rref._owned, timeout_s)
         return rref._owned.value
     if is_module:
         raise RpcError(
@@ -92,7 +93,7 @@ def local_value(rref: RRef[Any]) -> Any:
         raise RpcError(
             f"Can't call RRef.local_value() on a non-owner RRef: {rref} belongs to {rref.owner_name()}; use to_here()"
         )
-    rref._wait_for_value(rref._owned, 0.0)
+    wait_for_value(rref, rref._owned, 0.0)
     return rref._owned.value
 
 

@@ -18,7 +18,7 @@ class Absent(Transport):
 
     def __init__(self, kind: str = "absent") -> None:
         """``kind``: what it would have been."""
-        self.kind = kind
+        self.kind: str = kind
         self._closed = False
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:

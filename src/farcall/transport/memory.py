@@ -41,12 +41,12 @@ class _Pipe:
     )
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.lock = threading.Condition()
+        self.capacity_bytes: int = capacity_bytes
+        self.lock: threading.Condition = threading.Condition()
         self.chunks: deque[memoryview] = deque()
-        self.filled_bytes = 0
-        self.writer_done = False
-        self.reader_gone = False
+        self.filled_bytes: int = 0
+        self.writer_done: bool = False
+        self.reader_gone: bool = False
         self.on_readable: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
 
@@ -93,8 +93,8 @@ class MemoryTransport(Transport):
         self._outgoing = outgoing
         self._closed = False
         self._name = name
-        self.largest_send = 1 << 62
-        self.largest_receive = 1 << 62
+        self.largest_send: int = 1 << 62
+        self.largest_receive: int = 1 << 62
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         if descriptors:
@@ -224,8 +224,8 @@ class MemoryListener(Listener):
     def __init__(self, address: str = "memory:", capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> None:
         if address == "memory:":
             address += secrets.token_hex(8)
-        self.address = address
-        self.capacity_bytes = capacity_bytes
+        self.address: str = address
+        self.capacity_bytes: int = capacity_bytes
         self._waiting: deque[MemoryTransport] = deque()
         self._on_acceptable: Callable[[], None] | None = None
         with _listeners_lock:

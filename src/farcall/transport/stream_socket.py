@@ -161,7 +161,7 @@ class SocketListener(Listener):
         listening.setblocking(False)
         self._socket = listening
         self._closed = False
-        self.address = address
+        self.address: str = address
 
     def accept(self) -> Transport | None:
         try:

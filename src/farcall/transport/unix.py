@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import ClassVar
 
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
@@ -137,7 +138,7 @@ class UnixListener(SocketListener):
 
     __slots__ = ("_directory", "_path")
 
-    transport_class = UnixTransport
+    transport_class: ClassVar[type[SocketTransport]] = UnixTransport
 
     def __init__(self, address: str = "unix:") -> None:
         if not unix_sockets_work():

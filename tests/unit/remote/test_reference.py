@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,11 @@ from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
+from farcall.remote.call import call_async, call_sync
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
 from farcall.remote.reference import RRef
-from farcall.remote.references import RETRY_S, NodeReferences
+from farcall.remote.references import RETRY_S, NodeReferences, call_remote
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.serving import StoredFailure
 from farcall.serialize import Annotated, encode, encode_failure
@@ -84,11 +86,13 @@ class FakeNode:
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
         )
         self.server = SimpleNamespace(worker=ME)
+        self.arrivals = SimpleNamespace(redeliver=self.redeliver)
         self.calls = FakeCalls()
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []
         self.executor = SimpleNamespace(submit=self.tasks.append)
         self.attended: list[float] = []
+        self.redelivered: list[Any] = []
         self.hooks: dict[str, Callable[..., Any]] = {}
 
     def peer(self, rank: int) -> FakePeer:
@@ -101,6 +105,9 @@ class FakeNode:
 
     def is_peer(self, peer: FakePeer) -> bool:
         return self.peers.get(peer.info.id) is peer
+
+    def redeliver(self, peer: FakePeer, message: Any) -> None:
+        self.redelivered.append(message)
 
     def attend_by(self, when: float) -> None:
         self.attended.append(when)
@@ -340,6 +347,29 @@ def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
         references.find(fork.ref)
 
 
+@pytest.mark.parametrize("way", ["sync", "async", "remote", "method", "method async", "method remote"])
+def test_a_wrong_timeout_leaves_no_fork_behind(references: NodeReferences, node: FakeNode, way: str) -> None:
+    node.part = lambda kind: references  # type: ignore[attr-defined]
+    mine = local(references, "value")
+    theirs = create(references, node)
+    answer(node)
+    ways: dict[str, Callable[[RRef[Any]], Any]] = {
+        "sync": lambda one: call_sync(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "async": lambda one: call_async(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "remote": lambda one: call_remote(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "method": lambda one: theirs.rpc_sync(timeout=-2.0).method(one),
+        "method async": lambda one: theirs.rpc_async(timeout=-2.0).method(one),
+        "method remote": lambda one: theirs.remote(timeout=-2.0).method(one),
+    }
+    with pytest.raises(ValueError, match="timeout"):
+        ways[way](mine)
+    del mine
+    gc.collect()  # the error's traceback
+    references.tick(monotonic())
+    references.tick(monotonic() + 1.0)
+    assert references.snapshot()[1] == {}
+
+
 def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_gone(
     references: NodeReferences, node: FakeNode
 ) -> None:
@@ -404,15 +434,8 @@ def test_the_origin_is_recorded_only_when_asked(references: NodeReferences, node
 class GrowingNode(FakeNode):
     is_static = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.redelivered: list[Any] = []
-
     def call_soon(self, function: Callable[[], object]) -> None:
         function()
-
-    def redeliver(self, peer: Any, message: Any) -> None:
-        self.redelivered.append(message)
 
 
 def _message_with(fork: Fork) -> tuple[Any, Notes]:

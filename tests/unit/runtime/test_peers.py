@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from farcall.channel.shared_memory import SegmentMap
+from farcall.channel.shared_memory import SegmentMap, SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import FrameDecoder
@@ -56,9 +56,9 @@ def memory_file() -> int:
 
 
 def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
-    peer = RemotePeer(
-        WorkerInfo("other", 1), "1f", True, None, segments, lambda write: write(), WorkerInfo("me", 0), lambda *_: None
-    )
+    peer = RemotePeer(WorkerInfo("other", 1), "1f", True, lambda write: write(), WorkerInfo("me", 0), lambda *_: None)
+    if segments is not None:
+        peer.share(SegmentPool(1 << 20), segments)
     link = Link(descriptors)
     peer.link = link  # type: ignore[assignment]
     return peer, link

@@ -192,7 +192,7 @@ TEAM_SIZES = (2, 4, 8, 16)
 # peers.
 COUNTED_TEAM_SIZES = (4, 8, 16)
 
-CHURN = {
+CHURN: dict[str, str | None] = {
     "no-op, nobody dies or joins": None,
     "no-op, others die and join elsewhere": "elsewhere",
     "no-op, others die and join": "here",

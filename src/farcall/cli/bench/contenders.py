@@ -91,12 +91,12 @@ class Stock(CallSystem):
         )
         init_rpc: Any = rpc.init_rpc  # it has no annotations
         init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
-        self.rpc_sync = rpc.rpc_sync
-        self.rpc_async = rpc.rpc_async
+        self.rpc_sync: Callable[..., Any] = rpc.rpc_sync
+        self.rpc_async: Callable[..., Any] = rpc.rpc_async
         self.owned = owned_by_stock
-        self.remote = rpc.remote
-        self.autograd = torch.distributed.autograd
-        self.optimizer = DistributedOptimizer
+        self.remote: Callable[..., Any] = rpc.remote
+        self.autograd: Any = torch.distributed.autograd
+        self.optimizer: Any = DistributedOptimizer
 
     def stop(self) -> None:
         import torch.distributed.rpc as rpc
@@ -127,12 +127,12 @@ class Farcall(CallSystem):
         farcall.init_rpc(self.own_name, rank=rank, world_size=world_size, rpc_backend_options=options)
         while len(farcall.members()) < size:
             sleep(0.01)  # the driver bounds this
-        self.rpc_sync = farcall.rpc_sync
-        self.rpc_async = farcall.rpc_async
+        self.rpc_sync: Callable[..., Any] = farcall.rpc_sync
+        self.rpc_async: Callable[..., Any] = farcall.rpc_async
         self.owned = owned_by_farcall
-        self.remote = farcall.remote
-        self.autograd = farcall.autograd
-        self.optimizer = farcall.optim.DistributedOptimizer
+        self.remote: Callable[..., Any] = farcall.remote
+        self.autograd: Any = farcall.autograd
+        self.optimizer: Any = farcall.optim.DistributedOptimizer
 
     def stop(self) -> None:
         import farcall

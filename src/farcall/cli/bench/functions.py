@@ -59,7 +59,7 @@ class Layer:
     """A weight on its worker."""
 
     def __init__(self, width: int) -> None:
-        self.weight = torch.nn.Parameter(torch.eye(width))
+        self.weight: torch.nn.Parameter = torch.nn.Parameter(torch.eye(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Pass ``x`` through the weight."""

@@ -18,7 +18,7 @@ class Results:
     """Values as they come in, and what follows from them."""
 
     def __init__(self, cases: Iterable[Case]) -> None:
-        self.cases = list(cases)
+        self.cases: list[Case] = list(cases)
         self.failures: dict[tuple[str, str], str] = {}
         self.start_s: dict[str, float] = {}
         self._rounds: dict[tuple[str, str], list[Statistics]] = {}

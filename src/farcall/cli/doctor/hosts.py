@@ -63,13 +63,13 @@ class Host:
     def __init__(self, secret: bytes | None, port: int = 0) -> None:
         self._secret = secret
         self._listeners: list[Listener] = [listen(f"tcp://*:{port}")]
-        self.port = parse_tcp(self._listeners[0].address)[1]
+        self.port: int = parse_tcp(self._listeners[0].address)[1]
         self._closing = threading.Event()
         try:
             self._listeners.append(listen("unix:"))
         except TransportError:
             pass  # the look at this machine has said so
-        self.unix = self._listeners[1].address if len(self._listeners) > 1 else ""
+        self.unix: str = self._listeners[1].address if len(self._listeners) > 1 else ""
 
     def serve(self, tell: Callable[[str], None] = lambda line: None) -> None:
         """Let visitors in; ``tell`` is told of each."""

@@ -77,7 +77,7 @@ class TensorPipeAgent(RpcAgent):
         assert node is not None
         self._node = node
         node.server.on_failure = self._print_failure
-        self.is_static_group = bool(world_size)
+        self.is_static_group: bool = bool(world_size)
         setattr(node, _ATTRIBUTE, self)
 
     @classmethod

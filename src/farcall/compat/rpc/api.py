@@ -45,7 +45,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # Programs take these from here, and set them here: the functions below use what is here when they run.
 PyRRef = RRef
@@ -62,7 +62,7 @@ _get_current_rpc_agent = native._get_current_rpc_agent
 _is_current_rpc_agent_set = native._is_current_rpc_agent_set
 _reset_current_rpc_agent = native._reset_current_rpc_agent
 _set_and_start_rpc_agent = native._set_and_start_rpc_agent
-get_rpc_timeout = native.get_rpc_timeout
+get_rpc_timeout: Callable[[], float] = native.get_rpc_timeout
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
@@ -179,7 +179,7 @@ def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
     return method
 
 
-new_method = method_factory("to_here", RRef.to_here.__doc__ or "")
+new_method: Callable[..., Any] = method_factory("to_here", RRef.to_here.__doc__ or "")
 
 
 # ---------------------------------------------------------------------- gathers
@@ -190,7 +190,7 @@ class AllGatherStates:
 
     def __init__(self) -> None:
         self.gathered_objects: Mapping[str, Any] | dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal: threading.Event = threading.Event()
 
 
 _ALL_WORKER_NAMES: set[str] = set()

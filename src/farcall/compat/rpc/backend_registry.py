@@ -117,7 +117,7 @@ def _tensorpipe_init_backend_handler(
     return agent
 
 
-BackendType = _make_type(
+BackendType: Any = _make_type(
     {"TENSORPIPE": BackendValue(_tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)}
 )
 

@@ -65,8 +65,8 @@ class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         num_fail_sends: int = 0,
     ) -> None:
         super().__init__(num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
-        self.messages_to_fail = list(messages_to_fail)
-        self.messages_to_delay = dict(messages_to_delay or {})
+        self.messages_to_fail: list[str] = list(messages_to_fail)
+        self.messages_to_delay: dict[str, float] = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends
 
 

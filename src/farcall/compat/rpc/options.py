@@ -34,7 +34,7 @@ class RpcBackendOptions:
         _check("init_method", init_method, str)
         if rpc_timeout < 0:
             raise RpcError(f"rpc_timeout must not be negative, got {rpc_timeout}")
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout: float = float(rpc_timeout)
         self.init_method = init_method
 
 
@@ -122,7 +122,7 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
 
     def set_devices(self, devices: Sequence[DeviceType]) -> None:
         """Say which devices calls use here."""
-        self.devices = _to_device_list(devices)
+        self.devices: list[torch.device] = _to_device_list(devices)
 
 
 def _to_device(device: DeviceType) -> torch.device:

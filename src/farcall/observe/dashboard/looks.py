@@ -30,7 +30,7 @@ from farcall.transport.interface import TransportError
 
 __all__ = ["Looks"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 EVERY_S: Final = 1.0
 SELDOM_S: Final = 10.0

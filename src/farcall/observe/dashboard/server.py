@@ -29,7 +29,7 @@ from farcall.runtime.addresses import is_loopback
 
 __all__ = ["Dashboard"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 _TYPES: Final = {
     "index.html": "text/html; charset=utf-8",
@@ -125,9 +125,9 @@ class Dashboard:
             self._server = _Server((host, port), Access(None if is_loopback(host) else secret), self._looks)
         except OSError as error:
             raise InitError(f"the dashboard cannot be served on {host}:{port}: {error}") from error
-        self.port = int(self._server.server_address[1])
+        self.port: int = int(self._server.server_address[1])
         shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}/"
+        self.url: str = f"http://{shown}:{self.port}/"
         """Where to point a browser."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="farcall-dashboard-web", daemon=True

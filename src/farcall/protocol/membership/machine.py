@@ -83,9 +83,9 @@ class MembershipMachine:
         randomness: Randomness,
         now: float,
     ) -> None:
-        self.me = me.life
-        self.state = State.NEW
-        self.table = Table(me, now)
+        self.me: int = me.life
+        self.state: State = State.NEW
+        self.table: Table = Table(me, now)
         self._options = options
         self._random = randomness
         self._timers = Timers()

@@ -44,16 +44,16 @@ class Entry:
     __slots__ = ("alone", "heard_at", "life", "place", "precedence", "record", "since", "status", "version", "why")
 
     def __init__(self, update: Update, now: float) -> None:
-        self.life = update.life
-        self.record = update.record
-        self.status = update.status
-        self.version = update.version
-        self.precedence = precedence(update.status, update.version)
-        self.why = update.why
-        self.since = now
-        self.heard_at = now
-        self.place = -1
-        self.alone = False
+        self.life: int = update.life
+        self.record: Record | None = update.record
+        self.status: Status = update.status
+        self.version: int = update.version
+        self.precedence: int = precedence(update.status, update.version)
+        self.why: str = update.why
+        self.since: float = now
+        self.heard_at: float = now
+        self.place: int = -1
+        self.alone: bool = False
 
     @property
     def ended(self) -> bool:
@@ -68,12 +68,12 @@ class Table:
     """All lives known to ``me``, one's own too."""
 
     def __init__(self, me: Record, now: float) -> None:
-        self.me = me.life
+        self.me: int = me.life
         self.entries: dict[int, Entry] = {}
         self.others: list[int] = []
         """The members, alive or suspected, without oneself, in no order."""
         self.buried: set[int] = set()
-        self.highest_admission = 0
+        self.highest_admission: int = 0
         self._by_name: dict[str, int] = {}
         self._by_rank: dict[int, int] = {}
         self._digest = [0] * BUCKETS

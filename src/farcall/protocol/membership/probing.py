@@ -58,7 +58,7 @@ class Health:
     __slots__ = ("sunk",)
 
     def __init__(self) -> None:
-        self.sunk = 0
+        self.sunk: int = 0
 
     @property
     def factor(self) -> int:
@@ -93,14 +93,14 @@ class Probe:
     )
 
     def __init__(self, target: int, now: float, last: bool) -> None:
-        self.target = target
-        self.started_at = now
-        self.last = last
-        self.round = 1
-        self.due = now
-        self.refused = False
-        self.alone = False  # at its end: nobody at all had been heard
-        self.late_rounds = 0
+        self.target: int = target
+        self.started_at: float = now
+        self.last: bool = last
+        self.round: int = 1
+        self.due: float = now
+        self.refused: bool = False
+        self.alone: bool = False  # at its end: nobody at all had been heard
+        self.late_rounds: int = 0
         self.helpers: set[int] = set()
         self.deniers: set[int] = set()
 
@@ -117,8 +117,8 @@ class Prober:
         outbox: Outbox,
         conclude: Callable[[Probe, Outcome, float], None],
     ) -> None:
-        self.health = Health()
-        self.heard_anybody_at = 0.0
+        self.health: Health = Health()
+        self.heard_anybody_at: float = 0.0
         self._options = options
         self._random = randomness
         self._table = table

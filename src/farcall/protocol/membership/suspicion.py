@@ -25,11 +25,11 @@ class Suspicion:
     __slots__ = ("due", "life", "own", "since", "version")
 
     def __init__(self, life: int, version: int, own: bool, now: float) -> None:
-        self.life = life
-        self.version = version
-        self.own = own
-        self.since = now
-        self.due = now
+        self.life: int = life
+        self.version: int = version
+        self.own: bool = own
+        self.since: float = now
+        self.due: float = now
 
 
 class Suspicions:

@@ -72,7 +72,7 @@ class References:
         wake: Callable[[], None] | None = None,
     ) -> None:
         self.me = me
-        self.released = ReleasedForks() if wake is None else ReleasedForks(wake)
+        self.released: ReleasedForks = ReleasedForks() if wake is None else ReleasedForks(wake)
         self._linger_s = linger_s
         self._batch_forks = batch_forks
         self._linger_until: float | None = None

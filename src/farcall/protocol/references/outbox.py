@@ -72,7 +72,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
-        self.lazy = 0  # how many forks linger
+        self.lazy: int = 0  # how many forks linger
         self._register: dict[int, list[Fork]] = {}
         self._withdraw: dict[int, list[Fork]] = {}
         self._confirm: dict[int, list[Held]] = {}

@@ -56,7 +56,7 @@ class UserSide:
         self._outbox = outbox
         self._used: dict[ForkId, _Used] = {}
         self._children: dict[ForkId, tuple[Fork, _Used]] = {}
-        self.unconfirmed = 0  # how many of the forks held
+        self.unconfirmed: int = 0  # how many of the forks held
 
     # --- forks come and go -------------------------------------------------------------------------------
 

@@ -86,14 +86,14 @@ class Packet:
         payload: memoryview,
         tickets: Sequence[Ticket],
     ) -> None:
-        self.data = data
-        self.kind = kind
-        self.call_id = call_id
-        self.function = function
-        self.notes = notes
-        self.tickets = tickets
-        self.names = names_of(kind, flags, function, payload)
-        self.carries_descriptor = kind == CONTROL and not self.names and offers_segment(payload)
+        self.data: bytes = data
+        self.kind: int = kind
+        self.call_id: int = call_id
+        self.function: bytes = function
+        self.notes: bytes = notes
+        self.tickets: Sequence[Ticket] = tickets
+        self.names: frozenset[str] = names_of(kind, flags, function, payload)
+        self.carries_descriptor: bool = kind == CONTROL and not self.names and offers_segment(payload)
         self.descriptors: list[int] = []
 
     @property
@@ -115,10 +115,10 @@ class OwnMessage:
 
     def __init__(self, message: Arrived) -> None:
         kind, flags, _, function, _, payload, _ = message
-        self.message = message
-        self.kind = kind
-        self.function = function
-        self.names = names_of(kind, flags, function, payload)
+        self.message: Arrived = message
+        self.kind: int = kind
+        self.function: bytes = function
+        self.names: frozenset[str] = names_of(kind, flags, function, payload)
 
     @property
     def call_id(self) -> int:

@@ -34,7 +34,7 @@ from farcall.transport.unix import UnixTransport
 
 __all__ = ["FaultyTransport", "connect"]
 
-logger = logging.getLogger("farcall")
+logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_QUEUED_BYTES = 1 << 20
 CHUNK_BYTES = 256 * 1024
@@ -62,9 +62,9 @@ class FaultyTransport(UnixTransport):
 
     def __init__(self, stream: socket.socket, far: Transport, relay: Relay) -> None:
         super().__init__(stream)
-        self.kind = far.kind
-        self.carries_descriptors = far.carries_descriptors
-        self.peer_host = far.peer_host
+        self.kind: str = far.kind
+        self.carries_descriptors: bool = far.carries_descriptors
+        self.peer_host: str = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
         # A descriptor that came behind the handshake belongs to a frame that the link has already.
@@ -111,7 +111,7 @@ class Relay:
         self._back: deque[tuple[memoryview, list[int]]] = deque()
         self._near_ended = self._far_ended = self._node_closed = False
         self._told_far = self._told_near = False
-        self.disordered = False
+        self.disordered: bool = False
         self._refused = False  # the other side takes no more bytes
         self._close_by = NEVER
         self._silent_until = 0.0

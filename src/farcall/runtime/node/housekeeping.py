@@ -1,0 +1,47 @@
+"""What a node looks after from time to time: memory that others wait to have back, and memory unused for long.
+
+A ticker of the loop: everything here runs on the I/O thread, before it sleeps. Owns nothing but the time of the next
+look at unused memory.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from farcall.runtime.lending import retire_from
+from farcall.runtime.node.company import Company
+from farcall.runtime.node.foundation import Foundation
+
+__all__ = ["Housekeeping"]
+
+TRIM_EVERY_S = 10.0
+
+
+class Housekeeping:
+    """One node's."""
+
+    def __init__(self, foundation: Foundation, company: Company) -> None:
+        self._foundation = foundation
+        self._company = company
+        self._next_trim = monotonic() + TRIM_EVERY_S
+
+    def tick(self, now: float) -> float:
+        """Send releases that nobody took along, give back memory unused for long, and watch."""
+        for peer in self._company.acquaintances.everyone():  # a copy: members may still be connecting
+            if peer.segments is not None and peer.segments.has_releases:
+                peer.send_releases()
+            if peer.devices is not None and peer.devices.has_releases:
+                peer.send_device_releases()
+        if now >= self._next_trim:
+            self._next_trim = now + TRIM_EVERY_S
+            self._trim(now)
+        return min(self._next_trim, self._company.watch.tick(now))
+
+    def _trim(self, now: float) -> None:
+        foundation = self._foundation
+        foundation.memory.trim(now)
+        if foundation.devices is not None:
+            foundation.devices.trim(now)
+        if foundation.pool is not None:
+            for segment_id, holders in foundation.pool.trim(now):
+                retire_from(holders, segment_id)
