@@ -223,11 +223,16 @@ class Dask(System):
 
 class Monarch(System):
     package = "torchmonarch"
-    settings = "an actor in a process of its own on this_host(), call_one; tensors travel inside messages"
+    settings = (
+        "an actor in a process of its own on this_host(), call_one; tensors travel inside messages; an "
+        "unhandled_fault_hook that does nothing, for else the death of the callee ends the caller, too"
+    )
 
     def start(self) -> None:
+        import monarch.actor
         from monarch.actor import Actor, endpoint, this_host
 
+        monarch.actor.unhandled_fault_hook = lambda failure: None
         # Endpoints are made by a decorator that only this environment has.
         members = {name: endpoint(lambda self, *arguments, _f=f: _f(*arguments)) for name, f in FUNCTIONS.items()}
         actor_class = type("MonarchCallee", (Actor,), members)
@@ -378,7 +383,9 @@ def measure_here(name: str, budget_s: float, out: Path) -> None:
         "torch": torch.__version__,
         system.package: version(system.package),
     }
-    out.write_text(json.dumps({"figures": figures, "start_s": start_s, "versions": versions}))
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps({"figures": figures, "start_s": start_s, "versions": versions}))
+    partial.rename(out)  # all of it or nothing, whatever the system does to this process after the death
     # Some end in order after that, and some never do: whatever they started ends with this process.
     stops = threading.Thread(target=system.stop, daemon=True)
     stops.start()

@@ -169,7 +169,7 @@ class Play:
         if event.kind == "dead" and name == VICTIM and death.killed_s and not death.noticed_s:
             death.noticed_s = monotonic()
             self._stage.on_event(
-                f"all know that {VICTIM} is dead, {(death.noticed_s - death.killed_s) * 1e3:.0f} ms later; "
+                f"the group says that {VICTIM} is dead, {(death.noticed_s - death.killed_s) * 1e3:.0f} ms later; "
                 "starting it again"
             )
             try:

@@ -36,7 +36,7 @@ def run(console: Console, steps: int, output: Path | None) -> int:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps, loss {task.fields[loss]:.3f}"),
+        TextColumn("steps{task.fields[loss]}"),
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
@@ -74,13 +74,13 @@ class _Screen:
         self._bar = bar
         self._total = steps
         self._begun_s = self._line_s = monotonic()
-        self._task = bar.add_task("training", total=steps, loss=float("nan"))
+        self._task = bar.add_task("starting", total=steps, loss="")
 
     def on_event(self, text: str) -> None:
         self._console.print(f"{monotonic() - self._begun_s:5.1f} s  {text}", highlight=False, soft_wrap=True)
 
     def on_steps(self, done: int, loss: float) -> None:
-        self._bar.update(self._task, completed=done, loss=loss)
+        self._bar.update(self._task, description="training", completed=done, loss=f", loss {loss:.3f}")
         if not self._console.is_terminal and monotonic() - self._line_s > _LINE_EVERY_S:
             self._line_s = monotonic()
             self.on_event(f"{done} of {self._total} steps, loss {loss:.3f}")
