@@ -50,6 +50,7 @@ WARM_UP_SHARE = 0.3
 LEAST_SAMPLES = 10
 ROUND_TIMEOUT_S = 120.0
 DEATH_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 3.0
 CASES = {
     "no-op, us": "a call of a function that does nothing",
     "no-op p99, us": "the slowest of a hundred of them",
@@ -389,7 +390,7 @@ def measure_here(name: str, budget_s: float, out: Path) -> None:
     # Some end in order after that, and some never do: whatever they started ends with this process.
     stops = threading.Thread(target=system.stop, daemon=True)
     stops.start()
-    stops.join(DEATH_TIMEOUT_S)
+    stops.join(STOP_TIMEOUT_S)
     sys.stdout.flush()
     os._exit(0)
 
@@ -475,7 +476,7 @@ def main() -> None:
     parser.add_argument("--stock", metavar="PYTHON", default=sys.executable, help="by default this one")
     parser.add_argument("--farcall", metavar="PYTHON", default=sys.executable, help="by default this one")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=1.5, help="seconds for each case in a round")
+    parser.add_argument("--budget", type=float, default=1.2, help="seconds for each case in a round")
     parser.add_argument("--out", type=Path, default=Path("others.json"))
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--callee", choices=SYSTEMS, help=argparse.SUPPRESS)
