@@ -63,7 +63,7 @@ class Play:
         self._begun_s = monotonic()
         self._back = threading.Event()
         self._failure: str | None = None
-        self.figures = Figures(0.0, Death(VICTIM))
+        self.figures: Figures = Figures(0.0, Death(VICTIM))
 
     def run(self) -> Figures:
         """Everything, from the first process to the last."""

@@ -77,7 +77,7 @@ class Server:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._path = directory / f"{name}.pt"
-        self.part = PARTS[name]()
+        self.part: nn.Module = PARTS[name]()
         self.restored_steps: int | None = None
         if self._path.exists():
             checkpoint = torch.load(self._path)
@@ -134,7 +134,7 @@ class Trainer:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.done = 0
+        self.done: int = 0
 
     def train(self, steps: int) -> Report:
         report = Report([], [])
