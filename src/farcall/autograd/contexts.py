@@ -20,7 +20,7 @@ import torch
 
 from farcall.autograd.context import Context
 from farcall.autograd.engine import add_gradients
-from farcall.autograd.functions import Edge, SendFunction, gradient_edge, make_receive
+from farcall.autograd.functions import Edge, SendFunction, make_receive
 from farcall.autograd.marks import BACKWARD_NAME, is_profiled, record_function
 from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
 from farcall.autograd.replicas import watch_replicas
@@ -168,21 +168,22 @@ class Contexts:
 
         Nothing is recorded in a context that was released meanwhile.
         """
-        edges: tuple[Edge, ...] = ()
-        if torch.is_grad_enabled():
-            edges = tuple([gradient_edge(tensor) for tensor in tensors if tensor.requires_grad])
+        needing = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
+        send = None
+        if needing:
+            with self._lock:
+                message_id = self._next_message_id
+                self._next_message_id += 1
+            send = SendFunction(message_id, to_worker, needing)
         with context.lock:
             if context.released:
                 return None
             context.known_workers.add(to_worker)
             context.peers.add(to_worker)
-            if not edges:
+            if send is None:
                 return None
-            with self._lock:
-                message_id = self._next_message_id
-                self._next_message_id += 1
-            context.sends[message_id] = SendFunction(message_id, to_worker, edges)
-        return message_id
+            context.sends[send.message_id] = send
+        return send.message_id
 
     def detach_send(self, context: Context, message_id: int) -> None:
         """Forget a message that did not leave after all: nobody would ever answer for it."""

@@ -26,16 +26,21 @@ __all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_ed
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
 
+# Before torch 2.13 the node of a `torch.autograd.Function`, and with it all that is below, dies with the last tensor or
+# node of torch's own that leads to it: the Python object that stands for the node does not keep it.
+_NODES_LIVE_ALONE: Final = torch.__version__ >= "2.13"
+
 
 class SendFunction:
     """The source of one message: ``next_functions`` are the edges of its tensors that need a gradient."""
 
-    __slots__ = ("message_id", "next_functions", "to_worker")
+    __slots__ = ("_owners", "message_id", "next_functions", "to_worker")
 
-    def __init__(self, message_id: int, to_worker: int, next_functions: tuple[Edge, ...]) -> None:
+    def __init__(self, message_id: int, to_worker: int, needing: Sequence[torch.Tensor]) -> None:
         self.message_id: int = message_id
         self.to_worker: int = to_worker
-        self.next_functions: tuple[Edge, ...] = next_functions
+        self.next_functions: tuple[Edge, ...] = tuple([gradient_edge(tensor) for tensor in needing])
+        self._owners = None if _NODES_LIVE_ALONE else [_owner(tensor) for tensor in needing]
 
     def name(self) -> str:
         """The name that programs written for `torch.distributed.autograd` look for."""
@@ -50,12 +55,21 @@ def gradient_edge(tensor: torch.Tensor) -> Edge:
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    # A leaf's accumulator cannot be asked for, but it is what a view of the leaf leads to. Sparse tensors
-    # have no views.
+    # A leaf's accumulator cannot be asked for, but it is what a view of the leaf leads to.
+    return _above(tensor).next_functions[0][0], 0
+
+
+def _above(tensor: torch.Tensor) -> Node:
+    """A node that gradients pass on their way to ``tensor``, and that keeps alive all that is below it."""
     with torch.enable_grad():
-        above = (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
-    assert above is not None
-    return above.next_functions[0][0], 0
+        # Sparse tensors have no views.
+        return (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
+
+
+def _owner(tensor: torch.Tensor) -> Node:
+    """What keeps the graph of ``tensor`` alive."""
+    node = tensor.grad_fn
+    return _above(tensor) if isinstance(node, torch._C._FunctionBase) else node
 
 
 def _receive_forward(

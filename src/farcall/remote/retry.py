@@ -40,7 +40,7 @@ from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
-from farcall.runtime.profiling import PROFILING, is_profiled
+from farcall.runtime.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated
 
@@ -119,6 +119,7 @@ class RetryingFuture(Future[Any]):
     """A future whose call is made again when the network fails it."""
 
     peer: Peer  # of the last attempt
+    profile: CallProfile | None = None
     started_at: float
 
     def __init__(
@@ -142,7 +143,7 @@ class RetryingFuture(Future[Any]):
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
         self._attempt += 1
         peer = self.peer = self._node.peer(self._to)
-        self.profile = profile = None
+        profile = self.profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
         function, payload, buffers = encode_request(peer, *self._request)

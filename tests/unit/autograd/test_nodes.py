@@ -44,8 +44,9 @@ def test_a_builtin_node() -> None:
 
 def test_a_python_function_gets_zeros_and_its_results_meet_their_edges() -> None:
     first, second = torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True)
-    node: Any = Pair.apply(first, 3.0, torch.ones(2), second)[0].grad_fn
-    found = {edge[0].variable: gradient.tolist() for edge, gradient in call(node, torch.ones(2), None).items()}
+    outputs = Pair.apply(first, 3.0, torch.ones(2), second)
+    found = call(outputs[0].grad_fn, torch.ones(2), None)
+    found = {edge[0].variable: gradient.tolist() for edge, gradient in found.items()}
     assert found == {first: [3.0, 3.0], second: [0.0, 0.0]}
 
 
@@ -69,6 +70,7 @@ def test_what_leaves_has_the_dtype_and_shape_of_its_tensor() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return torch.ones(4, 2, dtype=torch.float64)
 
-    (gradient,) = call(Loose.apply(torch.rand(2, requires_grad=True)).grad_fn, torch.ones(2)).values()
+    output = Loose.apply(torch.rand(2, requires_grad=True))
+    (gradient,) = call(output.grad_fn, torch.ones(2)).values()
     assert gradient.dtype is torch.float32
     assert gradient.tolist() == [4.0, 4.0]

@@ -12,8 +12,15 @@ import torch.distributed.rpc
 PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
 NAMES = {
     *torch.distributed.rpc.__all__,
-    *torch.distributed.autograd.__all__,
-    *("backward", "get_gradients", "DistributedOptimizer", "RemoteModule", "async_execution", "RpcBackendOptions"),
+    *(
+        "context",
+        "backward",
+        "get_gradients",
+        "DistributedOptimizer",
+        "RemoteModule",
+        "async_execution",
+        "RpcBackendOptions",
+    ),
     *("to_here", "local_value", "owner", "owner_name", "is_owner", "confirmed_by_owner", "WorkerInfo"),
 }
 

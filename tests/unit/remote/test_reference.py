@@ -391,7 +391,7 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
     with pytest.raises(ReferenceLost):
         noted[6].notes[0].local_value()
     assert references.pending_values() == 0
-    assert references._values == {}
+    assert references._values.places == {}
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:

@@ -45,7 +45,7 @@ def assert_same(received, sent):
     assert torch.equal(received, sent)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")
 @pytest.mark.parametrize("count", [1, 7, 5000], ids=["one", "small", "large"])
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in QUANTIZED], ids=str)
 def test_every_dtype(dtype, count):

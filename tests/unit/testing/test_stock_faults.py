@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -25,9 +24,7 @@ def add_to_itself(tensor):
     return tensor + tensor
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch would have nobody use scripts any more
-    script_function = torch.jit.script(add_to_itself)
+script_function = torch.jit.script(add_to_itself)
 
 
 def python_function() -> None:

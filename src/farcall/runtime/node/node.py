@@ -106,7 +106,12 @@ class Node(Face):
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
         process.STARTED.add(self)
-        self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
+        try:
+            self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
+        except BaseException:
+            self._life.end()
+            self._let_go()
+            raise
         self._loop = self._foundation.loop
         self._onlookers = Onlookers(self._name, self._loop, lambda: self.on_question)
         self.pool: SegmentPool | None = self._foundation.pool
@@ -322,10 +327,14 @@ class Node(Face):
             self._life.end()
             self._stop_all(self._life.verdict or why, linger)
         finally:
-            process.STARTED.discard(self)
-            if self._shielded:
-                shield.uninstall()
-            shield.unseal()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing is left that a forked child would have to close, or Ctrl-C could tear."""
+        process.STARTED.discard(self)
+        if self._shielded:
+            shield.uninstall()
+        shield.unseal()
 
     def _stop_all(self, why: RpcError, linger: bool) -> None:
         company: Company | None = getattr(self, "_company", None)  # None: the start failed before it was made
