@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from tests.processes.test_calls import wait_until
+from tests.processes.calls.callees import wait_until
 from tests.processes.trace_reader import Trace
 
 from farcall.observe.presence import Presence, find_nodes
