@@ -25,7 +25,7 @@ from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable
 from farcall.runtime.changes import Changes
 from farcall.runtime.chronicle import Chronicle
-from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
+from farcall.runtime.devices import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving, Withdrawing, Work
@@ -247,6 +247,7 @@ class Node(Face):
             if self.devices is None:
                 foundation = self._foundation
                 devices = NodeDevices(self._name, self.options, foundation.on_release, foundation.write_later)
+                foundation.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes
                 self.server.devices = devices.devices
