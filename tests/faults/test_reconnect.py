@@ -36,6 +36,7 @@ from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
 from farcall.runtime import doors
 from farcall.runtime.node import current_node
+from farcall.runtime.reconnect import Reconnecting
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster, temporary_file_url
 from farcall.testing.faults import Faults
 
@@ -648,20 +649,37 @@ class ImpatientDialler:
         return False
 
 
-def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow start: the one that was dialled believes to be connected, and is complete, when the other dials again."""
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
+    asked_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow start: the one that was dialled believes to be connected, and is complete, when the other dials again.
+
+    ``asked_first``: it has lost that connection, and has asked for another one, even before.
+    """
     options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=20.0)
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
-    prove = doors.prove
+    prove, admit = doors.prove, Reconnecting.admit
     attempts: list[Any] = []
+    asked = threading.Event()
 
-    def impatient(transport: Any, *args: Any) -> Any:
-        attempts.append(transport)
-        if len(attempts) == 1:
-            transport = ImpatientDialler(transport, lambda: nodes[0].state == "running")
-        return prove(transport, *args)
+    def impatient(transport: Any, name: Any, me: Any, *args: Any) -> Any:
+        if me.name == "w1":
+            attempts.append(transport)
+            if len(attempts) == 1:
+                transport = ImpatientDialler(transport, lambda: nodes[0].state == "running")
+            elif asked_first:
+                assert asked.wait(10.0)
+        return prove(transport, name, me, *args)
+
+    def admitting(self: Reconnecting, identity: Any, arrived_at: float) -> bytes:
+        try:
+            return admit(self, identity, arrived_at)
+        finally:
+            asked.set()
 
     monkeypatch.setattr(doors, "prove", impatient)
+    monkeypatch.setattr(Reconnecting, "admit", admitting)
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:

@@ -4,6 +4,7 @@
     host           the token of its host
     admission      its admission number, decimal; only members have one
     address<n>     its addresses, n from 0
+    first          "1": it starts, and has had no connection to the listener yet, as far as it knows
 
 The listener may not have heard of it yet (`membership`: a newcomer calls whom it likes as soon as it is let in). All of
 this is in the greeting, so the proof covers it.
@@ -16,10 +17,21 @@ import msgspec
 from farcall.protocol.handshake import Identity, malformed
 from farcall.protocol.membership.messages import MAX_ADDRESSES, Record
 
-__all__ = ["HOST", "introduced", "introduction_of"]
+__all__ = ["HOST", "for_the_first_time", "introduced", "introduction_of", "is_for_the_first_time"]
 
 HOST = "host"
 _ADMISSION = "admission"
+_FIRST = "first"
+
+
+def for_the_first_time(me: Identity) -> Identity:
+    """``me``, who dials members that it has had no connection to."""
+    return msgspec.structs.replace(me, capabilities={**me.capabilities, _FIRST: "1"})
+
+
+def is_for_the_first_time(peer: Identity) -> bool:
+    """Does a dialler know of no connection to us before this one?"""
+    return _FIRST in peer.capabilities
 
 
 def introduced(me: Identity, record: Record) -> Identity:

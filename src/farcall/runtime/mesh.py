@@ -13,7 +13,7 @@ from farcall.channel.shared_memory import host_token
 from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity
-from farcall.protocol.introduction import HOST
+from farcall.protocol.introduction import HOST, for_the_first_time, is_for_the_first_time
 from farcall.runtime.doors import Door, Returning, dial_member
 from farcall.runtime.peers import RemotePeer
 from farcall.runtime.rendezvous import MemberRecord, Membership
@@ -78,11 +78,12 @@ class Mesh:
             returning,
         )
         failures: dict[int, str] = {}
+        me = for_the_first_time(self._identity)
         for member in membership.members:
             if member.rank < membership.me.rank:
                 ways = self.ways_to(member)
                 try:
-                    transport, established = dial_member(member.name, ways, self._identity, membership.secret, deadline)
+                    transport, established = dial_member(member.name, ways, me, membership.secret, deadline)
                 except TransportError as error:
                     failures[member.rank] = str(error)
                     continue
@@ -129,9 +130,11 @@ class Mesh:
                 before = self._connected.get(peer.rank)
                 if before is not None and (before.broken or self._is_over(peer.process_token)):
                     return None  # it may come in, to be told so
+                if before is None:
+                    return None
                 # One whose connection broke before it had our proof knows of no session, and comes as a stranger: while
-                # we start, and, if it is slow, afterwards.
-                if before is not None and (before.link.up or before.link.session.received):
-                    return f"{peer.name} is connected already"
-                return None
+                # we start, and, if it is slow, afterwards. Nobody else may: it would get again what it has got.
+                if is_for_the_first_time(peer) and not before.link.up and not before.link.session.received:
+                    return None
+                return f"{peer.name} is connected already"
         return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"

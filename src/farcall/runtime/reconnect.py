@@ -9,6 +9,7 @@ comes back to its session is refused, and so learns it.
     up or down           the member comes back through our door, proven     up again, over that connection
     up, for longer       the member asks through our door                   down: we dial (it lost what we did not)
     up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
+    not made yet         the member asks through our door                   nothing: while we start, we dial anyhow
     down                 gone, refused, or ``reconnect_s`` over             dead
 
 A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
@@ -79,6 +80,8 @@ class Reconnecting:
         self._wrap = wrap
         self._bonds: dict[str, Bond] = {}  # by incarnation
         self._stopped = False
+        self.starting: bool = True
+        """Are there members that this node has yet to connect to for the first time?"""
         self.frames_sent_again: int = 0
         """Over new connections, because the old ones may have lost them."""
         self._lock = threading.Lock()  # between dialling, attaching and stopping
@@ -219,6 +222,8 @@ class Reconnecting:
         resumption = resumption_of(identity)
         assert resumption is not None
         bond = self._bonds.get(identity.process_token)
+        if bond is None and resumption.received is None and self.starting and not self._stopped:
+            return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
         if (
             bond is None
             or bond.session_id != resumption.session_id
@@ -247,11 +252,10 @@ class Reconnecting:
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """What `admit` answered is on its way."""
         resumption = resumption_of(established.peer)
-        bond = self._bonds[established.peer.process_token]
         if resumption is None or resumption.received is None:
             transport.close()  # it only asked
             return
-        self._attach(bond, transport, established, resumption.received)
+        self._attach(self._bonds[established.peer.process_token], transport, established, resumption.received)
 
     def _attach(self, bond: Bond, transport: Transport, established: Established, received: int) -> None:
         peer = bond.peer

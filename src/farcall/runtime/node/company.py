@@ -118,6 +118,7 @@ class Company:
         """In a group of fixed size: be connected to everybody."""
         mesh = Mesh(self._membership, self._options, self.acquaintances.remotes, self._linked, self.is_over)
         mesh.connect(self._foundation.door, self._on_connected, self.reconnecting, deadline)
+        self.reconnecting.starting = False
 
     def _on_connected(self, transport: Transport, established: Established, dialled: bool) -> None:
         """A proven peer is connected anew; also on the I/O thread."""
@@ -130,6 +131,7 @@ class Company:
         entry.enter(
             foundation.door, foundation.loop, self.acquaintances, self.reconnecting, self.watch, self._set_watch
         )
+        self.reconnecting.starting = False
 
     def _set_watch(self, watch: Watch) -> None:
         self.watch = watch
