@@ -157,6 +157,8 @@ class RpcBackendOptions:
         device_memory_limit_bytes: how much device memory this node may hold for sending.
         device_sharing: whether device memory may be opened by other processes of this host; if not, or where that does
             not work, tensors on devices go through the host.
+        device_views: tensors of 1 MiB and more that another process of this host sends are not copied out of its device
+            memory, but lie there until they die; ``docs/gpu.md`` says what that means.
         faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
@@ -193,6 +195,7 @@ class RpcBackendOptions:
     automatic_device_maps: bool = field(default=False, kw_only=True)
     device_memory_limit_bytes: int = field(default=DEFAULT_DEVICE_MEMORY_LIMIT_BYTES, kw_only=True)
     device_sharing: bool = field(default=True, kw_only=True)
+    device_views: bool = field(default=False, kw_only=True)
     faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -221,7 +224,14 @@ class RpcBackendOptions:
             self._set(name, _check_positive(name, getattr(self, name)))
         if self.when_overloaded not in WHEN_OVERLOADED:
             raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
-        for name in ("shared_memory", "observable", "opentelemetry", "automatic_device_maps", "device_sharing"):
+        for name in (
+            "shared_memory",
+            "observable",
+            "opentelemetry",
+            "automatic_device_maps",
+            "device_sharing",
+            "device_views",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)

@@ -214,6 +214,8 @@ def main() -> int:
     # Some of the suite's programs call each other as soon as *they* have made their process group, and use that of the
     # callee. With this torch lets nobody go on before everybody has one; whose RPC is quick enough needs it.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+    # Asking whether there is a device must not touch it: a process that has forked after that cannot use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not asked.stock:
         suite.put_farcall_in_place()
     classes = suite.load(asked.part)

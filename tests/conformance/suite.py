@@ -32,12 +32,8 @@ def put_farcall_in_place() -> None:
     import torch  # noqa: F401  (a program that is run unchanged has imported torch by then, too)
 
     import farcall.compat
-    from farcall.torchscript import extension, need
 
     farcall.compat.install()
-    if extension.why_not() is not None:
-        # The suite compiles scripts when it is imported. Without the extension only those tests fail that run them.
-        need.enable = lambda: None
 
 
 def load(part: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.conformance.client import Result, SuiteRun
-from tests.conformance.listing import NotPassed, complaint
+from tests.conformance.listing import NotPassed, complaint, not_passed
 
 SAMPLES = [
     f"SampleTest.test_{name}"
@@ -120,3 +120,9 @@ def state_of(pid: int) -> str:
 )
 def test_only_what_is_listed_is_excused(outcome: str, listed: NotPassed | None, right: bool) -> None:
     assert (complaint(outcome, "", listed) is None) is right
+
+
+def test_what_needs_devices_is_listed_only_where_there_are_fewer() -> None:
+    listed = [set(not_passed(count)) for count in (0, 1, 2, 3, 4)]
+    assert listed[0] > listed[1] > listed[2] == listed[3] > listed[4]
+    assert all("CUDA device" not in one.reason for one in not_passed(4).values())

@@ -34,8 +34,9 @@ from farcall.errors import (
 )
 from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
+from farcall.runtime import doors
 from farcall.runtime.node import current_node
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
+from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster, temporary_file_url
 from farcall.testing.faults import Faults
 
 AT_ONCE_S = 2.0
@@ -623,3 +624,52 @@ def test_random_cuts_for_long(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
         ran.clear()
         test(source.choice(KEPT))
     test_references_come_back_to_nothing()
+
+
+# ---------------------------------------------------------------------- at the start
+
+
+class ImpatientDialler:
+    """A transport whose owner gives up, once it has sent its proof, on the proof of the other side."""
+
+    def __init__(self, transport: Any, until: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._until = until
+        self._waits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        self._waits += 1
+        if self._waits == 1:
+            return bool(self._transport.wait_readable(timeout_s))
+        wait_until(self._until)
+        return False
+
+
+def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow start: the one that was dialled believes to be connected, and is complete, when the other dials again."""
+    options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=20.0)
+    nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
+    prove = doors.prove
+    attempts: list[Any] = []
+
+    def impatient(transport: Any, *args: Any) -> Any:
+        attempts.append(transport)
+        if len(attempts) == 1:
+            transport = ImpatientDialler(transport, lambda: nodes[0].state == "running")
+        return prove(transport, *args)
+
+    monkeypatch.setattr(doors, "prove", impatient)
+    first = threading.Thread(target=nodes[0].start)
+    first.start()
+    try:
+        nodes[1].start()
+        first.join()
+        assert len(attempts) > 1
+        assert nodes[0].rpc_sync("w1", pow, (2, 5)) == nodes[1].rpc_sync("w0", pow, (2, 5)) == 32
+    finally:
+        first.join()
+        for node in nodes:
+            node.shutdown(graceful=False)

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from typing import Any
 
+import pytest
 import torch
 from tests.gpu.test_devices import CUDA, MAPS, lent, share, wait_until
 
@@ -89,5 +90,6 @@ def stressed(rank: int) -> dict[str, Any] | None:
     return {"sends": SENDS, "pool_bytes": devices.stats().total, "grown_bytes": grown}
 
 
-def test_many_random_sends_under_concurrent_writes() -> None:
-    print(run_cluster(2, stressed, timeout_s=240.0, **MAPS)[0])
+@pytest.mark.parametrize("views", [False, True])
+def test_many_random_sends_under_concurrent_writes(views: bool) -> None:
+    print(run_cluster(2, stressed, timeout_s=240.0, device_views=views, **MAPS)[0])

@@ -200,9 +200,9 @@ class Browser:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def click(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
-        """Click what is there; ``across`` and ``down``: where on it, from 0 to 1."""
+        """Click what is shown, or will be; ``across`` and ``down``: where on it, from 0 to 1."""
         chosen = json.dumps(selector)
-        self.wait_for(f"document.querySelector({chosen}) !== null")
+        self.wait_for(f"document.querySelector({chosen})?.checkVisibility() === true")
         x, y, hit = self.evaluate(
             f"""(() => {{
                 const element = document.querySelector({chosen});

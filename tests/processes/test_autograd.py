@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.processes.test_calls import wait_until
+from tests.processes.calls.callees import wait_until
 from torch.utils.checkpoint import checkpoint
 
 import farcall

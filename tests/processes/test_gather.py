@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from tests.processes.test_calls import Gate, add, wait_until, whoami
+from tests.processes.calls.callees import Gate, add, wait_until, whoami
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout

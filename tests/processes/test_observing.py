@@ -148,6 +148,7 @@ def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
         with trace.get_tracer("test").start_as_current_span("step"):
             farcall.rpc_sync("w1", call_on, args=("w2",))
             farcall.rpc_async("w2", echo, args=(1,)).wait()
+            farcall.rpc_sync("w2", torch.add, args=(torch.ones(1), 1))
     farcall._barrier(["w0", "w1", "w2"])
     return [
         (
@@ -184,6 +185,9 @@ def test_spans_of_all_workers_make_one_trace() -> None:
         ["w2/echo CLIENT", "step INTERNAL"],
     ]
     assert {span[2] for span in served} == {step[2]}
+    # Both ends of a call have one name.
+    (add,) = [span for span in spans if "add" in span[0] and span[1] == "SERVER"]
+    assert ancestors(add) == [f"{add[0]} CLIENT", "step INTERNAL"]
 
 
 def test_telemetry_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes.test_calls import wait_until
+from tests.processes.calls.callees import wait_until
 from tests.processes.trace_reader import Slice, Trace
 
 import farcall
@@ -102,6 +102,11 @@ def check_job(trace: Trace, home: str) -> None:
     first = trace.only(f"rpc_sync#onward({home} -> w1)", home)
     second = trace.only("rpc_sync#onward(w1 -> w2)", "w1")
     runs = {process: trace.only("onward", process) for process in ("w1", "w2")}
+    assert first.thread_name == "MainThread"
+    assert {process: run.thread_name for process, run in runs.items()} == {
+        "w1": "farcall-worker-w1",
+        "w2": "farcall-worker-w2",
+    }
     assert first.contains(runs["w1"])
     assert second.contains(runs["w2"])
     assert second.parent == runs["w1"]
@@ -129,6 +134,9 @@ def check_job(trace: Trace, home: str) -> None:
             (arrow.name, arrow.start.parent, arrow.end.parent) == ("answer", run, call) for arrow in trace.arrows
         )
     assert any(arrow.name == "request" and arrow.end.name == "backward" for arrow in trace.arrows)
+    farcalls = [arrow.name for arrow in trace.arrows if arrow.name in ("request", "answer")]
+    calls = [each for each in trace.slices if "to" in each.args]
+    assert len(farcalls) == 2 * len(calls) > 0
 
 
 # ---------------------------------------------------------------------- one trace
@@ -184,6 +192,36 @@ def test_the_trace_of_torch_profiler_has_the_other_workers(tmp_path: Path) -> No
     # On the row that torch itself draws, the call lies among the operators of its thread.
     call, tanh = trace.only("rpc_sync#onward(w0 -> w1)", "w0"), trace.only("aten::tanh", "w0")
     assert call.thread == tanh.thread
+
+
+def other_ways_to_write(rank: int, folder: str) -> None:
+    if rank != 0:
+        return
+    x = torch.ones(3)
+    scheduled = Path(folder) / "scheduled.json.gz"
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2, repeat=1),
+        on_trace_ready=lambda prof: prof.export_chrome_trace(str(scheduled)),
+    ) as prof:
+        for _ in range(6):
+            farcall.rpc_sync("w1", twice, (x,))
+            prof.step()
+    handler = torch.profiler.tensorboard_trace_handler(str(Path(folder) / "tensorboard"))
+    with torch.profiler.profile(on_trace_ready=handler):
+        farcall.rpc_sync("w1", twice, (x,))
+    with torch.autograd.profiler.profile() as older:
+        farcall.rpc_sync("w1", twice, (x,))
+    older.export_chrome_trace(str(Path(folder) / "older.json"))
+
+
+def test_whatever_way_torch_writes_a_trace_it_has_the_other_workers(tmp_path: Path) -> None:
+    run_cluster(2, other_ways_to_write, str(tmp_path))
+    (tensorboard,) = (tmp_path / "tensorboard").iterdir()
+    for path, calls in ((tmp_path / "scheduled.json.gz", 2), (tensorboard, 1), (tmp_path / "older.json", 1)):
+        trace = Trace(path)
+        made, runs = trace.named("rpc_sync#twice(w0 -> w1)", "w0"), trace.named("twice", "w1")
+        assert len(made) == len(runs) == calls, path
+        assert all(call.contains(run) for call, run in zip(made, runs, strict=True))
 
 
 # ---------------------------------------------------------------------- ways to call

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.processes.test_calls import wait_until
+from tests.processes.calls.callees import wait_until
 from torch import nn
 
 import farcall

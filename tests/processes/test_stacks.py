@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,8 @@ from farcall.observe import explaining
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.snapshot import WorkerSnapshot, find_troubles
 from farcall.options import RpcBackendOptions
-from farcall.runtime import calls, executor
-from farcall.testing.cluster import finish, run_cluster, start_cluster
+from farcall.runtime import calls, doors, executor
+from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
 ANSWER_S = 30.0
 SHORT_S = 1.5
@@ -107,6 +108,29 @@ def _command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[st
         timeout=60,
         check=False,
     )
+
+
+def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = RpcBackendOptions(init_method=temporary_file_url(), runtime_directory=str(tmp_path / "run"))
+    nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
+    shown: list[str] = []
+    prove = doors.prove
+
+    def look_first(*args: Any) -> Any:
+        shown.append(_command(tmp_path / "run", "stacks").stdout)
+        return prove(*args)
+
+    monkeypatch.setattr(doors, "prove", look_first)
+    first = threading.Thread(target=nodes[0].start)
+    first.start()
+    try:
+        nodes[1].start()
+    finally:
+        first.join()
+        for node in nodes:
+            node.shutdown(graceful=False)
+    # Either may have been asked: neither is connected to the other.
+    assert re.search(r"still starting: 1 of the workers; not connected yet: w[01] \(to 1 of them\)", shown[0]), shown
 
 
 def test_a_deadlock_is_named(tmp_path: Path) -> None:

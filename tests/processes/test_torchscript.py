@@ -68,10 +68,38 @@ PROGRAM = """
         return total
 
     @torch.jit.script
+    class Box:
+        def __init__(self, rref: RRef[Tensor]):
+            self.rref = rref
+
+    @torch.jit.script
+    def give_in_a_box(to: str) -> Box:
+        return Box(give(to))
+
+    @torch.jit.script
+    def give_in_boxes(to: str) -> List[Box]:
+        return [give_in_a_box(to)]
+
+    @torch.jit.script
+    def ask_for_boxes(to: str, owner: str) -> Tensor:
+        first = rpc_async(to, give_in_a_box, (owner,)).wait()
+        second = rpc.remote(to, give_in_a_box, (owner,)).to_here()  # on a thread of TorchScript's, after the wait
+        third = rpc.rpc_sync(to, give_in_boxes, (owner,))[0]
+        return first.rref.to_here() + second.rref.to_here() + third.rref.to_here()
+
+    @torch.jit.script
     def append(rref: RRef[List[int]], value: int) -> int:
         held = rref.local_value()
         held.append(value)
         return len(held)
+
+    @torch.jit.script
+    def fetch_both(tensor: RRef[Tensor], numbers: RRef[List[int]]) -> Tensor:
+        return tensor.to_here() + len(numbers.to_here())
+
+    @torch.jit.script
+    def look_at_both(tensor: RRef[Tensor], numbers: RRef[List[int]]) -> Tensor:
+        return tensor.local_value() + len(numbers.local_value())
 
     @torch.jit.script
     def about(rref: RRef[Tensor]) -> Tuple[bool, str, bool]:
@@ -113,6 +141,10 @@ PROGRAM = """
     def call_without_patience(to: str) -> Tensor:
         return rpc.rpc_sync(to, slow, (torch.zeros(1),), {}, 0.1)
 
+    @torch.jit.script
+    def call_a_number() -> Tensor:
+        return rpc.rpc_sync(1, add, (torch.zeros(1),))
+
     class Holder(torch.nn.Module):
         def __init__(self, rref):
             super().__init__()
@@ -140,6 +172,16 @@ PROGRAM = """
     @check
     def references_in_containers():
         return ask_for_two("w1", "w0").item()
+
+    @check
+    def references_of_several_types():
+        there, here = rpc.remote("w1", numbers), rpc.RRef([5, 6])
+        one = rpc.RRef(torch.ones(1))
+        return [fetch_both(give("w1"), there).item(), fetch_both(one, here).item(), look_at_both(one, here).item()]
+
+    @check
+    def references_in_objects():
+        return [ask_for_boxes("w1", "w0").item(), ask_for_boxes("w1", "w1").item()]
 
     @check
     def references_that_scripts_return():
@@ -174,9 +216,19 @@ PROGRAM = """
         return [wait_for(of_python).item(), wait_for(of_script).item(), of_script.wait().item()]
 
     @check
+    def what_is_remembered():
+        from farcall.remote import matching
+        call_with_a_future("w1", torch.ones(1), -1.0).wait()
+        before = len(matching._named)
+        for _ in range(10):
+            call_with_a_future("w1", torch.ones(1), -1.0).wait()
+        return len(matching._named) - before
+
+    @check
     def errors():
         texts = []
-        for wrong in (lambda: call_without_patience("w1"), lambda: ask("nobody", "w1"), lambda: call_its_owner(3)):
+        for wrong in (lambda: call_without_patience("w1"), lambda: ask("nobody", "w1"), lambda: call_its_owner(3),
+                      lambda: call_a_number()):
             try:
                 wrong()
             except RuntimeError as error:
@@ -217,6 +269,14 @@ def test_references_come_in_containers(results: dict[str, Any]) -> None:
     assert results["references_in_containers"] == 6
 
 
+def test_each_reference_of_a_function_has_its_own_type(results: dict[str, Any]) -> None:
+    assert results["references_of_several_types"] == [4, 3, 3]
+
+
+def test_references_come_in_objects_of_script_classes(results: dict[str, Any]) -> None:
+    assert results["references_in_objects"] == [9, 9]
+
+
 def test_what_a_script_returns_is_a_reference_in_python(results: dict[str, Any]) -> None:
     assert results["references_that_scripts_return"] == [True, True, "UserRRef", "w1", 3, True, 3, 8]
 
@@ -241,11 +301,16 @@ def test_scripts_wait_for_futures_of_python_and_python_for_those_of_scripts(resu
     assert results["futures"] == [12, 5, 4]
 
 
+def test_a_script_function_is_matched_once_however_often_scripts_call_it(results: dict[str, Any]) -> None:
+    assert results["what_is_remembered"] == 0
+
+
 def test_errors_of_calls_reach_the_caller_of_the_script(results: dict[str, Any]) -> None:
-    late, nobody, wrong = results["errors"]
+    late, nobody, wrong, number = results["errors"]
     assert "RPC ran for more than set timeout" in late
     assert "nobody" in nobody
     assert "Expected a value of type 'RRef[Tensor]' for argument 'rref' but instead found type 'int'" in wrong
+    assert "a script calls a worker by its name or WorkerInfo, not by Int" in number
 
 
 # ---------------------------------------------------------------------- one process
@@ -282,27 +347,154 @@ def run_alone(tmp_path: Path, program: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_a_compiler_only_code_that_needs_the_extension_fails(tmp_path: Path) -> None:
+def test_without_a_compiler_only_calls_of_code_that_needs_the_extension_fail(tmp_path: Path) -> None:
+    """Compiling such code is no error: whoever imports a library may need something else of it."""
     program = """
-        start()
-        print(rpc.rpc_sync("alone", add, (torch.ones(1),)).item())
+        import torch.distributed.autograd as dist_autograd
+        import farcall.compat
 
-        def issues(x: Tensor) -> Tensor:
+        @torch.jit.script
+        def issue(x: Tensor) -> Tensor:
             return rpc.rpc_sync("alone", add, (x,))
 
-        def takes(rref: RRef[Tensor]) -> Tensor:
+        @torch.jit.script
+        def take(rref: RRef[Tensor]) -> Tensor:
             return rref.to_here()
 
-        for function in (issues, takes):
+        @torch.jit.script
+        def differentiate(context_id: int, loss: Tensor) -> None:
+            dist_autograd.backward(context_id, [loss])
+
+        class Holder(torch.nn.Module):
+            def __init__(self, rref):
+                super().__init__()
+                self.rref = rref
+
+            def forward(self) -> Tensor:
+                return self.rref.to_here()
+
+        def is_refused(wrong):
             try:
-                torch.jit.script(function)
+                wrong()
             except RuntimeError as error:
-                print("needs a C++ compiler" in str(error), "farcall torchscript build" in str(error))
-        print(rpc.remote("alone", add, (torch.ones(1),)).to_here().item())
+                return "needs a C++ compiler" in str(error) and "farcall torchscript build" in str(error)
+
+        def try_all():
+            print(rpc.rpc_sync("alone", add, (torch.ones(1),)).item(), torch.jit.script(add)(torch.ones(1)).item())
+            print(is_refused(lambda: issue(torch.ones(1))),
+                  is_refused(lambda: rpc.rpc_sync("alone", issue, (torch.ones(1),))),
+                  is_refused(lambda: take(rpc.RRef(torch.ones(1)))),
+                  is_refused(lambda: differentiate(1, torch.ones(1))),
+                  is_refused(lambda: torch.jit.script(Holder(rpc.RRef(torch.ones(1))))))
+            print(rpc.remote("alone", add, (torch.ones(1),)).to_here().item())
+
+        start()
+        try_all()
+        rpc.shutdown()
+        farcall.compat.uninstall()
+        farcall.compat.install()
+        start()
+        try_all()
         rpc.shutdown()
     """
     printed = run_alone(tmp_path, program, FARCALL_CACHE=str(tmp_path), CXX="no-such-compiler")
-    assert printed.split() == ["3.0", "True", "True", "True", "True", "3.0"]
+    assert printed.splitlines() == ["3.0 3.0", "True True True True True", "3.0"] * 2
+
+
+def test_a_file_with_references_is_loaded_as_any_other(tmp_path: Path) -> None:
+    """Nothing in the process that loads it has compiled anything that needs the extension."""
+    writing = """
+        from torch.distributed.rpc import _enable_jit_rref_pickle
+
+        class Holder(torch.nn.Module):
+            def __init__(self, rref):
+                super().__init__()
+                self.rref = rref
+
+            def forward(self) -> Tensor:
+                return self.rref.to_here()
+
+            @torch.jit.export
+            def take(self, rref: RRef[Tensor]) -> Tensor:
+                return rref.to_here()
+
+        start()
+        _enable_jit_rref_pickle()
+        torch.jit.save(torch.jit.script(Holder(rpc.RRef(torch.ones(1)))), FILE)
+        rpc.shutdown()
+    """
+    reading = """
+        import io
+
+        start()
+        for file in (FILE, io.BytesIO(open(FILE, "rb").read())):
+            module = torch.jit.load(file)
+            print(module.take(rpc.RRef(torch.ones(1))).item())
+            try:
+                module()
+            except RuntimeError as error:
+                print("has not written a reference" in str(error))  # whoever wrote it is gone
+        rpc.shutdown()
+    """
+    file = f"FILE = {str(tmp_path / 'holder.pt')!r}\n"
+    run_alone(tmp_path, file + textwrap.dedent(writing))
+    assert run_alone(tmp_path, file + textwrap.dedent(reading)).split() == ["1.0", "True"] * 2
+
+
+def test_ctrl_c_is_heard_in_a_script_that_waits(tmp_path: Path) -> None:
+    program = """
+        import os, signal, threading, time
+
+        @torch.jit.ignore
+        def wait_for_interrupt() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not over.is_set():
+                time.sleep(0.01)
+
+        @torch.jit.script
+        def slow() -> int:
+            wait_for_interrupt()
+            return 1
+
+        @torch.jit.script
+        def ask() -> int:
+            return rpc.rpc_sync("alone", slow)
+
+        over = threading.Event()
+        start()
+        try:
+            ask()
+            print("not heard")
+        except KeyboardInterrupt:
+            print("heard")
+        over.set()
+        rpc.shutdown()
+    """
+    assert run_alone(tmp_path, program).split() == ["heard"]
+
+
+def test_a_process_ends_while_its_scripts_make_calls(tmp_path: Path) -> None:
+    program = """
+        from torch.futures import Future
+
+        @torch.jit.script
+        def call_again_and_again(count: int) -> Tensor:
+            total = torch.zeros(1)
+            for _ in range(count):
+                rref = rpc.remote("alone", add, (total,))
+                total = rpc.rpc_sync("alone", add, (rref.to_here(),))
+            return total
+
+        @torch.jit.script
+        def begin() -> Future[Tensor]:
+            return torch.jit._fork(call_again_and_again, 1_000_000_000)
+
+        start()
+        future = begin()
+        rpc.rpc_sync("alone", add, (torch.ones(1),))
+        print("ends")
+    """
+    assert run_alone(tmp_path, program).split() == ["ends"]
 
 
 def test_torchs_own_operators_are_back_when_farcall_is_gone(tmp_path: Path) -> None:
@@ -351,15 +543,34 @@ def test_calls_in_compiled_functions(tmp_path: Path) -> None:
         def ordinary(x):
             return rpc.rpc_sync("alone", double, (x.sin(),)).cos()
 
+        def with_future(x):
+            future = rpc.rpc_async("alone", double, (x.sin(),))
+            between = x.exp()
+            return future.wait() + between
+
         def with_reference(x):
-            return rpc.remote("alone", double, (x.sin(),)).to_here().cos()
+            rref = rpc.remote("alone", double, (x.sin(),))
+            between = x.exp()
+            return rref.to_here() + between
+
+        @torch.jit.script
+        def issue(x: Tensor) -> Tensor:
+            return rpc.rpc_sync("alone", add, (x,))
+
+        def with_script(x):
+            return issue(x.sin()).cos()
+
+        def in_a_loop(x):
+            for _ in range(3):
+                x = ordinary(x)
+            return x
 
         def operator(x):
             return call("alone", "__main__.double", [x.sin()]).cos()
 
         start()
         x = torch.ones(3)
-        for function in (ordinary, with_reference, operator):
+        for function in (ordinary, with_future, with_reference, with_script, in_a_loop, operator):
             compiled = torch.compile(function, backend="aot_eager", fullgraph=function is operator)
             print(torch.equal(compiled(x), function(x)), torch._dynamo.explain(function)(x).graph_break_count)
         print(call("alone", "torch.argmax", [x], shape=[], dtype=torch.int64).item())
@@ -369,9 +580,9 @@ def test_calls_in_compiled_functions(tmp_path: Path) -> None:
             print("returned torch.int64 of shape []" in str(error))
         rpc.shutdown()
     """
-    ordinary, _, operator, *rest = run_alone(tmp_path, program).splitlines()
-    assert (ordinary, operator) == ("True 1", "True 0")
-    assert rest == ["0", "True"]
+    *breaks, looked, said = run_alone(tmp_path, program).splitlines()
+    assert breaks == ["True 1", "True 2", "True 2", "True 1", "True 1", "True 0"]
+    assert (looked, said) == ("0", "True")
 
 
 def test_remote_modules_for_scripts_move_tensors_to_their_device_and_back(tmp_path: Path) -> None:

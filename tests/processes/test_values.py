@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tests.processes.test_calls import Gate, live_bytes, wait_until, whoami
+from tests.processes.calls.callees import Gate, live_bytes, wait_until, whoami
 
 import farcall
 from farcall.errors import PeerDead

@@ -1,17 +1,19 @@
-"""A strict reader of Chrome traces: what Perfetto's importer would put in the wrong place, or drop, is an error here.
+"""A Chrome trace as Perfetto's trace processor reads it; what it drops, or would put in the wrong place, is an error.
 
-The rules are those of its trace processor (v52), as seen at work on such files. It builds a stack of slices for each
-thread, so slices of a thread must nest or be apart; it ties each end of an arrow to the slice that began last, and has
-it point to the later one of the two; it knows arrows by numbers only; and a row has the first name that it is given.
+It builds a stack of slices for each thread, ties each end of an arrow to the slice that began last there, and counts
+what it could not make sense of; all of that must come to what the file holds.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.processes.trace_processor import TraceProcessor
 
 ROUNDING_US = 0.002  # times are written as doubles of microseconds: some nanoseconds are lost on the way
 
@@ -20,7 +22,8 @@ class Slice(NamedTuple):
     """One slice, with the slice that it lies in."""
 
     process: str
-    thread: Any
+    thread: int
+    thread_name: str | None
     name: str
     start_us: float
     end_us: float
@@ -44,23 +47,24 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()
-        document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-        assert isinstance(document["baseTimeNanoseconds"], int)
-        events = document["traceEvents"]
-        for event in events:
-            assert event["ph"] in "MXsfi", event
-            assert isinstance(event["name"], str), event
-        self.processes = self._process_names(events)
-        self.slices: list[Slice] = []
-        self._by_thread: dict[tuple[Any, Any], list[Slice]] = {}
-        threads: dict[tuple[Any, Any], list[Any]] = defaultdict(list)
-        for event in events:
-            if event["ph"] == "X":
-                threads[event["pid"], event["tid"]].append(event)
-        for row, found in threads.items():
-            self._by_thread[row] = self._nested(found)
-            self.slices += self._by_thread[row]
-        self.arrows = self._arrows(events)
+        events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+        with TraceProcessor(content) as processor:
+            wrong = processor.query(
+                "select name, value from stats where value > 0 and (severity != 'info' or name like 'flow%')"
+            )
+            assert not wrong, wrong
+            self.processes = _processes(processor)
+            slices = _slices(processor)
+            self.arrows = _arrows(processor, slices)
+        self.slices = list(slices.values())
+        # Each event has become something.
+        names = list(self.processes.values())
+        assert all(names.count(event["args"]["name"]) == 1 for event in events if event["name"] == "process_name"), (
+            names
+        )
+        assert len(self.slices) == sum(event["ph"] == "X" for event in events)
+        assert len(self.arrows) == sum(event["ph"] == "s" for event in events)
+        self._check_ends_of_arrows(events)
 
     def named(self, name: str, process: str | None = None) -> list[Slice]:
         """The slices of that name."""
@@ -72,66 +76,61 @@ class Trace:
         assert len(found) == 1, (name, process, sorted({each.name for each in self.slices}))
         return found[0]
 
-    @staticmethod
-    def _process_names(events: list[Any]) -> dict[Any, str]:
-        names: dict[Any, str] = {}
-        for event in events:
-            if event["ph"] == "M" and event["name"] == "process_name":
-                assert event["pid"] not in names, f"a second name: {event}"  # the first would count
-                names[event["pid"]] = event["args"]["name"]
-        assert len(set(names.values())) == len(names), f"two rows have one name: {names}"
-        return names
-
-    def _nested(self, events: list[Any]) -> list[Slice]:
-        found: list[Slice] = []
-        stack: list[Slice] = []
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-            assert event["dur"] > 0, event
-            assert event["ts"] >= 0, event
-            start_us, end_us = event["ts"], event["ts"] + event["dur"]
-            while stack and stack[-1].end_us <= start_us + ROUNDING_US:
-                stack.pop()
-            process = self.processes.get(event["pid"], str(event["pid"]))
-            new = Slice(
-                process,
-                event["tid"],
-                event["name"],
-                start_us,
-                end_us,
-                event.get("args", {}),
-                stack[-1] if stack else None,
-            )
-            assert not stack or stack[-1].contains(new), f"{new.name} and {stack[-1].name} overlap in part"
-            stack.append(new)
-            found.append(new)
-        return found
-
-    def _arrows(self, events: list[Any]) -> list[Arrow]:
-        ends: dict[tuple[Any, Any], dict[str, Any]] = defaultdict(dict)
+    def _check_ends_of_arrows(self, events: list[Any]) -> None:
+        """Each is inside of some slice: Perfetto would take one that is over already."""
+        outer: dict[tuple[str, int], list[Slice]] = defaultdict(list)
+        for each in self.slices:
+            if each.parent is None:
+                outer[each.process, each.thread].append(each)
         for event in events:
             if event["ph"] in "sf":
-                assert isinstance(event["id"], int), event  # others are dropped
-                assert 0 <= event["id"] < 1 << 53, event
-                key = (event["cat"], event["id"])
-                assert event["ph"] not in ends[key], f"two ends of one kind: {event}"
-                ends[key][event["ph"]] = event
-        arrows = []
-        for key, pair in ends.items():
-            assert set(pair) == {"s", "f"}, f"an arrow without an end: {key}"
-            assert pair["f"]["bp"] == "e" or key[0] != "farcall"
-            assert pair["s"]["ts"] <= pair["f"]["ts"] + ROUNDING_US, f"an arrow into the past: {pair}"
-            arrow = Arrow(pair["s"]["name"], self._around(pair["s"]), self._around(pair["f"]))
-            assert arrow.start.start_us <= arrow.end.start_us + ROUNDING_US, f"it would point the other way: {arrow}"
-            arrows.append(arrow)
-        return arrows
+                slices = outer[self.processes[event["pid"]], event["tid"]]
+                last = bisect(slices, event["ts"] + ROUNDING_US, key=lambda each: each.start_us) - 1
+                assert last >= 0, event
+                assert event["ts"] <= slices[last].end_us + ROUNDING_US, event
 
-    def _around(self, event: Any) -> Slice:
-        """The slice that began last at the moment of an arrow's end; it must not be over."""
-        begun = [
-            each
-            for each in self._by_thread.get((event["pid"], event["tid"]), ())
-            if each.start_us <= event["ts"] + ROUNDING_US
-        ]
-        assert begun, f"no slice before {event}"
-        assert event["ts"] < begun[-1].end_us + ROUNDING_US, f"{begun[-1].name} is over before {event}"
-        return begun[-1]
+
+def _processes(processor: TraceProcessor) -> dict[int, str]:
+    found = processor.query("select pid, name from process where name is not null and name != ''")
+    return {row["pid"]: row["name"] for row in found}
+
+
+def _arguments(processor: TraceProcessor) -> dict[int, dict[str, Any]]:
+    """By the number of each set; what is inside of lists has keys like ``shapes[0][1]``."""
+    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in processor.query(
+        "select arg_set_id, key, coalesce(int_value, real_value, string_value) as value from args"
+    ):
+        found[row["arg_set_id"]][row["key"].removeprefix("args.")] = row["value"]
+    return found
+
+
+def _slices(processor: TraceProcessor) -> dict[int, Slice]:
+    arguments = _arguments(processor)
+    found: dict[int, Slice] = {}
+    for row in processor.query(
+        "select slice.*, pid, tid, thread.name as thread, process.name as process from slice"
+        " join thread_track on slice.track_id = thread_track.id join thread using (utid)"
+        " left join process using (upid) order by ts, depth"
+    ):
+        assert row["dur"] > 0, row
+        parent = None if row["parent_id"] is None else found[row["parent_id"]]
+        found[row["id"]] = new = Slice(
+            row["process"] or str(row["pid"]),
+            row["tid"],
+            row["thread"],
+            row["name"],
+            row["ts"] / 1000,
+            (row["ts"] + row["dur"]) / 1000,
+            arguments[row["arg_set_id"]],
+            parent,
+        )
+        assert parent is None or parent.contains(new), f"{new.name} and {parent.name} overlap in part"
+    return found
+
+
+def _arrows(processor: TraceProcessor, slices: dict[int, Slice]) -> list[Arrow]:
+    return [
+        Arrow(row["name"], slices[row["slice_out"]], slices[row["slice_in"]])
+        for row in processor.query("select slice_out, slice_in, extract_arg(arg_set_id, 'name') as name from flow")
+    ]

@@ -1,5 +1,8 @@
 """A peer's device memory, opened: the receiver's side of `device_pool.py`.
 
+Bytes are copied out (`copy_out`), or used where they are (`opened`); then it is the business of whoever gives the block
+back that no stream of ours uses it any more.
+
 Segments and events are opened when a ticket first names them and kept until the peer retires the segment or is gone.
 ``devices`` says which of our devices is which of the peer's, as found out when it asked whether this way works.
 """
@@ -36,6 +39,16 @@ class DeviceSegments:
         copy.copy_(memory[ticket.offset : ticket.offset + ticket.size], non_blocking=True)
         self._api.record(event, device)
         return copy
+
+    def opened(self, ticket: DeviceTicket) -> torch.Tensor:
+        """The whole segment of a ticket, whose bytes are there for what is put onto the current stream from now on.
+
+        It stays open as long as the result lives, also when the peer is gone.
+        """
+        device = self.devices[ticket.device]
+        memory, event = self._open(ticket, device)
+        self._api.wait(event, device)
+        return memory
 
     def retire(self, segment_id: int) -> None:
         """The peer gave that segment up."""

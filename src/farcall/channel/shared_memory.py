@@ -5,8 +5,8 @@ receiver: one per link, the peer's segments mapped once. A descriptor travels on
 (``offer``), then tickets. A receiver's view that dies becomes a release, which the link sends back in
 batches.
 
-First touch of a page costs several times the copy into it, so freed blocks are used again last in, first out,
-and memory never used before is taken only when nothing freed fits.
+The pool owns who holds what: peers, by what was lent to them, and the user, by tensors made in a segment. Which bytes
+of which segment a block gets is `arena.py`'s business.
 
 Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
 and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 import torch
 
+from farcall.channel.arena import Arena
 from farcall.channel.host import host_token
 from farcall.channel.interface import Lease, SegmentRefused, leased, rounded_size
-from farcall.channel.segment import PAGE_BYTES, Block, Segment
+from farcall.channel.segment import Block
 from farcall.channel.segment_map import SegmentMap
 
 __all__ = [
@@ -43,9 +44,6 @@ __all__ = [
 logger: logging.Logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
-_HUGE_PAGE_BYTES = 2 << 20
-# Below this it is dearer to look for warm memory among binned blocks than to touch fresh pages.
-_WORTH_JOINING_BYTES = 64 * 1024
 
 
 class Offer(NamedTuple):
@@ -60,15 +58,9 @@ class SegmentPool:
     """Blocks of shared memory of this process, lent to peers (any hashable name for one will do)."""
 
     def __init__(self, limit_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
-        self._segments: dict[int, Segment] = {}
-        self._next_id = 1
-        self._total_bytes = 0
-        # Freed blocks by capacity, the warmest last. They are not joined until somebody needs a larger one.
-        self._bins: dict[int, list[tuple[Segment, int]]] = {}
-        self._binned_bytes = 0
+        self._arena = Arena(limit_bytes, segment_bytes)
+        self._segments = self._arena.segments
         # What each peer holds, by the (segment id, offset) of its ticket: the block, and how often.
         self._lent: dict[Hashable, dict[tuple[int, int], tuple[Block, int]]] = {}
         # Tensors made in a segment by the user: (address, block) sorted by address, and the watch over each.
@@ -79,8 +71,6 @@ class SegmentPool:
         self._taken_back: dict[int, tuple[Block, Lease]] = {}
         # Blocks whose tensor died; filled by garbage collection, which must not take the lock.
         self._orphans: deque[Block] = deque()
-        # Segments given up since the last trim: their peers are still to be told.
-        self._retired: list[tuple[int, list[Hashable]]] = []
         self._usable = True
         self._complained = False
         _pools.add(self)
@@ -95,19 +85,7 @@ class SegmentPool:
         with self._lock:
             if self._orphans:
                 self._drop_orphans()
-            binned = self._bins.get(capacity)
-            if binned:
-                segment, offset = binned.pop()
-                self._binned_bytes -= capacity
-            else:
-                found = self._carve(capacity)
-                if found is None:
-                    return None
-                segment, offset = found
-            block = Block(segment, offset, size, capacity)
-            segment.live[offset] = block
-            segment.idle_since = None
-            return block
+            return self._arena.take(size, capacity)
 
     def hand_over(self, block: Block, peer: Hashable) -> None:
         """Lend a fresh block to ``peer`` and let go of it here: the peer's release frees it."""
@@ -164,7 +142,7 @@ class SegmentPool:
         with self._lock:
             held = list(self._lent.pop(peer, {}).values())
             for block, _ in held:
-                self._strand(block.segment)
+                self._arena.strand(block.segment)
             for block, count in held:
                 for _ in range(count):
                     self._drop(block)
@@ -208,11 +186,10 @@ class SegmentPool:
 
     def take_retired(self) -> list[tuple[int, list[Hashable]]]:
         """Segments given up since the last look, and the peers to tell; cheap if there are none."""
-        if not self._retired:
+        if not self._arena.retired:
             return []
         with self._lock:
-            retired, self._retired = self._retired, []
-            return retired
+            return self._arena.take_retired()
 
     def trim(
         self, now: float, idle_s: float = 10.0, keep_bytes: int = SEGMENT_BYTES
@@ -220,19 +197,7 @@ class SegmentPool:
         """Give back segments unused for ``idle_s``, all but ``keep_bytes``; return (id, peers to tell)."""
         with self._lock:
             self._drop_orphans()
-            idle = []
-            for segment in self._segments.values():
-                if segment.live:
-                    continue
-                if segment.idle_since is None:
-                    segment.idle_since = now
-                elif now - segment.idle_since >= idle_s:
-                    idle.append(segment)
-            retired, self._retired = self._retired, []
-            for segment in sorted(idle, key=lambda segment: -segment.size):
-                if self._total_bytes - segment.size >= keep_bytes:
-                    retired.append(self._retire(segment))
-            return retired
+            return self._arena.trim(now, idle_s, keep_bytes)
 
     def close(self) -> None:
         """Give everything back. Views and tensors that still exist stay valid, and keep their segment."""
@@ -244,16 +209,12 @@ class SegmentPool:
             self._tensor_blocks.clear()
             self._orphans.clear()
             self._lent.clear()
-            self._bins.clear()
-            for segment in self._segments.values():
-                segment.close()
-            self._segments.clear()
-            self._total_bytes = self._binned_bytes = 0
+            self._arena.close()
 
     @property
     def total_bytes(self) -> int:
         """What all segments have been made for; pages never touched are counted, too."""
-        return self._total_bytes
+        return self._arena.total_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -318,17 +279,8 @@ class SegmentPool:
 
     def _drop(self, block: Block) -> None:
         block.holders -= 1
-        if block.holders > 0:
-            return
-        segment = block.segment
-        if segment.live.pop(block.offset, None) is not block:
-            return  # freed twice by its owner
-        if segment.stranded:
-            if not segment.live:
-                self._retired.append(self._retire(segment))
-            return
-        self._bins.setdefault(block.capacity, []).append((segment, block.offset))
-        self._binned_bytes += block.capacity
+        if block.holders <= 0:
+            self._arena.free(block)
 
     def _drop_orphans(self) -> None:
         while self._orphans:
@@ -340,89 +292,6 @@ class SegmentPool:
                 self._addresses.remove(address)
                 del self._tensor_leases[address]
                 self._drop(block)
-
-    def _carve(self, capacity: int) -> tuple[Segment, int] | None:
-        found = self._carve_warm(capacity)
-        if found is None and capacity >= _WORTH_JOINING_BYTES:
-            found = (self._join_bins() and self._carve_warm(capacity)) or None
-        if found is None:
-            found = self._carve_cold(capacity) or self._grow(capacity)
-        if found is None and self._join_bins():
-            found = self._carve_warm(capacity) or self._carve_cold(capacity)
-        return found
-
-    def _carve_warm(self, capacity: int) -> tuple[Segment, int] | None:
-        for segment in self._segments.values():
-            offset = None if segment.stranded else segment.carve_warm(capacity)
-            if offset is not None:
-                return segment, offset
-        return None
-
-    def _carve_cold(self, capacity: int) -> tuple[Segment, int] | None:
-        for segment in self._segments.values():
-            offset = None if segment.stranded else segment.carve_cold(capacity)
-            if offset is not None:
-                return segment, offset
-        return None
-
-    def _join_bins(self) -> bool:
-        """Turn all binned blocks into free ranges; False if there was none."""
-        if not self._binned_bytes:
-            return False
-        freed: dict[Segment, list[tuple[int, int]]] = {}
-        for capacity, blocks in self._bins.items():
-            for segment, offset in blocks:
-                freed.setdefault(segment, []).append((offset, capacity))
-        self._bins.clear()
-        self._binned_bytes = 0
-        for segment, ranges in freed.items():
-            segment.give_back(ranges)
-        return True
-
-    def _grow(self, capacity: int) -> tuple[Segment, int] | None:
-        """A block at the start of a new segment, as large as usual or as the limit allows."""
-        if capacity > self._limit_bytes:
-            return None
-        if self._total_bytes + capacity > self._limit_bytes:
-            # Free segments, each too small, may stand in the way of one that is large enough.
-            for segment in list(self._segments.values()):
-                if not segment.live:
-                    self._retired.append(self._retire(segment))
-        size = max(self._segment_bytes, -(-capacity // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
-        size = min(size, (self._limit_bytes - self._total_bytes) // PAGE_BYTES * PAGE_BYTES)
-        if size < capacity:
-            return None
-        try:
-            segment = Segment(self._next_id, size)
-        except OSError as error:
-            # What there is stays in use; growing is not tried again, it would fail for every tensor.
-            self._limit_bytes = self._total_bytes
-            logger.warning("no more shared memory, other large tensors go through the socket: %s", error)
-            return None
-        self._next_id += 1
-        self._segments[segment.id] = segment
-        self._total_bytes += size
-        offset = segment.carve_cold(capacity)
-        assert offset is not None
-        return segment, offset
-
-    def _strand(self, segment: Segment) -> None:
-        segment.stranded = True
-        self._empty_bins_of(segment)
-
-    def _empty_bins_of(self, segment: Segment) -> None:
-        for capacity, blocks in self._bins.items():
-            kept = [entry for entry in blocks if entry[0] is not segment]
-            self._binned_bytes -= capacity * (len(blocks) - len(kept))
-            blocks[:] = kept
-
-    def _retire(self, segment: Segment) -> tuple[int, list[Hashable]]:
-        self._empty_bins_of(segment)
-        del self._segments[segment.id]
-        self._total_bytes -= segment.size
-        peers: list[Hashable] = list(segment.offered_to)
-        segment.close()
-        return segment.id, peers
 
     def _abandon(self) -> None:
         """In a forked child: the memory is the parent's, and a thread that is not here may hold the lock."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import time
+from collections import Counter
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from farcall.observe.observer import Heard, Observer
 from farcall.observe.snapshot import (
+    STARTING,
     Frame,
     OutgoingCall,
     ServedCall,
@@ -29,6 +31,7 @@ from farcall.observe.snapshot import (
 __all__ = ["show"]
 
 _MOST_CALLS_SHOWN = 20
+_MOST_MISSING_SHOWN = 5
 
 
 def show(console: Console, observer: Observer, between_s: float, full: bool) -> bool:
@@ -46,11 +49,23 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
     for worker in heard.silent:
         why = worker.gone or "it did not answer: its process may be stopped, or busy in native code"
         console.print(Text(f"{worker.name} (rank {worker.rank}): {why}", style="yellow"))
+    _show_starting(console, heard.answers)
     for snapshot in heard.answers:
         _show_worker(console, snapshot, still, full)
     if not troubles:
         console.print("Nothing is stuck as far as can be seen.", style="green")
     return bool(troubles)
+
+
+def _show_starting(console: Console, snapshots: list[WorkerSnapshot]) -> None:
+    """Who is waited for, if not everybody is there yet."""
+    starting = [one for one in snapshots if one.state == STARTING]
+    missing = Counter(name for one in starting for name in one.unconnected)
+    if starting:
+        named = ", ".join(f"{name} (to {count} of them)" for name, count in missing.most_common(_MOST_MISSING_SHOWN))
+        more = f" and {len(missing) - _MOST_MISSING_SHOWN} others" if len(missing) > _MOST_MISSING_SHOWN else ""
+        waits = f"; not connected yet: {named}{more}" if missing else ""
+        console.print(Text(f"still starting: {len(starting)} of the workers{waits}", style="yellow"), soft_wrap=True)
 
 
 def _headline(heard: Heard[WorkerSnapshot]) -> Text:
@@ -70,14 +85,30 @@ def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], f
     for served in one.served[:_MOST_CALLS_SHOWN]:
         _show_served(console, one, served, waiting.pop(served.thread_id, None), still, full)
     _show_more(console, len(one.served) + one.served_left_out, "served")
-    loose = [call for call in one.calls if not call.thread_id or call.thread_id in waiting]
+    loose = [call for call in one.calls if call.thread_id in waiting]
     for call in loose[:_MOST_CALLS_SHOWN]:
-        thread = one.thread(call.thread_id)
         console.print(f"  {_outgoing(call)}", highlight=False)
-        _show_stack(console, thread, full, "    ")
-    _show_more(console, len(loose) + one.calls_left_out, "made")
-    if not one.served and not one.calls and one.threads:
-        _show_stack(console, one.threads[0], full, "  ")
+        _show_stack(console, one.thread(call.thread_id), full, "    ")
+    _show_more(console, len(loose), "waited for")
+    _show_calls_ahead(console, one)
+    told = {call.thread_id for call in one.calls} | {served.thread_id for served in one.served}
+    for thread in one.threads:
+        if thread.id not in told:  # the main thread: it waits for no call, but for what?
+            _show_stack(console, thread, full, "  ")
+
+
+def _show_calls_ahead(console: Console, one: WorkerSnapshot) -> None:
+    """The calls that no thread waits for, a line for all of one kind."""
+    kinds: dict[tuple[str, str], list[OutgoingCall]] = {}
+    for call in one.calls:
+        if not call.thread_id:
+            kinds.setdefault((call.to, call.function), []).append(call)
+    for calls in kinds.values():
+        oldest = max(calls, key=lambda call: call.for_s)
+        times = f", and {len(calls) - 1} more of these" if len(calls) > 1 else ""
+        console.print(f"  {_outgoing(oldest)}{times}", highlight=False)
+    if one.calls_left_out:
+        console.print(f"  ... and {one.calls_left_out} younger calls made")
 
 
 def _show_served(

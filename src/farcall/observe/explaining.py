@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farcall.observe.snapshot import LATER, QUEUED, Frame, OutgoingCall, PoolView, ServedCall
+from farcall.observe.snapshot import LATER, QUEUED, STARTING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call, served_call, view_threads
 from farcall.runtime.node import Node
 from farcall.runtime.peers import Peer
@@ -28,6 +28,7 @@ class CallState(msgspec.Struct, frozen=True, array_like=True):
     at: Frame | None = None
     waits_for: OutgoingCall | None = None
     """The call that its thread waits for in turn."""
+    worker_state: str = ""
 
 
 _read = msgspec.msgpack.Decoder(CallState)
@@ -55,7 +56,7 @@ def describe_call(node: Node, peer: Peer | None, argument: bytes) -> bytes:
         for call in node.calls.snapshot():
             if call.thread_id == served.thread_id:
                 waits_for = outgoing_call(call)
-    return msgspec.msgpack.encode(CallState(served, pool, thread, at, waits_for))
+    return msgspec.msgpack.encode(CallState(served, pool, thread, at, waits_for, node.state))
 
 
 def say(worker: str, data: bytes, asked_s: float) -> str:
@@ -73,6 +74,11 @@ def say(worker: str, data: bytes, asked_s: float) -> str:
     if served is None:
         return f"{worker} does not have it: either it never arrived there, or its answer is on the way"
     pool = state.pool
+    if served.state == QUEUED and state.worker_state == STARTING:
+        return (
+            f"it has been waiting there for {served.for_s:.2f} s: {worker} is still starting, and serves calls when it "
+            "is connected to everybody (`farcall stacks` says who is missing)"
+        )
     if served.state == QUEUED:
         return (
             f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s: {pool.busy - pool.parked} "

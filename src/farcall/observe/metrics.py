@@ -23,7 +23,7 @@ from farcall.runtime.peers import RemotePeer
 from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST, TIMED_OUT, Tallies, Tally
 from farcall.transport.absent import Absent
 
-__all__ = ["CallMetrics", "ChannelMetrics", "Histogram", "Metrics", "collect"]
+__all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
 
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
@@ -85,9 +85,19 @@ class ChannelMetrics(msgspec.Struct, frozen=True, array_like=True):
 
     peer: str
     channel: str
-    """"unix", "tcp", or "shared memory" for what lay there and was only named over the socket."""
+    """"unix", "tcp", or "shared memory" or "device memory" for what lay there and was only named over the socket."""
     sent_bytes: int
     received_bytes: int
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of devices that is kept for sending, see `docs/gpu.md`."""
+
+    total_bytes: int = 0
+    lent_bytes: int = 0
+    """Of it: what peers have not given back yet."""
+    idle_bytes: int = 0
+    """Of it: free blocks; the rest was never used yet, or rests after a peer's death."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True):
@@ -128,6 +138,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     """Members whose link is gone for good although they did not say that they leave."""
     members: dict[str, int]
     """How often a member has joined, left, was suspected, has recovered from that, or was declared dead."""
+    device_memory: DeviceMemory = DeviceMemory()
 
 
 def collect(node: Node) -> Metrics:
@@ -159,6 +170,7 @@ def collect(node: Node) -> Metrics:
         frames_sent_again=node.reconnecting.frames_sent_again,
         peers_lost=node.peers_lost,
         members={kind: node.chronicle.count(kind) for kind in MEMBER_EVENTS},
+        device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
     )
 
 
@@ -185,6 +197,9 @@ def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
     yield ChannelMetrics(name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.bytes_received)
     if peer.shared_bytes_sent or peer.shared_bytes_received:
         yield ChannelMetrics(name, "shared memory", peer.shared_bytes_sent, peer.shared_bytes_received)
+    devices = peer.devices
+    if devices is not None and (devices.bytes_sent or devices.bytes_received):
+        yield ChannelMetrics(name, "device memory", devices.bytes_sent, devices.bytes_received)
 
 
 def _middle_s(bucket: int) -> float:

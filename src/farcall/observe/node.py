@@ -113,7 +113,8 @@ class Node(node.Node):
         try:
             file = PresenceFile(runtime_directory(self.options.runtime_directory), presence)
         except OSError as error:
-            logger.info("%s: commands will not find this node: %s", self.info.name, error)
+            level = logging.INFO if self.options.runtime_directory is None else logging.WARNING
+            logger.log(level, "%s: commands will not find this node: %s", self.info.name, error)
         else:
             self.on_end(file.remove)
 

@@ -81,7 +81,10 @@ class Observer:
         """Connect to a cluster of this user on this host; ``cluster``: whose id, or a worker of it, begins so."""
         options = options or RpcBackendOptions()
         directory = runtime_directory(options.runtime_directory)
-        nodes = find_nodes(directory)
+        try:
+            nodes = find_nodes(directory)
+        except OSError as error:
+            raise NothingToObserve(f"workers of this host cannot be found: {error}") from error
         wanted = [one for one in nodes if one.cluster_id.startswith(cluster) or one.name.startswith(cluster)]
         clusters = {one.cluster_id: one for one in wanted}
         if not wanted:

@@ -1,7 +1,7 @@
 """Files by which commands on this host find the nodes of this user: one small file for each node.
 
 Owns the directory, the files in it and what counts as stale. A file holds where its node can be reached and the
-observer's key: whoever reads it can look on, and no more (`protocol/handshake.py`). The directory and the files can be
+observer's key: whoever reads it can look on, and no more (`protocol/handshake`). The directory and the files can be
 read by their user only; a directory that others could have put files into is not used.
 
 A node removes its file when it ends. One that was killed leaves it behind: whoever looks next sees that the process
@@ -76,12 +76,15 @@ class PresenceFile:
 
 
 def find_nodes(directory: Path) -> list[Presence]:
-    """The nodes of this user on this host, the youngest cluster first; files of dead ones are removed."""
+    """The nodes of this user on this host, the youngest cluster first; files of dead ones are removed.
+
+    Raises ``PermissionError`` for a directory that nodes do not use because others may write to it.
+    """
     try:
         _check_private(directory)
-        paths = sorted(directory.glob(f"*{_SUFFIX}"))
-    except OSError:
+    except FileNotFoundError:
         return []
+    paths = sorted(directory.glob(f"*{_SUFFIX}"))
     found = []
     for path in paths:
         try:
@@ -139,4 +142,6 @@ def _make_private(directory: Path) -> None:
 def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{directory} must be a directory that belongs to you and that nobody else may enter")
+        raise PermissionError(
+            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700)"
+        )

@@ -23,7 +23,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from threading import get_native_id
+from threading import current_thread, get_native_id
 from typing import Any, Protocol
 
 import msgspec
@@ -126,7 +126,12 @@ class Call:
         self._collector = collector
         self._thread = get_native_id()
         self._number = (node.info.id << _NUMBER_BITS) | _next_number()
-        self._details: dict[str, Any] = {"kind": kind, "to": peer.info.name, "transport": _transport(peer)}
+        self._details: dict[str, Any] = {
+            "kind": kind,
+            "to": peer.info.name,
+            "transport": _transport(peer),
+            "thread": current_thread().name,
+        }
         self.name: str = call_name(kind, what, node.info.name, peer.info.name)
         node.part(Clocks).ask(peer)
 
@@ -196,7 +201,8 @@ class Run(Collector):
     def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         outside, THREAD.collector = THREAD.collector, self
         here = self._here
-        here.part = Span(RUN, self.worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside)
+        details = {"thread": current_thread().name}
+        here.part = Span(RUN, self.worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside, 0, details)
         self.resume()
         try:
             return func(*args, **kwargs) if kwargs else func(*args)

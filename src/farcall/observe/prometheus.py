@@ -99,6 +99,8 @@ def families(metrics: Metrics) -> list[Any]:
         ("farcall_references_owned", "Values of this worker that are referred to.", metrics.owned_references),
         ("farcall_references_used", "References held to values of others.", metrics.used_references),
         ("farcall_contexts", "Distributed autograd contexts.", metrics.contexts),
+        ("farcall_device_memory_bytes", "Memory of devices kept for sending.", metrics.device_memory.total_bytes),
+        ("farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
         ("farcall_up_seconds", "Since this worker started.", metrics.up_s),
     ):
         gauge = GaugeMetricFamily(name, text, labels=["worker"])

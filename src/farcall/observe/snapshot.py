@@ -39,6 +39,8 @@ __all__ = [
 QUEUED = "queued"
 RUNNING = "running"
 LATER = "answers later"
+STARTING = "starting"
+"""The state of a worker: calls wait until it is connected to everybody."""
 
 _STILL_CPU_S = 0.005
 _MOST_TROUBLES = 20
@@ -120,6 +122,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     calls_left_out: int = 0
     """There are so many more calls than are listed: the listed ones are the oldest."""
     served_left_out: int = 0
+    unconnected: list[str] = []
+    """While it starts: members that it has no connection to yet."""
 
     def thread(self, thread_id: int) -> ThreadView | None:
         """The thread of that number."""
@@ -280,16 +284,14 @@ def _served_node(worker: str, served: ServedCall) -> _Node:
 
 
 def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
+    """Of circles that share a part only the shortest is told: others come by it through what is blocked besides."""
     graph = _Graph(snapshots, still)
+    ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
     found: list[Trouble] = []
     told: set[_Node] = set()
-    for start in list(graph.edges):
-        if start in told or start not in graph.outgoing:
-            continue
-        way = graph.shortest_circle(start)
-        if way:
-            if told.isdisjoint(way):
-                found.append(graph.trouble(way))
+    for way in sorted(ways, key=len):
+        if told.isdisjoint(way):
+            found.append(graph.trouble(way))
             told.update(way)
     return found
 

@@ -44,7 +44,7 @@ class Telemetry:
 
     def begin_call(self, call: PendingCall, function: bytes) -> Any:
         """A span for a call that is about to be made, a child of the calling thread's."""
-        title = getattr(call.what, "__qualname__", None) or function_title(function)
+        title = function_title(function, getattr(call.what, "__qualname__", None) or "call")
         return self._tracer.start_span(
             f"{call.peer.info.name}/{title}",
             kind=self._trace.SpanKind.CLIENT,

@@ -20,6 +20,7 @@ from farcall.observe.snapshot import (
     LATER,
     QUEUED,
     RUNNING,
+    STARTING,
     Frame,
     OutgoingCall,
     PoolView,
@@ -36,6 +37,7 @@ __all__ = ["outgoing_call", "served_call", "take_snapshot", "view_threads"]
 
 MOST_CALLS = 1000
 MOST_FRAMES = 40
+MOST_MEMBERS = 100
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -63,13 +65,20 @@ def take_snapshot(node: Node) -> WorkerSnapshot:
         threads=view_threads(involved),
         calls_left_out=len(pending) - len(calls),
         served_left_out=len(active) - len(served),
+        unconnected=_unconnected(node) if node.state == STARTING else [],
     )
+
+
+def _unconnected(node: Node) -> list[str]:
+    connected = {peer.info.id for peer in node.others()} | {node.info.id}
+    return [member.name for member in node.membership.members if member.rank not in connected][:MOST_MEMBERS]
 
 
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """A call of ours, in words."""
     name = getattr(call.what, "__qualname__", None)
     title = name if isinstance(name, str) else type(call.what).__name__
+    title = title.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
     for_s = monotonic() - call.started_at
     return OutgoingCall(call.call_id, call.peer.info.name, title, for_s, call.timeout_s, call.thread_id)
 

@@ -26,9 +26,10 @@ from farcall.observe.spans import CALL, OPERATOR, RUN, Harvest, Span
 
 __all__ = ["add_to_trace", "chrome_trace", "write_json"]
 
-_FIRST_PROCESS: Final = 1 << 22
-"""Workers' rows are numbered from here: above the process ids of a system, since workers on two hosts may share one."""
-_FIRST_LANE: Final = 1 << 25
+_FIRST_PROCESS: Final = 10_000_000
+"""Workers' rows are numbered from here: above the process ids of a system, since workers on two hosts may share one.
+Perfetto shows the number beside the name, so it is one that can be read."""
+_FIRST_LANE: Final = 100_000_000
 _FIRST_ARROW: Final = 1 << 52
 """Perfetto takes numbers only, and JSON no larger ones than twice this; torch's own are small."""
 MOMENT_NS: Final = 100
@@ -61,12 +62,8 @@ def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | Non
     if process is not None:
         rows[origin] = process
     added = _Drawing(rows, offsets, int(trace.get("baseTimeNanoseconds", 0)))
-    named = {event["pid"]: event for event in trace["traceEvents"] if event.get("name") == "process_name"}
     for worker, name in sorted(harvest.names.items()):
-        if rows[worker] in named:
-            named[rows[worker]]["args"]["name"] = name  # of two names Perfetto takes the first
-        else:
-            added.name_process(worker, name)
+        added.name_process(worker, name)
     calls = [span for span in harvest.spans if span.kind == CALL]
     waiting = [span for span in calls if span.details.get("kind") == "sync"]
     lanes = _lanes([span for span in calls if span.details.get("kind") != "sync"], offsets)
@@ -77,13 +74,30 @@ def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | Non
         added.slice(span, span.thread)
     for span, lane in lanes:
         added.slice(span, _FIRST_LANE + lane)
-    for worker, lane in {(span.worker, lane) for span, lane in lanes}:
+    for worker, thread, name in sorted(_thread_names(harvest.spans)):
+        added.name_thread(worker, thread, name)
+    for worker, lane in sorted({(span.worker, lane) for span, lane in lanes}):
         added.name_thread(worker, _FIRST_LANE + lane, f"calls {lane}")
     threads = {span.call: span.thread for span in waiting} | {span.call: _FIRST_LANE + lane for span, lane in lanes}
     added.arrows(calls, threads, [span for span in harvest.spans if span.kind == RUN])
-    trace["traceEvents"] += added.events
+    # What torch said of the same rows goes: of two names Perfetto takes the first.
+    said = {_about_row(event) for event in added.events if event["ph"] == "M"}
+    kept = [event for event in trace["traceEvents"] if event["ph"] != "M" or _about_row(event) not in said]
+    trace["traceEvents"] = kept + added.events
     if harvest.dropped:
         trace["farcallDroppedOperators"] = harvest.dropped
+
+
+def _about_row(event: Event) -> tuple[Any, ...]:
+    """Which thing a metadata event says, of which row."""
+    name = event["name"]
+    return (name, event["pid"]) if name.startswith("process_") else (name, event["pid"], event.get("tid"))
+
+
+def _thread_names(spans: Iterable[Span]) -> set[tuple[int, int, str]]:
+    """Of each worker's threads, where a span knows its thread's name."""
+    names = {(span.worker, span.thread): span.details["thread"] for span in spans if "thread" in span.details}
+    return {(*thread, name) for thread, name in names.items()}
 
 
 def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, int]]:

@@ -8,7 +8,7 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     1-9     the link itself         runtime/link.py
     10-19   shared memory           channel/shared_memory.py
     20-29   calls                   runtime/calls.py, runtime/admission.py
-    30-39   departure               protocol/departure.py
+    30-39   departure               protocol/departure
     40-49   references              protocol/references
     50-69   membership              protocol/membership
     70-79   observation             observe/clocks.py, protocol/observing.py
@@ -150,7 +150,7 @@ class QueueHasRoom(_Control, frozen=True, tag=22):
     """The end of a ``QueueFull``."""
 
 
-# --- departure: how they are used is told in departure.py ----------------------------------------------
+# --- departure: how they are used is told in departure/ ------------------------------------------------
 
 
 class DepartureReport(_Control, frozen=True, tag=30):

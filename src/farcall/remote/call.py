@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from farcall.errors import NetworkError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.remote.answer import read_answer
 from farcall.remote.future import Future
 from farcall.remote.matching import name_function
+from farcall.remote.sending import exchange, send
 from farcall.runtime.calls import SyncCall
 from farcall.runtime.node import Node
-from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, is_profiled
-from farcall.serialize import RECORDING, Annotated, encode_call, encode_function
+from farcall.serialize import encode_call, encode_function
 
 UNSET_TIMEOUT = -1.0
 
@@ -36,31 +35,11 @@ def call_sync(
 ) -> Any:
     """Call ``func`` on ``to`` and return its result. ``refusable``: as the node's option ``when_overloaded`` says."""
     peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
     function, payload, buffers = encode_request(peer, func, args, kwargs)
-    call = SyncCall(peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
-    if profile is not None:
-        call.profile = profile
-        notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-    else:
-        notes = b"" if buffers.__class__ is not Annotated and RECORDING.get() is None else request_notes(peer, buffers)
-    try:
-        node.calls.exchange(call, function, notes, payload, buffers, refusable)
-    except BaseException:
-        if buffers.__class__ is Annotated:
-            buffers.withdraw()
-        raise
-    finally:
-        if profile is not None:
-            profile.ended()  # if no answer has done so
-    if call.error is not None:
-        failure, call.error = call.error, None
-        try:
-            raise failure
-        finally:
-            del failure  # or the traceback would hold this frame, the frame the error, and both the arguments
-    assert call.frame is not None
-    return read_answer(call.frame, peer)
+    call = SyncCall(peer, func, timeout_s)
+    return read_answer(exchange(node.calls, call, profile, function, payload, buffers, refusable), peer)
 
 
 def call_async(
@@ -77,28 +56,11 @@ def call_async(
     Errors of the arguments are raised here. ``kind`` is how the call is named in profiles.
     """
     peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
     function, payload, buffers = encode_request(peer, func, args, kwargs)
-    future: Future[Any] = Future(
-        node, peer, func, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    )
-    try:
-        if profile is not None:
-            future.profile = profile
-            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
-            notes = b""
-        else:
-            notes = request_notes(peer, buffers)
-        node.calls.send(future, function, notes, payload, buffers)
-    except BaseException as error:
-        if buffers.__class__ is Annotated:
-            buffers.withdraw()
-        if not isinstance(error, NetworkError | RpcTimeout):
-            if profile is not None:
-                profile.ended()
-            raise
-        future.on_failure(error)  # like any other end of the link: a loop over workers is not torn by a dead one
+    future: Future[Any] = Future(node, peer, func, timeout_s)
+    send(node.calls, future, profile, function, payload, buffers)
     return future
 
 

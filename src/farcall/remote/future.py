@@ -145,8 +145,8 @@ class Future(torch.futures.Future[T], PendingCall):
     def complete(self, frame: Arrived) -> None:
         """Read the answer and become done."""
         devices = self._node.devices
-        if devices is None or not has_devices(frame[5]):
-            self._complete(frame)
+        if devices is None or self.thread_id == get_ident() or not has_devices(frame[5]):
+            self._complete(frame)  # this thread waits for it: on its own streams
         else:
             devices.answers.run(lambda: self._complete(frame))
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from farcall.remote.asking import ask, ask_async
+from farcall.remote.call import UNSET_TIMEOUT, check_timeout
 from farcall.remote.future import Future
 from farcall.serialize import encode_call
 from farcall.serialize.pickler import Encoded
@@ -39,6 +41,8 @@ class Proxy:
     __slots__ = ("_call", "_rref", "_timeout_s")
 
     def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float) -> None:
+        if timeout_s != UNSET_TIMEOUT:
+            check_timeout(timeout_s)  # before arguments are encoded, and references among them forked
         self._call = call
         self._rref = rref
         self._timeout_s = timeout_s
@@ -65,16 +69,19 @@ def _named(name: str) -> tuple[MethodName, bytes]:
 def call_sync(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method and return its result."""
     what, function = _named(name)
-    return rref._ask(what, function, *_encode(rref, args, kwargs), timeout_s)
+    return ask(rref, what, function, *_encode(rref, args, kwargs), timeout_s)
 
 
 def call_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Call the method; a future of its result."""
     what, function = _named(name)
-    return rref._ask_async(what, function, *_encode(rref, args, kwargs), timeout_s)
+    return ask_async(rref, what, function, *_encode(rref, args, kwargs), timeout_s)
 
 
 def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Call the method; a reference to its result, which the owner of the object owns."""
     what, function = _named(name)
-    return rref._references.create(rref._peer(), what, function, *_encode(rref, args, kwargs), timeout_s, rref)
+    references = rref._references
+    if timeout_s == UNSET_TIMEOUT:
+        timeout_s = references.node.timeout_s
+    return references.create(rref._peer(), what, function, *_encode(rref, args, kwargs), timeout_s, rref)

@@ -12,42 +12,31 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
-import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
 from farcall.errors import (
-    AnswerLost,
     Delivery,
-    NetworkError,
     NotInitialized,
-    Overloaded,
     ReferenceLost,
     RpcError,
-    RpcTimeout,
     SerializationError,
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.frames import Arrived
 from farcall.protocol.references import Fork
 from farcall.remote import proxy
-from farcall.remote.answer import read_answer
-from farcall.remote.call import UNSET_TIMEOUT, check_timeout
+from farcall.remote.asking import ask, ask_async, ask_patiently, wait_for_value
+from farcall.remote.call import UNSET_TIMEOUT
 from farcall.remote.creation import Creation
-from farcall.remote.future import Future
 from farcall.remote.owned import Owned
-from farcall.runtime.calls import PendingCall, SyncCall
 from farcall.runtime.loop import NEVER
-from farcall.runtime.node import Node, current_node
-from farcall.runtime.notes import request_notes
+from farcall.runtime.node import current_node
 from farcall.runtime.peers import Peer
-from farcall.runtime.profiling import PROFILING, is_profiled
-from farcall.runtime.shield import Gate
-from farcall.serialize import RECORDING, Annotated, Encoding, current_decoding, current_encoding, register_reducer
+from farcall.serialize import Annotated, Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
     from farcall.remote.references import NodeReferences
@@ -55,10 +44,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FETCH = b"pfarcall.remote.owner\0fetch"
-_MOST_ASKED = 8
-_PAUSE_S = 0.005
-_LONGEST_PAUSE_S = 0.25
-"""How long to wait, at first and at most, before a question that an overloaded owner refused is asked again."""
 _TYPE_OF = b"pfarcall.remote.owner\0type_of"
 _BACKWARD = b"pfarcall.remote.owner\0backward"
 _EXTENSION_CODE = 0x66617272
@@ -197,44 +182,15 @@ class RRef(Generic[T]):
             timeout: seconds; 0 for none; by default that of the options.
         """
         if self._owned is not None:
-            return self._wait_for_value(self._owned, timeout)  # type: ignore[no-any-return]
+            return wait_for_value(self, self._owned, timeout)  # type: ignore[no-any-return]
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         try:
-            return self._fetch(payload, timeout)
+            return ask_patiently(self, RRef.to_here, _FETCH, payload, timeout)  # type: ignore[no-any-return]
         except NotInitialized as error:
             raise NotInitialized(
                 f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
             ) from None
-
-    def _fetch(self, payload: bytes, timeout_s: float) -> T:
-        """Ask for the value; again where a large one was lost on its way or the owner refused: that changes nothing."""
-        began = monotonic()
-        bound_s = self._references.node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
-        lost = refused = 0
-        while True:
-            try:
-                return self._ask(RRef.to_here, _FETCH, payload, (), timeout_s)  # type: ignore[no-any-return]
-            except AnswerLost:
-                lost += 1
-                if lost > _MOST_ASKED:
-                    raise
-            except Overloaded as error:
-                if self._refused_for_good(error):
-                    raise
-                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
-                refused += 1
-                if bound_s and monotonic() + pause_s > began + bound_s:
-                    raise
-                with self._references.node.calls.waiting():
-                    Gate().wait(pause_s)
-            if bound_s:
-                timeout_s = max(1e-3, began + bound_s - monotonic())
-
-    def _refused_for_good(self, error: Overloaded) -> bool:
-        """Was the creation refused, or a call that its function made? Not the question for the value, then."""
-        creation = self._creation
-        return hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None)
 
     def local_value(self) -> T:
         """The value itself; only at its owner."""
@@ -244,7 +200,7 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={ref}, fork_id={fork_id}), can't call localValue() on user "
                 f"{self._references.node.info}. Call it on owner {self.owner()}, or use to_here() for a copy"
             )
-        return self._wait_for_value(self._owned, 0.0)  # type: ignore[no-any-return]
+        return wait_for_value(self, self._owned, 0.0)  # type: ignore[no-any-return]
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
@@ -269,18 +225,18 @@ class RRef(Generic[T]):
         if self._owned is not None:
             from farcall.remote.owner import run_backward
 
-            run_backward(self._wait_for_value(self._owned, UNSET_TIMEOUT), dist_autograd_ctx_id, retain_graph)
+            run_backward(wait_for_value(self, self._owned, UNSET_TIMEOUT), dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients go to a context")
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
-        self._ask(RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
+        ask(self, RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
         if blocking and self._type is None and self._owned is not None:
-            self._type = type(self._wait_for_value(self._owned, timeout))
+            self._type = type(wait_for_value(self, self._owned, timeout))
         if blocking and self._type is not None:
             return self._type
         # Weakly: a future that failed holds its error, whose traceback may hold us, in ways that no garbage collector
@@ -296,7 +252,7 @@ class RRef(Generic[T]):
             else:
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-                future = self._ask_async(RRef._get_type, _TYPE_OF, payload, (), timeout)
+                future = ask_async(self, RRef._get_type, _TYPE_OF, payload, (), timeout)
                 future.add_done_callback(_keeping_type(weakref.ref(self)))
             self._type_future = weakref.ref(future)
         if not blocking:
@@ -313,137 +269,8 @@ class RRef(Generic[T]):
             return self._creation.future()
         return self._get_type(blocking=False).then(_without_value)  # type: ignore[no-any-return]
 
-    # ------------------------------------------------------------------ how it is asked for
-
     def _peer(self) -> Peer:
         return self._references.peer(self._fork)
-
-    def _wait_for_value(self, owned: Owned, timeout_s: float) -> Any:
-        """At the owner: the value, once it is there."""
-        if timeout_s != UNSET_TIMEOUT:
-            check_timeout(timeout_s)
-        if self._creation is not None and self._creation.error is not None:
-            raise copy.copy(self._creation.error)  # as for a value elsewhere, even if it is there by now
-        if not owned.ready:
-            self._wait_until_ready(owned, timeout_s)
-        return owned.get()
-
-    def _wait_until_ready(self, owned: Owned, timeout_s: float) -> None:
-        node = self._references.node
-        if timeout_s == UNSET_TIMEOUT:
-            timeout_s = node.timeout_s
-        deadline = monotonic() + timeout_s if timeout_s else NEVER
-        creation = self._creation
-        with node.calls.waiting():
-            while not owned.ready:
-                now = monotonic()
-                until = deadline
-                if creation is not None:
-                    if creation.error is not None:
-                        raise copy.copy(creation.error)
-                    # Its failure is the I/O thread's doing, a moment after its deadline.
-                    until = min(deadline, max(creation.deadline, now) + 0.01)
-                if now >= deadline:
-                    raise RpcTimeout(f"the value of {self!r} was not there after {timeout_s:g} s")
-                owned.wait(min(until - now, 3600.0))
-
-    def _ask(
-        self,
-        what: Callable[..., Any],
-        function: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        timeout_s: float,
-    ) -> Any:
-        """Call a function of `owner.py` at the owner: the hot path."""
-        node = self._references.node
-        peer = self._peer()
-        call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
-        creation = self._creation
-        if creation is not None and not (creation.arrived and creation.error is None):
-            _follow(creation, call, buffers)
-        profile = None
-        if is_profiled() or PROFILING.everywhere:
-            profile = call.profile = PROFILING.begin_call(node, peer, "sync", what, None)
-        if profile is not None:
-            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
-            notes = b""
-        else:
-            notes = request_notes(peer, buffers)
-        try:
-            node.calls.exchange(call, function, notes, payload, buffers)
-        except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
-            if isinstance(error, NetworkError):
-                raise self._lost(error) from error
-            raise
-        finally:
-            if profile is not None:
-                profile.ended()  # if no answer has done so
-        if call.error is not None:
-            failure, call.error = call.error, None
-            try:
-                if isinstance(failure, NetworkError):
-                    raise self._lost(failure) from failure
-                raise failure
-            finally:
-                del failure  # or the traceback would hold this frame, the frame the error, and both the reference
-        assert call.frame is not None
-        try:
-            return read_answer(call.frame, peer)
-        except (Overloaded, ReferenceLost):
-            # The creation was refused a moment ago, while this followed behind it.
-            if creation is not None and creation.error is not None:
-                raise copy.copy(creation.error) from None
-            raise
-
-    def _ask_async(
-        self,
-        what: Callable[..., Any],
-        function: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        timeout_s: float,
-    ) -> Future[Any]:
-        """The same, without waiting for the answer."""
-        node = self._references.node
-        peer = self._peer()
-        future = _Answer(
-            node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), self
-        )
-        creation = self._creation
-        if creation is not None and not (creation.arrived and creation.error is None):
-            _follow(creation, future, buffers)
-        profile = None
-        if is_profiled() or PROFILING.everywhere:
-            profile = future.profile = PROFILING.begin_call(node, peer, "async", what, None)
-        if profile is not None:
-            notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-        elif buffers.__class__ is not Annotated and RECORDING.get() is None:
-            notes = b""
-        else:
-            notes = request_notes(peer, buffers)
-        try:
-            node.calls.send(future, function, notes, payload, buffers)
-        except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
-            if not isinstance(error, NetworkError | RpcTimeout):
-                if profile is not None:
-                    profile.ended()
-                raise
-            future.on_failure(error)
-        return future
-
-    def _lost(self, error: NetworkError) -> RpcError:
-        ended = self._references.node.why_ended
-        if ended is not None:
-            return ended  # it is not the owner that is gone
-        if isinstance(error, ReferenceLost | Overloaded):
-            return error
-        return ReferenceLost(f"the owner of {self!r} is gone: {error}", error.delivery)
 
     # ------------------------------------------------------------------ how it travels
 
@@ -459,41 +286,6 @@ class RRef(Generic[T]):
         if encoding is None:
             _refuse_to_pickle()
         return _reduce(self, encoding)
-
-
-class _Answer(Future[Any]):
-    """The future of a call to a reference's owner; it holds the reference until the answer is there."""
-
-    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
-        super().__init__(node, peer, what, timeout_s)
-        self._rref: RRef[Any] | None = rref
-        self._creation = rref._creation
-
-    def on_answer(self, frame: Arrived) -> None:
-        self._rref = None
-        super().on_answer(frame)
-
-    def on_failure(self, error: RpcError) -> None:
-        rref, self._rref = self._rref, None
-        if rref is not None and isinstance(error, NetworkError):
-            error = rref._lost(error)
-        super().on_failure(error)
-
-    def fail(self, error: BaseException) -> None:
-        creation, self._creation = self._creation, None
-        if creation is not None and creation.error is not None and isinstance(error, Overloaded | ReferenceLost):
-            error = copy.copy(creation.error)  # as in _ask
-        super().fail(error)
-
-
-def _follow(creation: Creation, call: PendingCall, buffers: Sequence[memoryview]) -> None:
-    """``call`` is to go out behind ``creation``, and makes no sense without it."""
-    try:
-        creation.attach(call)
-    except BaseException:
-        if buffers.__class__ is Annotated:
-            buffers.withdraw()
-        raise
 
 
 def _refuse_to_pickle() -> NoReturn:

@@ -1,7 +1,7 @@
-"""The references of one node: the reference machine, the values that this node owns, and what carries both.
+"""The references of one node: the reference machine, and what carries out what it says.
 
-Owns the lock around the machine and the table of values. Decides nothing about who may forget what: that is
-`protocol/references`. Everything else in `remote/` reaches the machine through here.
+Owns the lock around the machine and around the values that this node owns (`values.py`). Decides nothing about who may
+forget what: that is `protocol/references`. Everything else in `remote/` reaches the machine through here.
 
 Thread rules
 - The lock is held for microseconds, also while a control message is put on its way: so a message that registers a
@@ -27,14 +27,15 @@ from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
 from farcall.protocol.frames import Arrived
-from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
+from farcall.protocol.notes import KEEP, REFUSED, Notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
 from farcall.remote.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.remote.creation import Creation, KeptRequest
+from farcall.remote.kept_back import KeptBack
 from farcall.remote.owned import Owned, TypeTold, dispose
 from farcall.remote.parting import Parting
 from farcall.remote.reference import RRef
-from farcall.runtime.loop import NEVER
+from farcall.remote.values import Values
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer, RemotePeer
@@ -48,8 +49,6 @@ LINGER_S = 0.005
 CONFIRM_S = 0.002
 """How long the answer to a creating call may wait for company: nobody waits for it, and a first use is likely."""
 RETRY_S = 0.01
-UNKNOWN_OWNER_S = 5.0
-"""How long a message waits for word of a member that owns a reference in it."""
 _MESSAGES = (
     protocol.Register,
     protocol.Confirm,
@@ -80,11 +79,11 @@ class NodeReferences:
             wake=lambda: node.attend_by(monotonic() + LINGER_S),
         )
         self.released: ReleasedForks = self._machine.released
-        self._values: dict[RefId, Owned] = {}
+        self._values = Values(node.info)
+        self._places = self._values.places
         self._lost: set[int] = set()
-        self._last_created: dict[int, int] = {}  # of each creator, the last reference that it made here
         self._failed: list[Creation] = []
-        self._kept_back: list[tuple[float, Peer, Arrived]] = []
+        self._kept_back = KeptBack(node, self._workers.__contains__, self._give_up_on)
         self._unsent: list[Send] = []
         self._held_back: set[Peer] = set()  # whom answers to creating calls wait to be sent to
         node.arrivals.take_forks = self.take_forks
@@ -105,7 +104,7 @@ class NodeReferences:
         owned = Owned.of(value, origin, self.node.device_list)
         with self._lock:
             fork = self._machine.own_local()
-            self._values[fork.ref] = owned
+            self._places[fork.ref] = owned
         rref._become(self, fork, owned, None, origin)
 
     def create(
@@ -120,7 +119,6 @@ class NodeReferences:
         make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
         """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
-        timeout_s = self.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -129,7 +127,7 @@ class NodeReferences:
             fork = self._machine.create(peer.member)
             owned: Owned | None = None
             if fork.owner == self._machine.me:
-                owned = self._values[fork.ref] = Owned(origin)
+                owned = self._places[fork.ref] = Owned(origin)
         creation = make(self, fork, peer, what, timeout_s, keeps)
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
@@ -149,7 +147,7 @@ class NodeReferences:
                 raise
             creation.on_failure(error)  # like any end of the link: it surfaces at first use
             if owned is not None:
-                self._never_comes(fork.ref, owned)  # nobody else tells us: the request was to be ours
+                self._values.never_comes(fork.ref, owned)  # nobody else tells us: the request was to be ours
         return rref
 
     def confirm_created(self, fork: Fork) -> None:
@@ -172,7 +170,7 @@ class NodeReferences:
         """The owner has refused the creating call, and knows nothing of the reference."""
         self.withdraw_creation(fork)
         if fork.owner == self.node.me.member:
-            owned = self._values.get(fork.ref)
+            owned = self._places.get(fork.ref)
             if owned is not None:
                 owned.fail(encode_failure(error, self.node.info))  # nobody else tells us: the request was ours
 
@@ -206,20 +204,17 @@ class NodeReferences:
         sender = peer.member
         machine = self._machine
         if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
-            self._keep_back(peer, message)
+            self._kept_back.keep(peer, message)
             return None
         arrived: list[Any] = []
         with self._lock:
             created = notes.created
             if created is not None:
-                self._count_created(created.ref)
+                self._values.count_created(created.ref)
             if created is not None and not message[1] & REFUSED:
                 if created.owner != created.holder and not machine.own(created):
                     return None  # it came twice, or its caller is dead
-                ref = created.ref
-                owned = self._values.get(ref)
-                if owned is None:
-                    owned = self._values[ref] = Owned()
+                owned = self._values.place(created.ref)
                 if notes.origin:
                     owned.origin = f"{notes.origin} on {peer.info.name}"
                 arrived.append(owned)
@@ -234,29 +229,12 @@ class NodeReferences:
         kind, flags, call_id, function, noted, payload, buffers = message
         return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
 
-    def _keep_back(self, peer: Peer, message: Arrived) -> None:
-        """It brings a reference to a value of one not heard of yet: word of it is on its way, or it is long gone."""
-        deadline = monotonic() + UNKNOWN_OWNER_S
+    def _give_up_on(self, members: Sequence[int]) -> None:
+        """No word has come of these owners of references: they are gone."""
         with self._lock:
-            self._kept_back.append((deadline, peer, message))
-        self.node.attend_by(deadline)
-
-    def _deliver_kept_back(self, now: float | None = None) -> None:
-        """On the I/O thread: look at what was kept back again; at ``now``, whoever is unknown still is gone."""
-        with self._lock:
-            kept, self._kept_back = self._kept_back, []
-        for deadline, peer, message in kept:
-            notes = decode_notes(message[4])
-            unknown = [fork.owner for fork in notes.forks if fork.owner not in self._workers]
-            if unknown and (now is None or now < deadline):
-                with self._lock:
-                    self._kept_back.append((deadline, peer, message))
-                continue
-            with self._lock:
-                for member in unknown:
-                    self._workers[member] = WorkerInfo(f"member-{member}", -1)
-                    self._lost.add(member)
-            self.node.arrivals.redeliver(peer, message)
+            for member in members:
+                self._workers[member] = WorkerInfo(f"member-{member}", -1)
+                self._lost.add(member)
 
     def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
         """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
@@ -272,43 +250,38 @@ class NodeReferences:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
         if fork.owner != self._machine.me:
             return None
-        owned = self._values.get(fork.ref)
+        owned = self._places.get(fork.ref)
         if owned is None:
             owned = Owned()
             if held:
-                self._values[fork.ref] = owned
+                self._places[fork.ref] = owned
             else:
-                self._never_comes(fork.ref, owned)  # its sender is dead: nobody would ever free the place
+                self._values.never_comes(fork.ref, owned)  # its sender is dead: nobody would ever free the place
         return owned
 
     # ------------------------------------------------------------------ references are used
 
     def find(self, ref: RefId) -> Owned:
         """The value that somebody asks for."""
-        owned = self._values.get(ref)
+        owned = self._places.get(ref)
         if owned is None:
             with self._lock:
-                owned = self._values.get(ref)
+                owned = self._places.get(ref)
                 if owned is None:
                     if not self._machine.lists(ref) and not self._may_come(ref):
                         raise ReferenceLost(
                             f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to "
                             "it any more, or references were given up at a shutdown"
                         )
-                    owned = self._values[ref] = Owned()
+                    owned = self._values.place(ref)
         return owned
-
-    def _count_created(self, ref: RefId) -> None:
-        """Under the lock: ``ref`` has come to be, or never will."""
-        if ref.local_id > self._last_created.get(ref.created_on, -1):
-            self._last_created[ref.created_on] = ref.local_id
 
     def _may_come(self, ref: RefId) -> bool:
         """Under the lock: was the call that creates ``ref`` overtaken by a question? No link does it, but faults do."""
         creator = ref.created_on
         if creator == self._machine.me or creator in self._lost:
             return False
-        return ref.local_id > self._last_created.get(creator, -1)
+        return self._values.may_come(ref)
 
     def peer(self, fork: Fork) -> Peer:
         """The owner of a fork's value."""
@@ -349,7 +322,7 @@ class NodeReferences:
         while self._held_back:
             self._held_back.pop().flush()
         if self._kept_back:
-            self._deliver_kept_back(now)
+            self._kept_back.deliver(now)
         if self._failed:
             failed, self._failed = self._failed, []
             for creation in failed:
@@ -365,7 +338,7 @@ class NodeReferences:
         if self._failed or self._unsent:
             return now + RETRY_S
         deadline = self._machine.next_deadline()
-        first_kept = min((deadline for deadline, _, _ in self._kept_back), default=NEVER)
+        first_kept = self._kept_back.next_deadline
         return first_kept if deadline is None else min(deadline, first_kept)
 
     def fail_waiting_soon(self, creation: Creation) -> None:
@@ -387,7 +360,7 @@ class NodeReferences:
             self._lost.discard(peer.member)  # given up when word of it was later than a message with its values
             self._machine.member_joined(peer.member)
         if self._kept_back:
-            self.node.call_soon(self._deliver_kept_back)
+            self.node.call_soon(self._kept_back.deliver)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         member = peer.member
@@ -398,10 +371,7 @@ class NodeReferences:
             if self.parting.agreed:
                 return  # everybody leaves, and nobody needs to ask anybody any more
             freed = self._carry_out(now, self._machine.member_died(member, now))
-            for ref, owned in list(self._values.items()):
-                if not owned.ready and ref.created_on == member and not self._machine.lists(ref):
-                    freed.append(self._values.pop(ref))
-                    self._never_comes(ref, owned)
+            freed += self._values.abandon(member, self._machine.lists)
         dispose(self.node, freed)
 
     def _carry_out(self, now: float | None = None, effects: Iterable[protocol.Effect] | None = None) -> list[Owned]:
@@ -412,17 +382,15 @@ class NodeReferences:
         freed: list[Owned] = []
         for effect in effects:
             if effect.__class__ is FreeValue:
-                owned = self._values.pop(effect.ref, None)
+                owned = self._places.pop(effect.ref, None)
                 if owned is not None:
                     freed.append(owned)
             elif effect.__class__ is Send:
                 self._send(effect)
             elif effect.__class__ is NeverCreated:
-                owned = self._values.get(effect.ref)
-                if owned is None:
-                    owned = self._values[effect.ref] = Owned()
-                self._count_created(effect.ref)  # who asks when it is forgotten must not wait for it
-                self._never_comes(effect.ref, owned)
+                owned = self._values.place(effect.ref)
+                self._values.count_created(effect.ref)  # who asks when it is forgotten must not wait for it
+                self._values.never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
         deadline = machine.next_deadline()
@@ -438,14 +406,6 @@ class NodeReferences:
             # This node is still starting. A fork came over one link, and the link to its owner does not stand yet.
             self._unsent.append(effect)
             self.node.attend_by(monotonic() + RETRY_S)
-
-    def _never_comes(self, ref: RefId, owned: Owned) -> None:
-        if not owned.ready:
-            why = ReferenceLost(
-                f"the call that should have created {ref.created_on}:{ref.local_id} never came: "
-                "its caller died or gave up"
-            )
-            owned.fail(encode_failure(why, self.node.info))
 
     # ------------------------------------------------------------------ the end
 
@@ -486,14 +446,13 @@ class NodeReferences:
 
     def pending_values(self) -> int:
         """How many values of this node are still being made."""
-        return sum(1 for owned in list(self._values.values()) if not owned.ready)
+        return self._values.pending()
 
     def snapshot(self) -> tuple[protocol.Snapshot, dict[RefId, tuple[str, str]]]:
         """Who holds what as known here, and what each value of this node is, and where it was created."""
         with self._lock:
             snapshot = self._machine.snapshot()
-            values = {ref: (owned.describe(), owned.origin) for ref, owned in self._values.items()}
-        return snapshot, values
+            return snapshot, self._values.describe()
 
 
 def _nothing(fork: Fork) -> None:
@@ -518,5 +477,6 @@ def call_remote(
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     function, payload, buffers = encode_request(peer, func, args, kwargs)
     return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)

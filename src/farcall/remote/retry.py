@@ -34,12 +34,13 @@ from farcall.remote.creation import Creation
 from farcall.remote.future import Future
 from farcall.remote.reference import RRef
 from farcall.remote.references import NodeReferences
+from farcall.remote.sending import send
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.loop import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.notes import request_notes
 from farcall.runtime.peers import Peer
-from farcall.runtime.profiling import PROFILING, is_profiled
+from farcall.runtime.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.shield import Gate
 from farcall.serialize import RECORDING, Annotated
 
@@ -115,6 +116,7 @@ class RetryingFuture(Future[Any]):
     """A future whose call is made again when the network fails it."""
 
     peer: Peer  # of the last attempt
+    profile: CallProfile | None = None
     started_at: float
 
     def __init__(
@@ -138,27 +140,13 @@ class RetryingFuture(Future[Any]):
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
         self._attempt += 1
         peer = self.peer = self._node.peer(self._to)
-        self.profile = profile = None
+        profile = self.profile = None
         if is_profiled() or PROFILING.everywhere:
-            self.profile = profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
+            profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
         function, payload, buffers = encode_request(peer, *self._request)
-        try:
-            notes = b""
-            if profile is not None:
-                notes = request_notes(peer, buffers, profile=profile.sends(payload, buffers))
-            elif buffers.__class__ is Annotated or RECORDING.get() is not None:
-                notes = request_notes(peer, buffers)
-            self.arrived = False
-            self.started_at = monotonic()  # attempts are counted, and timed, one by one
-            self._node.calls.send(self, function, notes, payload, buffers)
-        except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
-            if not isinstance(error, NetworkError | RpcTimeout):
-                if profile is not None:
-                    profile.ended()
-                raise
-            self.on_failure(error)
+        self.arrived = False
+        self.started_at = monotonic()  # attempts are counted, and timed, one by one
+        send(self._node.calls, self, profile, function, payload, buffers)
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error, unless there is another attempt."""
@@ -270,6 +258,7 @@ def remote_with(
     """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
     peer = node.peer(to)
+    timeout_s = _bounds(node, timeout_s)[0]
     request = (func, args, kwargs)
     function, payload, buffers = encode_request(peer, *request)
     return node.part(NodeReferences).create(

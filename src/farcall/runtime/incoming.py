@@ -293,6 +293,10 @@ class Incoming:
             if self._frames:
                 self._loop.call_soon(self._read)
 
+    def look_for(self, limit_s: float) -> None:
+        """Have threads that wait for an answer look for so long before they sleep, where looking is allowed at all."""
+        self._spin.look_for(limit_s)
+
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""
         return self._loop.on_thread()

@@ -62,6 +62,9 @@ class Lending:
         self._is_wanted = True
         self._accepted: set[int] = set()
 
+    def __repr__(self) -> str:
+        return f"<Lending to {self._peer.info.name}>"
+
     @property
     def is_used(self) -> bool:
         """Has the peer accepted any segment?"""

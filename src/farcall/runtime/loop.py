@@ -250,6 +250,10 @@ class Loop:
         except (BlockingIOError, OSError):
             pass  # a full pipe wakes as well, and a closed one has nobody to wake
 
+    def look_for(self, limit_s: float) -> None:
+        """Look for so long before sleeping, where looking is allowed at all."""
+        self._spin.look_for(limit_s)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread and close the poller. Idempotent."""
         self._running = False

@@ -54,7 +54,6 @@ class Mesh:
         self._options = options
         self._connected = connected
         self._changed = changed
-        self._complete = False
         self._name = membership.me.name
         self._identity = identity_of(membership)
         self._is_over = is_over
@@ -94,7 +93,6 @@ class Mesh:
         missing = [member for member in expected if member.rank not in self._connected]
         if missing:
             raise self._missing(missing, failures, door.refusals)
-        self._complete = True
 
     def _missing(
         self, members: Sequence[MemberRecord], failures: Mapping[int, str], refusals: Mapping[str, str]
@@ -131,8 +129,9 @@ class Mesh:
                 before = self._connected.get(peer.rank)
                 if before is not None and (before.broken or self._is_over(peer.process_token)):
                     return None  # it may come in, to be told so
-                # One whose connection broke before it had our proof knows of no session, and comes as a stranger.
-                if before is not None and (self._complete or before.link.up):
+                # One whose connection broke before it had our proof knows of no session, and comes as a stranger: while
+                # we start, and, if it is slow, afterwards.
+                if before is not None and (before.link.up or before.link.session.received):
                     return f"{peer.name} is connected already"
                 return None
         return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"

@@ -44,6 +44,7 @@ from farcall.runtime.members import life_of
 from farcall.runtime.role import role
 from farcall.runtime.tallies import Tallies
 from farcall.runtime.unkept import unkept_for
+from farcall.serialize import has_devices, withdraw
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -252,7 +253,11 @@ class RemotePeer(Peer):
                         if isinstance(one, Ticket):
                             self.shared_bytes_sent += one.size_bytes
                 if len(pieces) > 1:
-                    unkept = unkept_for(kind, call_id, notes, placed, pieces, self._here, self._fail_call)
+                    lent = self.devices is not None and has_devices(payload)
+                    withdraw_lent = partial(withdraw, payload, self) if lent else _nothing
+                    unkept = unkept_for(
+                        kind, call_id, notes, placed, pieces, self._here, self._fail_call, withdraw_lent
+                    )
                     self._send_pieces(pieces, deadline, kind == REQUEST, unkept)
                 elif awaited is None:
                     self.link.outgoing.send(bytes(pieces[0]), deadline, more)
@@ -407,3 +412,7 @@ class RemotePeer(Peer):
             self.segments.close()
         if self.devices is not None:
             self.devices.close()
+
+
+def _nothing() -> None:
+    pass

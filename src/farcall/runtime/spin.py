@@ -39,6 +39,11 @@ class Spin:
         self._pause_s = FIRST_PAUSE_S
         self._resume_at = 0.0
 
+    def look_for(self, limit_s: float) -> None:
+        """Look for so long, if at all: waits in this place are longer than elsewhere."""
+        if self._limit_s:
+            self._limit_s = max(self._limit_s, limit_s)
+
     def wait(self, attempt: Callable[[float], T], now: float, timeout_s: float) -> T:
         """``attempt(timeout_s)``, the kernel's way to wait; if that may be short, looks with ``attempt(0)`` before."""
         expected_s = self._expected_s

@@ -28,6 +28,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from farcall.channel.device_api import StreamId, current_stream, current_stream_id
+
 __all__ = ["Lane", "LaneCoroutine", "LaneTask", "Lanes", "Stamp", "stamp"]
 
 MOST_LANES = 32
@@ -37,7 +39,6 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 T = TypeVar("T")
 _C: Any = torch._C
-_StreamId = tuple[int, int, int]  # of a stream, its device, and the type of that
 
 
 class Lane:
@@ -48,8 +49,8 @@ class Lane:
     def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
         self.streams: Sequence[torch.cuda.Stream] = streams
         self.kept: bool = False
-        self._ids: list[_StreamId] = [(s.stream_id, s.device_index, s.device_type) for s in streams]
-        self._before: list[_StreamId] = []
+        self._ids: list[StreamId] = [(s.stream_id, s.device_index, s.device_type) for s in streams]
+        self._before: list[StreamId] = []
         self._device = 0
 
     def __enter__(self) -> Lane:
@@ -64,7 +65,7 @@ class Lane:
     ) -> None:
         self._set(self._before)
 
-    def _set(self, ids: Iterable[_StreamId]) -> None:
+    def _set(self, ids: Iterable[StreamId]) -> None:
         index = self._device
         for stream_id, index, kind in ids:
             _C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)  # and its device
@@ -194,16 +195,19 @@ class Stamp:
 
     __slots__ = ("_events", "_tensors")
 
-    def __init__(self, devices: Iterable[torch.device], tensors: list[torch.Tensor]) -> None:
-        self._events = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
+    def __init__(self, devices: Iterable[int], tensors: list[torch.Tensor]) -> None:
+        self._events = [
+            (device, current_stream_id(device), current_stream(device).record_event()) for device in devices
+        ]
         self._tensors = tensors
 
     def wait(self) -> None:
         """Have the current streams wait for it, and its memory be kept until they are done with it."""
-        for device, event in self._events:
-            torch.cuda.current_stream(device).wait_event(event)
+        for device, made_on, event in self._events:
+            if current_stream_id(device) != made_on:
+                current_stream(device).wait_event(event)
         for tensor in self._tensors:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            tensor.record_stream(current_stream(tensor.get_device()))
 
 
 def stamp(value: Any, devices: Sequence[torch.device]) -> Stamp | None:
@@ -214,8 +218,8 @@ def stamp(value: Any, devices: Sequence[torch.device]) -> Stamp | None:
     """
     found: list[torch.Tensor] = []
     if _find(value, found):
-        return Stamp({tensor.device for tensor in found}, found) if found else None
-    return Stamp({*devices, *(tensor.device for tensor in found)}, found)
+        return Stamp({tensor.get_device() for tensor in found}, found) if found else None
+    return Stamp({*(device.index for device in devices), *(tensor.get_device() for tensor in found)}, found)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)

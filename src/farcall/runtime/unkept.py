@@ -3,6 +3,7 @@
     frame                lost: the peer has not got all of it
     large request        its call fails, "not_sent"; its remains go
     large answer         its caller gets a failure, "executed"; its remains go
+    either of them       device memory that was lent for it is free again: only the message named it
     large letter         goes again: its memory is a gradient's, which nobody changes while we hold it
     offer of a segment   is forgotten, and made again when the segment is next wanted
 
@@ -24,17 +25,24 @@ __all__ = ["LostOffer", "unkept_for"]
 
 
 class _LargeRequest:
-    __slots__ = ("_call_id", "_fail_call", "_notes", "_tickets")
+    __slots__ = ("_call_id", "_fail_call", "_notes", "_tickets", "_withdraw")
 
     def __init__(
-        self, call_id: int, notes: bytes, tickets: Sequence[Ticket], fail_call: Callable[[int, str], None]
+        self,
+        call_id: int,
+        notes: bytes,
+        tickets: Sequence[Ticket],
+        fail_call: Callable[[int, str], None],
+        withdraw: Callable[[], None],
     ) -> None:
+        self._withdraw = withdraw
         self._call_id = call_id
         self._notes = notes
         self._tickets = tickets
         self._fail_call = fail_call
 
     def lost(self) -> Sequence[Kept]:
+        self._withdraw()
         self._fail_call(self._call_id, "the connection broke before all of the request had arrived: it did not run")
         return (remains_of(self._notes, self._tickets),)
 
@@ -43,11 +51,18 @@ class _LargeRequest:
 
 
 class _LargeAnswer:
-    __slots__ = ("_call_id", "_here", "_notes", "_size_bytes", "_tickets")
+    __slots__ = ("_call_id", "_here", "_notes", "_size_bytes", "_tickets", "_withdraw")
 
     def __init__(
-        self, call_id: int, notes: bytes, tickets: Sequence[Ticket], size_bytes: int, here: WorkerInfo
+        self,
+        call_id: int,
+        notes: bytes,
+        tickets: Sequence[Ticket],
+        size_bytes: int,
+        here: WorkerInfo,
+        withdraw: Callable[[], None],
     ) -> None:
+        self._withdraw = withdraw
         self._call_id = call_id
         self._notes = notes
         self._tickets = tickets
@@ -55,6 +70,7 @@ class _LargeAnswer:
         self._here = here
 
     def lost(self) -> Sequence[Kept]:
+        self._withdraw()
         error = AnswerLost(
             f"{self._here.name} executed the function, but the connection broke before all of its answer, "
             f"{self._size_bytes} bytes, had arrived, and it is not kept"
@@ -105,12 +121,13 @@ def unkept_for(
     pieces: Sequence[Piece],
     here: WorkerInfo,
     fail_call: Callable[[int, str], None],
+    withdraw: Callable[[], None],
 ) -> Unkept:
-    """What to keep in the place of a large frame."""
+    """What to keep in the place of a large frame. ``withdraw`` takes back what only its payload names."""
     if kind == LETTER:
         return _LargeLetter(pieces)
     tickets = [ticket for ticket in placed if isinstance(ticket, Ticket)]
     if kind == REQUEST:
-        return _LargeRequest(call_id, notes, tickets, fail_call)
+        return _LargeRequest(call_id, notes, tickets, fail_call, withdraw)
     assert kind in (RESPONSE, FAILURE)
-    return _LargeAnswer(call_id, notes, tickets, sum(map(len, pieces)), here)
+    return _LargeAnswer(call_id, notes, tickets, sum(map(len, pieces)), here, withdraw)

@@ -1,7 +1,7 @@
 """Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
 
 from farcall.serialize.context import Annotated, Decoding, Encoding, current_decoding, current_encoding
-from farcall.serialize.devices import PeerDevices, discard, has_devices
+from farcall.serialize.devices import PeerDevices, discard, has_devices, withdraw
 from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
 from farcall.serialize.pickler import Encoded, TablePickler, decode, encode, encode_call, encode_recorded, is_custom
@@ -38,4 +38,5 @@ __all__ = [
     "map_cpu_tensors",
     "register_reducer",
     "use_rpc_pickler",
+    "withdraw",
 ]

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copyreg
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from farcall.errors import SerializationError
+from farcall.errors import Delivery, SerializationError
 from farcall.serialize.policy import REDUCERS
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "Annotated",
     "Decoding",
     "Encoding",
+    "IfUnsent",
     "current_decoding",
     "current_encoding",
     "enter_decoding",
@@ -55,6 +57,18 @@ class _Chunks(list[bytes]):
 
     __slots__ = ()
     write: ClassVar[Callable[..., None]] = list.append
+
+
+class IfUnsent:
+    """Takes back what the receiver takes over for good when it gets the message: not if it may have got it."""
+
+    __slots__ = ("_undo",)
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+
+    def __call__(self) -> None:
+        self._undo()
 
 
 class Annotated(list[memoryview]):
@@ -96,9 +110,11 @@ class Annotated(list[memoryview]):
         self.notes = []
 
     def withdraw(self) -> None:
-        """The message was not sent, or nobody knows whether it was."""
+        """The message was not sent, or nobody knows whether it was: the error that says so is being handled."""
+        unsent = getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
         for undo in self.undo:
-            undo()
+            if unsent or undo.__class__ is not IfUnsent:
+                undo()
         if self.recording is not None and self.message_id:
             self.recording.withdraw_send(self.message_id)
 

@@ -21,7 +21,15 @@ from typing import Any, Protocol
 import torch
 
 from farcall.errors import SerializationError
-from farcall.serialize.context import CURRENT, IN_BAND_LIMIT_BYTES, Decoding, Encoding, current_decoding, seed
+from farcall.serialize.context import (
+    CURRENT,
+    IN_BAND_LIMIT_BYTES,
+    Decoding,
+    Encoding,
+    IfUnsent,
+    current_decoding,
+    seed,
+)
 from farcall.serialize.rebuild import CODES, CONJUGATE, DTYPES, NEGATIVE, REQUIRES_GRAD, _aligned, _dtype, _finish
 from farcall.serialize.spans import View, compact_strides, memory_of, parts_of
 
@@ -36,6 +44,7 @@ __all__ = [
     "has_devices",
     "read_device_table",
     "rebuild_on_device",
+    "withdraw",
     "write_device_table",
 ]
 
@@ -44,7 +53,9 @@ _TICKET, _BUFFER, _BYTES = 0, 1, 2
 _ALIGNMENT_BYTES = 64
 _length = struct.Struct("<I")
 
+_FORM = bytes([DEVICES_FORM])
 _device = lru_cache(torch.device)
+_name = lru_cache(str)
 
 Part = tuple[int, bool, int, Any]
 DeviceTable = list[tuple[str, list[Part]]]
@@ -57,20 +68,20 @@ class PeerDevices(Protocol):
     def target(self, device: torch.device, is_request: bool) -> torch.device | None:
         """Where at the peer a tensor on ``device`` goes; None: no map says so."""
 
-    def place(self, source: torch.Tensor, target: torch.device, is_request: bool) -> Any | None:
-        """Lend the peer a copy of ``source``, made on the current stream; None: take the way through the host."""
+    def place(
+        self, source: torch.Tensor, size: int, target: torch.device, is_request: bool
+    ) -> tuple[Any, ...] | bytearray | memoryview:
+        """Lend the peer a copy of ``source`` (``size`` bytes), made on the current stream: a ticket. Or its bytes, for
+        the way through the host."""
 
-    def take_back(self, ticket: Any) -> None:
-        """What was lent is not sent after all."""
+    def take_back(self, ticket: tuple[Any, ...]) -> None:
+        """What was lent is not sent after all, or was lost on its way."""
 
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         """The bytes that the peer lent, in memory of our own."""
 
     def drop(self, ticket: Any) -> None:
         """Nobody will take what the peer lent."""
-
-    def to_host(self, source: torch.Tensor) -> memoryview:
-        """The elements of ``source`` on the host."""
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         """Bytes of the host on a device."""
@@ -111,13 +122,18 @@ def describe_on_device(tensor: torch.Tensor, encoding: Encoding, requires_grad: 
     shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
     if 0 not in shape:
         low = offset * dtype.itemsize
-        high = low + dtype.itemsize * (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)))
+        is_contiguous = tensor.is_contiguous()
+        if is_contiguous:
+            high = low + dtype.itemsize * tensor.numel()
+        else:
+            steps = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+            high = low + dtype.itemsize * (1 + steps)
         if high > storage.nbytes():
             raise SerializationError(
                 f"a tensor of shape {shape} needs {high} bytes of its storage, which has {storage.nbytes()}: "
                 "was the storage resized?"
             )
-        if not known.views and not flags & ~REQUIRES_GRAD and low % _ALIGNMENT_BYTES == 0 and tensor.is_contiguous():
+        if is_contiguous and not known.views and not flags & ~REQUIRES_GRAD and low % _ALIGNMENT_BYTES == 0:
             known.first = tensor
         known.views.append((low, high, dtype, shape, strides, offset))
     return rebuild_on_device, (known.index, CODES[dtype], shape, strides, offset, flags)
@@ -159,10 +175,17 @@ def write_device_table(encoding: Encoding) -> bytes:
     table: DeviceTable = []
     assert encoding.device_records is not None
     for record in encoding.device_records:
-        parts = parts_of(record.views) if record.views else []
-        table.append((str(record.target), [_write_part(encoding, devices, record, *part) for part in parts]))
+        views = record.views
+        if record.first is not None and len(views) == 1 and not record.first.is_cpu:
+            low, high = views[0][:2]
+            source = record.first.detach() if record.first.requires_grad else record.first
+            parts = [_place(encoding, devices, record.target, source, low, high - low, False)]
+        else:
+            pieces = parts_of(views) if views else []
+            parts = [_write_part(encoding, devices, record, *piece) for piece in pieces]
+        table.append((_name(record.target), parts))
     written = pickle.dumps(table, 5)
-    return b"".join((written, _length.pack(len(written)), bytes([DEVICES_FORM])))
+    return b"".join((written, _length.pack(len(written)), _FORM))
 
 
 def _write_part(
@@ -174,30 +197,40 @@ def _write_part(
         low -= low % _ALIGNMENT_BYTES
         if on_cpu:
             return _write_memory(encoding, low, False, memory_of(storage, low, high))
-        if record.first is not None and len(record.views) == 1:
-            source = record.first.detach()
-        else:
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
-    else:
-        _, _, dtype, shape, strides, offset = view
-        shape = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
-        source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
-        if on_cpu:
-            source = source.contiguous()
-            size = source.numel() * dtype.itemsize
-            begin = int(source.storage_offset()) * dtype.itemsize
-            return _write_memory(encoding, low, True, memory_of(source.untyped_storage(), begin, begin + size))
-    ticket = devices.place(source, record.target, encoding.is_request)
-    if ticket is None:
-        return _write_memory(encoding, low, view is not None, devices.to_host(source))
-    encoding.on_failure(partial(devices.take_back, ticket))
-    return low, view is not None, _TICKET, tuple(ticket)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
+        return _place(encoding, devices, record.target, source, low, high - low, False)
+    _, _, dtype, shape, strides, offset = view
+    shape = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
+    source = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+    size = source.numel() * dtype.itemsize
+    if not on_cpu:
+        return _place(encoding, devices, record.target, source, low, size, True)
+    source = source.contiguous()
+    begin = int(source.storage_offset()) * dtype.itemsize
+    return _write_memory(encoding, low, True, memory_of(source.untyped_storage(), begin, begin + size))
 
 
-def _write_memory(encoding: Encoding, low: int, compact: bool, memory: memoryview) -> Part:
-    if memory.nbytes <= IN_BAND_LIMIT_BYTES:
-        return low, compact, _BYTES, bytearray(memory)
-    encoding.buffers.append(memory)
+def _place(
+    encoding: Encoding,
+    devices: PeerDevices,
+    target: torch.device,
+    source: torch.Tensor,
+    low: int,
+    size: int,
+    compact: bool,
+) -> Part:
+    """Have a tensor on a device, which records no gradient, copied."""
+    placed = devices.place(source, size, target, encoding.is_request)
+    if not isinstance(placed, tuple):
+        return _write_memory(encoding, low, compact, placed)
+    encoding.on_failure(IfUnsent(partial(devices.take_back, placed)))
+    return low, compact, _TICKET, tuple(placed)
+
+
+def _write_memory(encoding: Encoding, low: int, compact: bool, memory: bytearray | memoryview) -> Part:
+    if len(memory) <= IN_BAND_LIMIT_BYTES:
+        return low, compact, _BYTES, memory if isinstance(memory, bytearray) else bytearray(memory)
+    encoding.buffers.append(memoryview(memory))
     return low, compact, _BUFFER, len(encoding.buffers) - 1
 
 
@@ -230,6 +263,14 @@ def discard(payload: bytes | memoryview, peer: Any) -> None:
     """A message that nobody will read: give back what was lent for it."""
     if has_devices(payload) and getattr(peer, "devices", None) is not None:
         drop_tickets(read_device_table(payload)[0], peer)
+
+
+def withdraw(payload: bytes | memoryview, peer: Any) -> None:
+    """A message of ours that never arrived: take back what was lent for it."""
+    for _, parts in read_device_table(payload)[0]:
+        for _, _, how, what in parts:
+            if how == _TICKET:
+                peer.devices.take_back(what)
 
 
 @seed

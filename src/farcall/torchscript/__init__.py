@@ -2,7 +2,7 @@
 
 Calling a TorchScript function, or a method of a script module, needs nothing of this: see `farcall.serialize` and
 `farcall.remote`. This is for scripts that themselves say ``rpc.rpc_async(...)`` or take an ``RRef[Tensor]``. What torch
-compiles those into are C++ operators; the optional extension `bridge.cpp`, built on first use, puts others in their
+compiles those into are C++ operators; the optional extension in `bridge/`, built on first use, puts others in their
 place.
 
     extension   building it, keeping it, loading it; what to do where that is not possible
@@ -10,6 +10,7 @@ place.
     handlers    what the operators do, in Python
     types       which type a value has for TorchScript
     need        code that is about to be compiled and needs it
+    refusing    such code where there is no extension: compiled, and refused when called
 
 Calls inside ``torch.compile``d functions are served by `operator`, which needs no extension.
 """

@@ -1,10 +1,12 @@
 """The C++ extension behind RPC in TorchScript: built once for each torch, kept, loaded.
 
 Owns where it is kept, and what is said where it cannot be built. It is kept in a directory of its own, named after
-everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``.
+everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``. Who finds
+it there needs no right to write, and no compiler.
 
-Invariant: the file that `_READY` vouches for is complete. One process builds, however many want to: the lock is one
-that the system takes away from a process that dies.
+Invariant: a library of that name is complete, since it is built elsewhere and comes there by one rename. One process
+builds, however many want to: the lock is one that the system takes away from a process that dies. Its compiler may
+live on, and never meets the next one's: each build has a directory of its own.
 """
 
 from __future__ import annotations
@@ -14,26 +16,31 @@ import importlib.util
 import logging
 import os
 import platform
+import shlex
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import ModuleType
+from typing import IO
 
 import torch
 
 from farcall.errors import RpcError
 
-__all__ = ["build", "is_loaded", "load", "why_not"]
+__all__ = ["build", "failure", "is_loaded", "load", "why_not"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 _NAME = "farcall_torchscript"
-_SOURCE = Path(__file__).with_name("bridge.cpp")
-_READY = "ready"
+_SOURCES = Path(__file__).with_name("bridge")
 _FLAGS = ("-O1", "-g0")
+_BUILDING = "build-"
+_LONGEST_WAIT_S = 600.0  # for another process's build
+_LOOK_AGAIN_S = 0.2
 
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -44,19 +51,61 @@ def build() -> Path:
     """Build the extension, if that was not done before; where it is. Takes about a minute.
 
     Raises:
-        RpcError: there is no compiler, or it failed; the text says what to do.
+        RpcError: there is no compiler, it failed, or the cache cannot be written; the text says what to do.
     """
-    import fcntl  # Windows has none; what is imported there imports this module, too
-
     directory = _directory()
     library = directory / f"{_NAME}.so"
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "building").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / _READY).exists():
-            _compile(directory)
-            (directory / _READY).touch()
+    if library.exists():
+        return library
+    missing = why_not()
+    if missing is not None:
+        raise RpcError(missing)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "building").open("a+") as lock:
+            _acquire(lock, directory)
+            if not library.exists():
+                _build_into(library)
+    except OSError as error:
+        raise RpcError(
+            f"the extension for RPC in TorchScript code cannot be kept in {directory}: {error}. Set FARCALL_CACHE to a "
+            "directory that can be written"
+        ) from error
     return library
+
+
+def _acquire(lock: IO[str], directory: Path) -> None:
+    """Wait until nobody else builds; the file says who does."""
+    import fcntl  # Windows has none; what is imported there imports this module, too
+
+    until = monotonic() + _LONGEST_WAIT_S
+    told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            lock.seek(0)
+            builder = lock.read() or "another process"
+        if not told:
+            logger.warning("waiting for %s, which builds the extension for RPC in TorchScript code", builder)
+            told = True
+        if monotonic() > until:
+            raise RpcError(
+                f"{builder} has been building the extension for RPC in TorchScript code for more than "
+                f"{_LONGEST_WAIT_S:.0f} s, in {directory}. See what its compiler does, or end it"
+            )
+        sleep(_LOOK_AGAIN_S)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}")
+    lock.flush()
+
+
+def _build_into(library: Path) -> None:
+    for left_behind in library.parent.glob(f"{_BUILDING}*"):
+        shutil.rmtree(left_behind, ignore_errors=True)  # by a build that was killed
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=library.parent, ignore_cleanup_errors=True) as scratch:
+        _compile(Path(scratch)).replace(library)
 
 
 def load() -> ModuleType:
@@ -79,12 +128,23 @@ def is_loaded() -> bool:
     return _loaded is not None
 
 
+def failure() -> str | None:
+    """Why it could not be loaded when it was wanted in this process; None: it could, or was not wanted."""
+    return _failure
+
+
 def _import(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise RpcError(
+            f"the extension for RPC in TorchScript code cannot be loaded: {error}. Remove {library.parent} and run "
+            "`farcall torchscript build`"
+        ) from error
     return module
 
 
@@ -92,11 +152,12 @@ def _directory() -> Path:
     root = os.environ.get("FARCALL_CACHE")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "farcall")
+    # Not where torch is: that is known once it is loaded, so that environments and hosts with the same torch share.
     depends_on = (
-        _SOURCE.read_text(),
+        *(source.read_text() for source in sorted(_SOURCES.iterdir())),
         " ".join(_FLAGS),
         torch.__version__,
-        torch.__file__,  # a build links to that very torch
+        str(torch.version.git_version),
         str(torch._C._GLIBCXX_USE_CXX11_ABI),
         sysconfig.get_config_var("SOABI") or sys.version,
         platform.machine(),
@@ -110,7 +171,8 @@ def why_not() -> str | None:
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
-    if shutil.which(compiler) is None:
+    command = shlex.split(compiler)  # "ccache g++"
+    if not command or shutil.which(command[0]) is None:
         return (
             f"RPC in TorchScript code needs a C++ compiler, once, and there is no {compiler!r} here. Install one (or "
             "name it in CXX) and run `farcall torchscript build`, or build where there is one and set FARCALL_CACHE to "
@@ -138,21 +200,17 @@ def _find_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
 
 
-def _compile(directory: Path) -> None:
+def _compile(directory: Path) -> Path:
+    """Build it in a fresh directory, and see that it can be loaded; what was built."""
     from torch.utils import cpp_extension
 
-    missing = why_not()
-    if missing is not None:
-        raise RpcError(missing)
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     logger.warning("building the extension for RPC in TorchScript code, once: about a minute (in %s)", directory)
     began = monotonic()
-    # What a build that was killed left behind: torch would wait for its lock for good.
-    (directory / "lock").unlink(missing_ok=True)
     try:
         cpp_extension.load(
             _NAME,
-            [str(_SOURCE)],
+            [str(_SOURCES / "bridge.cpp")],
             extra_cflags=list(_FLAGS),
             build_directory=str(directory),
             with_cuda=False,
@@ -165,3 +223,5 @@ def _compile(directory: Path) -> None:
             f"{compiler!r}: {error}"
         ) from error
     logger.info("built in %.0f s", monotonic() - began)
+    (library,) = directory.glob(f"{_NAME}*.so")  # torch numbers them where a process builds again
+    return library

@@ -1,4 +1,4 @@
-"""What the operators of TorchScript do that `bridge.cpp` has put in place: it calls the functions here by name.
+"""What the operators of TorchScript do that `bridge/` has put in place: it calls the functions here by name.
 
 Each runs on the thread that runs the script, with the interpreter locked, and may raise anything: the script sees its
 text. TorchScript goes on with a function on other threads after it has waited for something; those know no distributed
@@ -16,12 +16,13 @@ import torch
 from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
+from farcall.remote.asking import wait_for_value
 from farcall.remote.call import call_async as issue
 from farcall.remote.owned import Owned
 from farcall.remote.reference import RRef
 from farcall.runtime.role import abdicate
 from farcall.serialize import RECORDING
-from farcall.serialize.rebuild import find_script_function
+from farcall.serialize.functions import decode_function
 from farcall.torchscript.types import type_of as type_of
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def call_sync(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``rpc_sync`` in a script."""
-    function = find_script_function(name)
+    function = _find(name)
     return _in_context(context_id, lambda: api.rpc_sync(to, function, args, kwargs, timeout_s))
 
 
@@ -43,7 +44,7 @@ def call_async(
 ) -> Any:
     """``rpc_async`` in a script."""
     abdicate()  # the script is likely to wait for the result, which it does where nobody sees it
-    function = find_script_function(name)
+    function = _find(name)
     return _in_context(
         context_id, lambda: issue(api.current_node(), to, function, args, kwargs, timeout_s, "async_jit")
     )
@@ -53,8 +54,13 @@ def call_remote(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``remote`` in a script."""
-    function = find_script_function(name)
+    function = _find(name)
     return _in_context(context_id, lambda: api.remote(to, function, args, kwargs, timeout_s))
+
+
+def _find(name: str) -> Any:
+    """The script function of that name: the same object each time, which is what is known of functions is kept by."""
+    return decode_function(b"s" + name.encode())
 
 
 def _in_context(context_id: int, do: Callable[[], T]) -> T:
@@ -76,7 +82,7 @@ def _in_context(context_id: int, do: Callable[[], T]) -> T:
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
     """The value; at its owner in the form in which scripts change it in place."""
     if rref._owned is not None:
-        rref._wait_for_value(rref._owned, timeout_s)
+        wait_for_value(rref, rref._owned, timeout_s)
         return rref._owned.value
     if is_module:
         raise RpcError(
@@ -92,7 +98,7 @@ def local_value(rref: RRef[Any]) -> Any:
         raise RpcError(
             f"Can't call RRef.local_value() on a non-owner RRef: {rref} belongs to {rref.owner_name()}; use to_here()"
         )
-    rref._wait_for_value(rref._owned, 0.0)
+    wait_for_value(rref, rref._owned, 0.0)
     return rref._owned.value
 
 
@@ -101,6 +107,12 @@ def keep_value(rref: RRef[Any], value: Any) -> None:
     if rref._owned is not None:
         Owned.held_by_scripts = type(value)
         rref._owned.value = value
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Of an object of a script class that is Python's; None: it is something else."""
+    is_script_class = torch.jit._state._get_script_class(type(value)) is not None  # type: ignore[no-untyped-call]
+    return vars(value) if is_script_class else None
 
 
 def numbers_of(rref: RRef[Any]) -> tuple[int, int]:

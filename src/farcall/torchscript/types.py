@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from farcall import api
+from farcall.remote.asking import wait_for_value
 from farcall.remote.owned import Owned
 from farcall.remote.reference import RRef
 from farcall.serialize.functions import decode_function
@@ -38,7 +39,7 @@ def type_of(rref: RRef[Any]) -> Any:
         if known is not None:
             return known
     if rref._owned is not None:
-        rref._wait_for_value(rref._owned, api.get_rpc_timeout())
+        wait_for_value(rref, rref._owned, api.get_rpc_timeout())
         return _type_of_owned(rref._owned)
     text = api.rpc_sync(rref.owner(), _type_as_text, (rref,))
     return None if text is None else extension.load().parse_type(text)

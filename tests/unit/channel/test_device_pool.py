@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from farcall.channel.device_api import Export
 from farcall.channel.device_pool import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceTicket
 from farcall.channel.device_segments import DeviceSegments
+from farcall.channel.interface import Lease, leased
 
 MEBIBYTE = 1 << 20
 
@@ -25,6 +26,7 @@ class FakeApi:
         self.events = 0
         self.exports = 0
         self.opened = 0
+        self.leases: list[Lease] = []
 
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
         if size_bytes > self.free_bytes:
@@ -40,6 +42,14 @@ class FakeApi:
     def open(self, export: Export, device: int) -> torch.Tensor:
         self.opened += 1
         return self.memory[export[1]]
+
+    def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
+        given, lease = leased(memoryview(memory.numpy())[offset : offset + size], lambda _: on_death(), None)
+        self.leases.append(lease)
+        return torch.frombuffer(given, dtype=torch.uint8)
+
+    def finish(self, device: int) -> None:
+        self.log.append(("finish", device))
 
     def make_event(self, device: int) -> tuple[Any, bytes]:
         self.events += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-from farcall.channel import staging
+from farcall.channel import device_api, pinned, staging
 
 HOST = torch.device("cpu", 0)
 
@@ -22,8 +23,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             log.append("wait")
 
     class Stream:
-        def __init__(self, **names: int) -> None:
-            pass
+        def __init__(self, device_index: int, **names: int) -> None:
+            self.device_index = device_index
 
         def record_event(self) -> Event:
             log.append("record")
@@ -39,19 +40,22 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(staging, "_C", Inner)
+    monkeypatch.setattr(device_api, "_C", Inner)
+    monkeypatch.setattr(device_api, "_streams", {})
+    monkeypatch.setattr(pinned, "runtime_for", lambda stream: None)
     monkeypatch.setattr(torch, "empty", without_pinning)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     return log
 
 
-def upload(ring: staging._Ring, data: bytes, size: int | None = None) -> bytes:
+def upload(ring: pinned._Ring, data: bytes, size: int | None = None) -> bytes:
     # A copy, as on a device: here ``to`` gives back the pinned memory itself.
     return bytes(ring.upload(memoryview(data), size or len(data), HOST).clone().tolist())
 
 
 def test_what_is_uploaded_is_what_was_given(waits: list[str]) -> None:
-    ring = staging._Ring()
+    ring = pinned._Ring()
     for number, size in enumerate([1, 63, 64, 65, 4096, 1] * 3):
         data = bytes([number]) * size
         assert upload(ring, data) == data
@@ -59,26 +63,45 @@ def test_what_is_uploaded_is_what_was_given(waits: list[str]) -> None:
 
 
 def test_a_half_is_used_again_only_when_it_is_done_with(waits: list[str]) -> None:
-    ring = staging._Ring()
-    count = staging.HALF_RING_BYTES // staging.SMALL_BYTES
-    data = memoryview(bytes(staging.SMALL_BYTES))
-    for _ in range(count):
-        ring.upload(data, staging.SMALL_BYTES, HOST)
+    ring = pinned._Ring()
+    data = memoryview(bytes(10))
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
     assert waits == []
-    ring.upload(data, staging.SMALL_BYTES, HOST)
+    ring.upload(data, 10, HOST)
     assert waits == ["record"], "the first half is full, the second was never used"
-    for _ in range(count):
-        ring.upload(data, staging.SMALL_BYTES, HOST)
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
     assert waits == ["record", "record", "wait"]
 
 
 def test_what_is_made_longer_begins_with_what_was_given(waits: list[str]) -> None:
-    assert upload(staging._Ring(), b"abc", 10)[:3] == b"abc"
+    assert upload(pinned._Ring(), b"abc", 10)[:3] == b"abc"
 
 
 @pytest.mark.parametrize(("size", "company", "length"), [(100, True, 100), (4096, True, 32768), (4096, False, 4096)])
 def test_only_in_company_and_only_what_is_not_tiny_is_made_longer(
     waits: list[str], monkeypatch: pytest.MonkeyPatch, size: int, company: bool, length: int
 ) -> None:
-    monkeypatch.setattr(staging, "_kept", staging._Kept())
+    monkeypatch.setattr(pinned, "_kept", pinned._Kept())
     assert staging.to_device(memoryview(bytes(size)), HOST, company).numel() == length
+
+
+def test_the_memory_of_a_thread_that_ended_is_the_next_ones_and_not_the_allocators(
+    waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_kept", pinned._Kept())
+    monkeypatch.setattr(pinned, "_idle_rings", [])
+    rings: list[pinned._Ring] = []
+
+    def work() -> None:
+        pinned.upload(memoryview(b"abc"), HOST, False)
+        assert pinned._kept.loan is not None
+        rings.append(pinned._kept.loan.ring)
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert rings[0] is rings[1]
+    assert rings[1]._next == 2, "what the first one uploads is not overwritten"

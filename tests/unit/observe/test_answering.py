@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from farcall.ids import WorkerInfo
 from farcall.observe import explaining
 from farcall.observe.answering import CALL, SILENT_S, Answering
 from farcall.observe.explaining import CallState
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
+from farcall.observe.threads import outgoing_call
 from farcall.protocol.observing import Ask, Told
 from farcall.runtime.peers import RemotePeer
 
@@ -27,9 +31,7 @@ class FakePeer(RemotePeer):
     __slots__ = ("__dict__",)
 
     def __init__(self) -> None:
-        super().__init__(
-            WorkerInfo("w1", 1), "1f", True, None, None, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None
-        )
+        super().__init__(WorkerInfo("w1", 1), "1f", True, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None)
         self.link: Any = FakeLink()
         self.sent: list[Any] = []
 
@@ -174,12 +176,25 @@ def test_each_state_in_words() -> None:
     assert "w1 for a thread for 2.00 s: 16 functions hold the 16 threads" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0)
     )
+    assert "waiting there for 2.00 s: w1 is still starting" in said(
+        ServedCall(1, "w0", "f", QUEUED, 2.0, 0), worker_state="starting"
+    )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
     text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
     assert "running it for 2.00 s, on thread T, now at a.py:3 in f, where it has waited 1.50 s for w2" in text
     assert "did not say within 0.3 s" in explaining.say("w1", b"", 0.3)
     assert explaining.say("w1", b"nonsense", 0.3) == ""
+
+
+@pytest.mark.parametrize(
+    ("what", "title"), [(torch.add, "torch.add"), (len, "len"), (functools.partial(len), "partial")]
+)
+def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
+    call = SimpleNamespace(
+        what=what, started_at=0.0, call_id=1, peer=SimpleNamespace(info=WorkerInfo("w1", 1)), timeout_s=1.0, thread_id=7
+    )
+    assert outgoing_call(call).function == title  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])

@@ -172,6 +172,15 @@ def test_points_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.state(points[1]["number"])["points"] == points[2:]
 
 
+def test_rates_of_pairs_are_of_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Looks(lambda: SimulatedObserver(8))  # type: ignore[arg-type, return-value]
+    seen: list[str] = []
+    for at, name in ((0.0, "a"), (3.0, "b"), (9.0, "c"), (12.0, "d"), (30.0, "e"), (31.0, "f")):
+        monkeypatch.setattr(looks, "monotonic", lambda at=at: at)
+        seen.append("".join(watched._some_time_ago([name])))  # type: ignore[list-item, arg-type]
+    assert seen == ["", "a", "a", "a", "d", "d"]
+
+
 # ---------------------------------------------------------------------- the page
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start, runtime_directory
+from farcall.options import RpcBackendOptions
 
 
 def presence(process_id: int | None = None, start: str | None = None, name: str = "w0", **changes: str) -> Presence:
@@ -66,7 +68,8 @@ def test_a_directory_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
     directory.chmod(0o777)
     with pytest.raises(PermissionError, match="nobody else"):
         PresenceFile(directory, presence())
-    assert find_nodes(directory) == []
+    with pytest.raises(NothingToObserve, match=r"cannot be found: .*nobody else may enter \(chmod 700\)"):
+        Observer.find(options=RpcBackendOptions(runtime_directory=str(directory)))
     link = tmp_path / "link"
     link.symlink_to(directory)
     directory.chmod(0o700)

@@ -94,6 +94,26 @@ def test_a_circle_of_three() -> None:
     assert trouble.text == "a, b, c wait for each other in a circle"
 
 
+def test_of_circles_that_share_a_part_the_shortest_is_told() -> None:
+    """The main thread of each waits for a function of its own worker, which holds the lock: it is no part of it."""
+    snapshots = [
+        worker(
+            one, [waits(one, 1, MAIN), waits(other, 2, WORKER)], [serves(one, 1, WORKER), serves(other, 2, WORKER + 1)]
+        )
+        for one, other in (("a", "b"), ("b", "a"))
+    ]
+    (trouble,) = find_troubles(snapshots, {("a", WORKER + 1), ("b", WORKER + 1)})
+    assert trouble.text == "a and b wait for each other"
+    assert trouble.steps == [
+        "a (thread thread-2 at app.py:12) has waited 5.0 s for b g()",
+        "which does not go on (thread thread-3 at app.py:13), perhaps because of what "
+        "b (thread thread-2 at app.py:12) holds",
+        "b (thread thread-2 at app.py:12) has waited 5.0 s for a g()",
+        "which does not go on (thread thread-3 at app.py:13), perhaps because of what "
+        "a (thread thread-2 at app.py:12) holds",
+    ]
+
+
 def test_coroutines_that_wait_for_each_other() -> None:
     snapshots = [
         worker("a", [waits("b", 1, 0)], [serves("b", 2, 0, LATER)]),

@@ -70,15 +70,28 @@ def test_rows_are_added_beside_those_of_torch(tmp_path: Path) -> None:
         "baseTimeNanoseconds": 1_000,
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 42, "tid": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "process_sort_index", "pid": 42, "tid": 0, "args": {"sort_index": 42}},
+            {"ph": "M", "name": "thread_name", "pid": 42, "tid": 7, "args": {"name": "thread 7 (python)"}},
+            {"ph": "M", "name": "thread_name", "pid": 42, "tid": 8, "args": {"name": "thread 8 (python)"}},
             {"ph": "X", "name": "aten::mul", "pid": 42, "tid": 7, "ts": 2.0, "dur": 1.0},
+            {"ph": "X", "name": "aten::add", "pid": 42, "tid": 8, "ts": 2.0, "dur": 1.0},
         ],
     }
     spans = [
-        Span(CALL, 3, 7, "call", 4_000, 9_000, 1, 0, {"kind": "sync"}),
-        Span(RUN, 0, 7, "run", 5_000, 6_000, 1),
+        Span(CALL, 3, 7, "call", 4_000, 9_000, 1, 0, {"kind": "sync", "thread": "MainThread"}),
+        Span(RUN, 0, 7, "run", 5_000, 6_000, 1, 0, {"thread": "server"}),
     ]
     add_to_trace(document, Harvest(spans, [], {0: "w0", 3: "w3"}), 3, process=42)
     trace = read(document, tmp_path)
     assert trace.only("aten::mul").process == trace.only("call").process == "w3"
     assert trace.only("call").start_us == 3.0
     assert trace.only("run").process == "w0"
+    # Threads have the names that they have in Python, others those that torch has written; rows are in order of rank.
+    assert [trace.only(name).thread_name for name in ("call", "run", "aten::mul", "aten::add")] == [
+        "MainThread",
+        "server",
+        "MainThread",
+        "thread 8 (python)",
+    ]
+    places = [event for event in document["traceEvents"] if event["name"] == "process_sort_index"]
+    assert [(trace.processes[event["pid"]], event["args"]["sort_index"]) for event in places] == [("w0", 0), ("w3", 3)]

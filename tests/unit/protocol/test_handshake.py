@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from farcall.errors import Delivery, HandshakeRefused
-from farcall.protocol import handshake
 from farcall.protocol.handshake import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -20,7 +19,10 @@ from farcall.protocol.handshake import (
     RefusalReason,
     Refused,
     Role,
+    keys,
+    machine,
     refuse,
+    wire,
 )
 
 SECRET = b"a secret of some length"
@@ -147,7 +149,8 @@ def test_another_version_is_refused_before_anything_else_of_it_is_read() -> None
 
 def test_the_refused_version_learns_ours_from_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     farewell = refusal(listener(), message(1, b"", version=9)).farewell
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 9)
+    for module in (machine, wire):
+        monkeypatch.setattr(module, "PROTOCOL_VERSION", 9)
     caught = refusal(dialer(), farewell)
     assert caught.reason is RefusalReason.VERSION_MISMATCH
     assert f"version {PROTOCOL_VERSION}" in str(caught)
@@ -285,7 +288,7 @@ def test_bad_arguments() -> None:
 
 def test_key_derivation_is_rfc_5869() -> None:
     """Its first test case, cut to the 32 bytes of one block."""
-    key = handshake._hkdf_extract(bytes(range(13)), b"\x0b" * 22)
+    key = keys.hkdf_extract(bytes(range(13)), b"\x0b" * 22)
     assert key.hex() == "077709362c2e32df0ddc3f0dc47bba6390b6c73bb50f9c3122ec844ad7c2b3e5"
-    block = handshake._hkdf_expand(key, bytes(range(0xF0, 0xFA)))
+    block = keys.hkdf_expand(key, bytes(range(0xF0, 0xFA)))
     assert block.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"

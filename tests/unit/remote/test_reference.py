@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,11 @@ from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
+from farcall.remote.call import call_async, call_sync
 from farcall.remote.owned import Owned
 from farcall.remote.proxy import Proxy
 from farcall.remote.reference import RRef
-from farcall.remote.references import RETRY_S, NodeReferences
+from farcall.remote.references import RETRY_S, NodeReferences, call_remote
 from farcall.runtime.calls import PendingCall
 from farcall.runtime.serving import StoredFailure
 from farcall.serialize import Annotated, encode, encode_failure
@@ -345,6 +347,29 @@ def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
         references.find(fork.ref)
 
 
+@pytest.mark.parametrize("way", ["sync", "async", "remote", "method", "method async", "method remote"])
+def test_a_wrong_timeout_leaves_no_fork_behind(references: NodeReferences, node: FakeNode, way: str) -> None:
+    node.part = lambda kind: references  # type: ignore[attr-defined]
+    mine = local(references, "value")
+    theirs = create(references, node)
+    answer(node)
+    ways: dict[str, Callable[[RRef[Any]], Any]] = {
+        "sync": lambda one: call_sync(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "async": lambda one: call_async(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "remote": lambda one: call_remote(node, OWNER.id, print, (one,), None, -2.0),  # type: ignore[arg-type]
+        "method": lambda one: theirs.rpc_sync(timeout=-2.0).method(one),
+        "method async": lambda one: theirs.rpc_async(timeout=-2.0).method(one),
+        "method remote": lambda one: theirs.remote(timeout=-2.0).method(one),
+    }
+    with pytest.raises(ValueError, match="timeout"):
+        ways[way](mine)
+    del mine
+    gc.collect()  # the error's traceback
+    references.tick(monotonic())
+    references.tick(monotonic() + 1.0)
+    assert references.snapshot()[1] == {}
+
+
 def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_gone(
     references: NodeReferences, node: FakeNode
 ) -> None:
@@ -366,7 +391,7 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
     with pytest.raises(ReferenceLost):
         noted[6].notes[0].local_value()
     assert references.pending_values() == 0
-    assert references._values == {}
+    assert references._values.places == {}
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import pytest
 
 from farcall.channel.shared_memory import SegmentMap, SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import FrameDecoder
+from farcall.protocol.frames import REQUEST, RESPONSE, FrameDecoder
+from farcall.protocol.session import Unkept
 from farcall.runtime.peers import RemotePeer
 
 SIZE_BYTES = 4096
@@ -97,3 +99,31 @@ def test_offer_without_descriptor_is_refused() -> None:
     peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
     assert isinstance(link.messages[0], messages.SegmentRefused)
     peer.close()
+
+
+class LostDevices:
+    """A peer's devices, asked only to take back."""
+
+    has_releases = False
+
+    def __init__(self) -> None:
+        self.taken_back: list[object] = []
+
+    def take_back(self, ticket: object) -> None:
+        self.taken_back.append(ticket)
+
+
+@pytest.mark.parametrize("kind", [REQUEST, RESPONSE])
+def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(kind: int) -> None:
+    kept: list[Unkept] = []
+    peer, link = peer_with(None, [])
+    link.on_io_thread = lambda: False  # type: ignore[attr-defined]
+    link.send_pieces = lambda pieces, deadline, unkept: kept.append(unkept)  # type: ignore[attr-defined]
+    peer.devices = devices = LostDevices()
+    ticket = (0, 7, 512, 100, (), b"event")
+    table = pickle.dumps([("cuda:0", [(0, False, 0, ticket), (100, False, 2, b"bytes")])], 5)
+    payload = b"any" + table + len(table).to_bytes(4, "little") + b"D"
+    peer.send(kind, 0, 1, b"", b"", payload, [memoryview(bytes(1 << 20))])
+    assert devices.taken_back == []
+    kept[0].lost()
+    assert devices.taken_back == [ticket]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from farcall.channel import device_api
 from farcall.runtime import streams
-from farcall.runtime.streams import LaneCoroutine, Lanes, LaneTask, stamp
+from farcall.runtime.streams import LaneCoroutine, Lanes, LaneTask, Stamp, stamp
 
 DEVICE = torch.device("cuda", 0)
 
@@ -17,9 +18,10 @@ DEVICE = torch.device("cuda", 0)
 class FakeStream:
     made = 0
 
-    def __init__(self, device: Any) -> None:
-        FakeStream.made += 1
-        self.stream_id = FakeStream.made
+    def __init__(self, device: Any = None, stream_id: int = 0, device_index: int = 0, device_type: int = 1) -> None:
+        if not stream_id:
+            FakeStream.made += 1
+        self.stream_id = stream_id or FakeStream.made
         self.device_index = 0
         self.device_type = 1
         self.busy = True
@@ -53,6 +55,8 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> FakeInner:
     inner = FakeInner()
     FakeStream.made = 0
     monkeypatch.setattr(streams, "_C", inner)
+    monkeypatch.setattr(device_api, "_C", inner)
+    monkeypatch.setattr(device_api, "_streams", {})
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     return inner
@@ -162,3 +166,29 @@ def test_objects_are_not_looked_into() -> None:
         pass
 
     assert stamp([Thing()], []) is not None, "who knows what it holds"
+
+
+def test_whoever_waits_on_the_stream_that_a_value_was_made_on_waits_for_nothing(inner: FakeInner) -> None:
+    class Value:
+        recorded: list[int]
+
+        def __init__(self) -> None:
+            self.recorded = []
+
+        def get_device(self) -> int:
+            return 0
+
+        def record_stream(self, stream: FakeStream) -> None:
+            self.recorded.append(stream.stream_id)
+
+    value = Value()
+    inner.current = (7, 0, 1)
+    made = Stamp([0], [value])  # type: ignore[list-item]
+    made.wait()
+    here: Any = device_api.current_stream(0)
+    assert here.waits == []
+    inner.current = (8, 0, 1)
+    made.wait()
+    elsewhere: Any = device_api.current_stream(0)
+    assert elsewhere.waits == [7]
+    assert value.recorded == [7, 8], "its memory is kept in any case: it may have come from a third stream"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.errors import SerializationError
+from farcall.errors import Delivery, NetworkError, SerializationError
 from farcall.serialize import decode, discard, encode, encode_call, has_devices, map_cpu_tensors
+from farcall.serialize.context import Annotated, IfUnsent
 from farcall.serialize.devices import DEVICES_FORM, read_device_table
 from farcall.serialize.policy import REDUCERS
 
@@ -143,3 +144,16 @@ def test_a_message_that_cannot_be_read_gives_its_tickets_back(mapped: FakePeer) 
         decode(b"\x80\x05\xff.T" + table, (), mapped)
     assert mapped.dropped == [("t", 100)]
     assert mapped.taken == []
+
+
+@pytest.mark.parametrize(("delivery", "taken_back"), [(Delivery.NOT_SENT, 1), (Delivery.UNKNOWN, 0)])
+def test_what_was_lent_is_taken_back_only_if_the_message_cannot_have_arrived(
+    delivery: Delivery, taken_back: int
+) -> None:
+    log: list[str] = []
+    message = Annotated([], [], [IfUnsent(lambda: log.append("lent")), lambda: log.append("noted")])
+    try:
+        raise NetworkError("gone", delivery)
+    except NetworkError:
+        message.withdraw()
+    assert log == ["lent"] * taken_back + ["noted"]

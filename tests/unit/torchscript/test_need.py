@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import textwrap
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 import farcall
 import farcall.api as calls
 from farcall.api import rpc_async as issue
-from farcall.torchscript.need import mentions
+from farcall.torchscript.need import mentions, mentions_in_file
 
 WANTED = [calls.rpc_sync, calls.rpc_async]
 remote = SimpleNamespace(rpc_sync=len)
@@ -72,3 +75,23 @@ def test_names_count_by_what_they_stand_for(function: Callable[..., Any], needs:
 
 def test_what_is_no_function_names_nothing() -> None:
     assert not mentions(remote, ast.parse("calls.rpc_sync"), WANTED)
+
+
+def archive(parts: dict[str, bytes]) -> io.BytesIO:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as written:
+        for name, content in parts.items():
+            written.writestr(name, content)
+    return file
+
+
+def test_files_are_asked_part_by_part() -> None:
+    file = archive({"m/data.pkl": b"..reference..", "m/code/m.py": b"def f(): ..", "m/constants.pkl": b"def"})
+    assert mentions_in_file(file, "data.pkl", b"reference")
+    assert not mentions_in_file(file, ".py", b"reference")
+    assert mentions_in_file(file, ".py", b"def")
+
+
+def test_what_is_no_archive_holds_nothing(tmp_path: Path) -> None:
+    assert not mentions_in_file(io.BytesIO(b"reference"), "", b"reference")
+    assert not mentions_in_file(str(tmp_path / "missing"), "", b"reference")

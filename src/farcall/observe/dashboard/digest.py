@@ -14,7 +14,7 @@ from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 from farcall.observe.observer import Heard
 from farcall.observe.rates import Row, busiest, errors_of, latency_between
-from farcall.observe.snapshot import ThreadKey, ThreadView, WorkerSnapshot, find_troubles
+from farcall.observe.snapshot import QUEUED, STARTING, ThreadKey, ThreadView, WorkerSnapshot, find_troubles
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.changes import MEMBER_EVENTS
 
@@ -228,7 +228,8 @@ def waiting(snapshots: Sequence[WorkerSnapshot]) -> list[Values]:
         }
         if there is not None:
             snapshot, serves = there
-            entry["state"] = serves.state
+            starts = serves.state == QUEUED and snapshot.state == STARTING
+            entry["state"] = "queued, since it is starting" if starts else serves.state
             entry["at_callee"] = _stack(snapshot.thread(serves.thread_id) if serves.thread_id else None)
         entries.append(entry)
     return entries

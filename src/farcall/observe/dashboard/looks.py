@@ -37,6 +37,8 @@ SELDOM_S: Final = 10.0
 WATCHED_S: Final = 30.0
 """The page is open if it has asked within this time."""
 RETRY_S: Final = 1.0
+MATRIX_S: Final = 10.0
+"""Rates of pairs are of this time: of many workers, few call each other in one second."""
 MOST_POINTS: Final = 600
 STOP_S: Final = 5.0
 
@@ -52,6 +54,7 @@ class Looks:
         self._asked = threading.Event()
         self._asked_at = monotonic()
         self._before: list[Metrics] = []
+        self._recent: deque[tuple[float, list[Metrics]]] = deque()
         self._snapshots_before: list[WorkerSnapshot] = []
         self._points: deque[dict[str, Any]] = deque(maxlen=MOST_POINTS)
         self._number = 0
@@ -94,6 +97,7 @@ class Looks:
                 if self._observer is None:
                     self._observer = self._connect()
                     self._before = []
+                    self._recent.clear()
                 self._look(self._observer)
                 pause_s = max(EVERY_S, 3 * (monotonic() - began)) - (monotonic() - began)
             except (RpcError, TransportError, ValueError) as error:
@@ -137,13 +141,22 @@ class Looks:
             "number": self._number,
             "looked_at": time.time(),
             "workers": digest.workers(found, heard),
-            "pairs": digest.pairs(before, heard.answers),
+            "pairs": digest.pairs(self._some_time_ago(heard.answers), heard.answers),
             "functions": digest.functions(before, heard.answers, _seconds(before, heard.answers)),
             "channels": sent,
             "waiting": digest.waiting(snapshots.answers),
             "troubles": digest.troubles(snapshots.answers, still),
             "events": digest.events(happened.answers),
         }
+
+    def _some_time_ago(self, now: list[Metrics]) -> list[Metrics]:
+        """The look of MATRIX_S ago, or the first one since; of the first look itself, nothing."""
+        at = monotonic()
+        while len(self._recent) > 1 and at - self._recent[1][0] >= MATRIX_S:
+            self._recent.popleft()
+        then = self._recent[0][1] if self._recent else []
+        self._recent.append((at, now))
+        return then
 
 
 def _seconds(before: list[Metrics], now: list[Metrics]) -> float:

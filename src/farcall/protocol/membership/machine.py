@@ -43,6 +43,7 @@ from farcall.protocol.membership.messages import (
     WhoAreYou,
     precedence,
 )
+from farcall.protocol.membership.newcomer import Newcomer
 from farcall.protocol.membership.obituaries import Obituaries
 from farcall.protocol.membership.outbox import Outbox
 from farcall.protocol.membership.probing import Outcome, Probe, Prober
@@ -96,9 +97,8 @@ class MembershipMachine:
         self._spreading = Spreading(options, randomness, self.table, self._timers, self._gossip, self._outbox)
         self._obituaries = Obituaries(options, randomness, self.table, self._timers, self._outbox, self._expel)
         self._admissions = Admissions(options, self.table, self._outbox, self._prober, self._take_in)
+        self._newcomer = Newcomer(options, self.table, self._timers, self._outbox, self._admit, self._refuse)
         self._farewell = Farewell(options, randomness, self.table, self._timers, self._outbox, self._depart)
-        self._via = 0
-        self._join_due = 0.0
         self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
             Ping: self._on_ping,
             Ack: self._on_news,
@@ -142,8 +142,8 @@ class MembershipMachine:
                 self._apply(Update(life, Status.DEAD, entry.version, None, why), now)
                 self._obituaries.tell(life, why)
             case events.LocalJoin(via) if self.state in (State.NEW, State.JOINING):
-                self.state, self._via = State.JOINING, via
-                self._ask_to_join(now)
+                self.state = State.JOINING
+                self._newcomer.ask(via, now)
             case events.LocalLeave() if self.state is State.MEMBER:
                 self._leave(now)
         return self._outbox.collect()
@@ -178,7 +178,7 @@ class MembershipMachine:
         if self.state in _OVER or sender == self.me:
             return
         if self.state is State.JOINING:
-            self._on_message_while_joining(sender, message, now)
+            self._newcomer.on_message(sender, message, now)
             return
         entry = self.table.entries.get(sender)
         if entry is None:
@@ -192,16 +192,6 @@ class MembershipMachine:
             self._obituaries.on_dead(sender, message, entry.why)
         elif isinstance(message, Ping):
             self._outbox.send(sender, Ack((entry.as_update(),)))  # it tells of its leave, and that has come
-
-    def _on_message_while_joining(self, sender: int, message: Message, now: float) -> None:
-        if isinstance(message, JoinAnswer):
-            self._on_join_answer(message, now)
-        elif isinstance(message, Decision):
-            self._on_offer(message)
-        elif isinstance(message, Obituary):
-            self._refuse(message.why)  # let in and expelled again, before we knew of either
-        elif isinstance(message, Ping):
-            self._outbox.send(sender, Ack(()))  # the word may be quicker than the answer
 
     def _on_stranger(self, sender: int, message: Message, now: float) -> None:
         """A newcomer not heard of yet; or one that the other side of a partition let in; or one long dead."""
@@ -387,24 +377,7 @@ class MembershipMachine:
         self._spreading.begin(now)
         self._obituaries.begin(now)
 
-    def _ask_to_join(self, now: float) -> None:
-        self._outbox.send(self._via, Join(self.table.my_record))
-        self._join_due = now + self._options.probe_timeout_s
-        self._timers.set(self._join_due, self._ask_again)
-
-    def _ask_again(self, due: float, now: float) -> None:
-        if self.state is State.JOINING and due == self._join_due:
-            self._ask_to_join(now)
-
-    def _on_offer(self, decision: Decision) -> None:
-        """Confirm it, the first one only: a life has one admission number."""
-        if decision.why_not:
-            self._refuse(decision.why_not)
-        elif decision.record.life == self.me and not self.table.my_record.admission:
-            self.table.become(decision.record)
-            self._outbox.send(self._via, Join(decision.record))
-
-    def _on_join_answer(self, answer: JoinAnswer, now: float) -> None:
+    def _admit(self, answer: JoinAnswer, now: float) -> None:
         for update in answer.updates:
             if update.life != self.me:
                 self.table.apply(update, now)

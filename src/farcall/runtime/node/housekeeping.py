@@ -30,8 +30,10 @@ class Housekeeping:
         for peer in self._company.acquaintances.everyone():  # a copy: members may still be connecting
             if peer.segments is not None and peer.segments.has_releases:
                 peer.send_releases()
-            if peer.devices is not None and peer.devices.has_releases:
-                peer.send_device_releases()
+            if peer.devices is not None:
+                peer.devices.settle_views()
+                if peer.devices.has_releases:
+                    peer.send_device_releases()
         if now >= self._next_trim:
             self._next_trim = now + TRIM_EVERY_S
             self._trim(now)

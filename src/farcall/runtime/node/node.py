@@ -25,7 +25,7 @@ from farcall.runtime.admission import Admission
 from farcall.runtime.calls import CallTable
 from farcall.runtime.changes import Changes
 from farcall.runtime.chronicle import Chronicle
-from farcall.runtime.devices import DEVICE_MESSAGES, NodeDevices
+from farcall.runtime.devices import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.entry import Entry
 from farcall.runtime.executor import Executor
 from farcall.runtime.leaving import Leaving, Withdrawing, Work
@@ -106,7 +106,12 @@ class Node(Face):
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
         process.STARTED.add(self)
-        self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
+        try:
+            self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
+        except BaseException:
+            self._life.end()
+            self._let_go()
+            raise
         self._loop = self._foundation.loop
         self._onlookers = Onlookers(self._name, self._loop, lambda: self.on_question)
         self.pool: SegmentPool | None = self._foundation.pool
@@ -242,6 +247,7 @@ class Node(Face):
             if self.devices is None:
                 foundation = self._foundation
                 devices = NodeDevices(self._name, self.options, foundation.on_release, foundation.write_later)
+                foundation.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes
                 self.server.devices = devices.devices
@@ -322,10 +328,14 @@ class Node(Face):
             self._life.end()
             self._stop_all(self._life.verdict or why, linger)
         finally:
-            process.STARTED.discard(self)
-            if self._shielded:
-                shield.uninstall()
-            shield.unseal()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing is left that a forked child would have to close, or Ctrl-C could tear."""
+        process.STARTED.discard(self)
+        if self._shielded:
+            shield.uninstall()
+        shield.unseal()
 
     def _stop_all(self, why: RpcError, linger: bool) -> None:
         company: Company | None = getattr(self, "_company", None)  # None: the start failed before it was made

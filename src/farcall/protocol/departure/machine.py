@@ -1,45 +1,29 @@
-"""Agreement to shut down: when all work everywhere is done, and until then, who is late and why.
+"""One node's part in the agreement to shut down: events in, effects out. The tables are in the package's docstring.
 
-Each node runs one machine. It reports to a coordinator: the smallest rank it still has a link to. The
-coordinator releases everybody after two looks at the cluster in a row have shown every member shutting down,
-idle, and with the same activity counter. A caller stays busy until its answer came, so at a moment between
-the two looks nobody was busy and no call was under way; and nothing can start from nothing.
-
-    state      event                                        next       effects
-    working    LocalEntered                                 waiting    report to the coordinator
-    waiting    becomes idle, and told somebody otherwise    -          report to those
-    waiting    PeerGone                                     -          report to the (perhaps new) coordinator
-    waiting    status tick                                  -          ask who is late; LogWaiting
-    waiting    deadline                                     timed out  TimedOut
-    waiting    all members ready, no round under way        -          probe everybody: a round
-    waiting    all answered the round, same counters        releasing  release everybody
-    waiting    all answered the round, other counters       -          another round
-    waiting    DepartureReleased                            finished   acknowledge; Finished
-    releasing  everybody acknowledged or is gone, or grace  finished   Finished
-    working, waiting        DepartureProbe                  -          report
-    releasing, finished     DepartureProbe, DepartureReport -          release the sender
-    releasing, finished     DepartureReleased               -          acknowledge
-
-*Ready* is: shutting down, idle, and aware of every death the coordinator knows of. The last matters because
-a link's end comes after all that the dead node sent over it: who knows of the death has seen its last
-requests. Two that merely lost their link to each other must not block the rest, so whoever is reported to
-coordinates, even with a smaller rank alive (two coordinators do no harm: each releases only what is truly
-done), and a death that others still have not noticed after a long grace is held to be only a lost link.
-Messages may come twice or out of order. No clock, socket or thread in here.
-
-The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and
-reads the counter under the same lock: a stale "idle" is the one thing that could release a busy cluster. A
-call its caller gave up on should count as in flight until its answer or its link's end: its request may still
-be on the way, where only the caller knows of it.
+Owns what this node knows as one who reports, and as coordinator. No clock, socket or thread; not thread-safe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from farcall.protocol.departure.events import (
+    DepartureMessage,
+    Effect,
+    Event,
+    Finished,
+    Late,
+    LocalBusy,
+    LocalEntered,
+    LocalIdle,
+    LogWaiting,
+    PeerGone,
+    Received,
+    Send,
+    TimedOut,
+)
 from farcall.protocol.messages import (
     DepartureAcknowledged,
     DepartureProbe,
@@ -48,31 +32,13 @@ from farcall.protocol.messages import (
     DepartureStatus,
 )
 
-__all__ = [
-    "Departure",
-    "DepartureMessage",
-    "DepartureState",
-    "Effect",
-    "Event",
-    "Finished",
-    "Late",
-    "LocalBusy",
-    "LocalEntered",
-    "LocalIdle",
-    "LogWaiting",
-    "PeerGone",
-    "Received",
-    "Send",
-    "TimedOut",
-]
+__all__ = ["Departure", "DepartureState"]
 
 STATUS_INTERVAL_S: Final = 5.0
 NOT_CALLED: Final = "has not called shutdown"
 ACKNOWLEDGE_GRACE_S: Final = 5.0  # the work is done by then: a hung member must not hold up the coordinator
 LOST_LINK_GRACE_S: Final = 30.0  # far longer than it takes a kernel to tell all peers of a process's end
 MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
-
-DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
 
 
 class DepartureState(Enum):
@@ -83,86 +49,6 @@ class DepartureState(Enum):
     RELEASING = "releasing"
     FINISHED = "finished"
     TIMED_OUT = "timed out"
-
-
-@dataclass(frozen=True, slots=True)
-class LocalEntered:
-    """The user called shutdown here; a ``timeout_s`` of 0 means no bound."""
-
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LocalIdle:
-    """No call is being waited for or served here; ``activity`` counts all that ever were."""
-
-    activity: int
-
-
-@dataclass(frozen=True, slots=True)
-class LocalBusy:
-    """``calls_in_flight`` calls are being waited for or served here."""
-
-    calls_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerGone:
-    """The link to ``rank`` has ended and everything it brought has been handled: dead or left."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A departure message came from ``rank``."""
-
-    rank: int
-    message: DepartureMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send ``message`` to ``rank``; if its link has ended, do nothing."""
-
-    rank: int
-    message: DepartureMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """This node may close its links, once what it was told to send is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """A member that is waited for, and why."""
-
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
-class LogWaiting:
-    """Still waiting: tell the user for whom (and for how many more)."""
-
-    late: tuple[Late, ...]
-    unnamed_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class TimedOut:
-    """The bound given to shutdown has passed; this node gives up on the others."""
-
-    late: tuple[Late, ...]
-    unnamed_count: int
-
-
-Event = LocalEntered | LocalIdle | LocalBusy | PeerGone | Received
-Effect = Send | Finished | LogWaiting | TimedOut
 
 
 class Departure:

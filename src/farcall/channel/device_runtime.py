@@ -1,0 +1,74 @@
+"""Copies submitted and looked at without letting go of the interpreter: a few functions of the device's own runtime.
+
+Every operator of torch lets go of it, and so does every question to a stream. Where another thread waits for the
+interpreter that costs more than a small copy takes, several times a call. These functions return within microseconds
+and keep it. Loaded is the very library that torch has loaded, CUDA's or HIP's (untested). Where it is not found, or the
+calling thread is on another device than the stream, torch's own ways are to be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["DeviceRuntime", "runtime_for"]
+
+_C: Any = torch._C
+_NOT_READY = 600
+_ANY_TO_ANY = 4
+
+
+class DeviceRuntime:
+    """The library, with those functions that are used of it."""
+
+    def __init__(self, library: ctypes.PyDLL, prefix: str) -> None:
+        self._copy = library[f"{prefix}MemcpyAsync"]
+        self._copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self._query = library[f"{prefix}StreamQuery"]
+        self._query.argtypes = (ctypes.c_void_p,)
+        self._forget_error = library[f"{prefix}GetLastError"]
+        self._describe = library[f"{prefix}GetErrorString"]
+        self._describe.restype = ctypes.c_char_p
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Put a copy of pinned or device memory, given by addresses, onto a stream."""
+        code = self._copy(target, source, size, _ANY_TO_ANY, stream)
+        if code:
+            self._fail("copy", code)
+
+    def is_done(self, stream: int) -> bool:
+        """Is all done that was put onto the stream?"""
+        code = self._query(stream)
+        if code == _NOT_READY:
+            self._forget_error()  # or torch would take it for the error of its next kernel
+            return False
+        if code:
+            self._fail("look at a stream", code)
+        return True
+
+    def _fail(self, what: str, code: int) -> None:
+        self._forget_error()
+        raise RuntimeError(f"the device could not {what}: {self._describe(code).decode()}")
+
+
+def runtime_for(stream: torch.cuda.Stream) -> DeviceRuntime | None:
+    """What may be used with ``stream`` on this thread; None: nothing."""
+    # To the library the default stream is that of whichever device the thread is on.
+    return _loaded() if _C._cuda_getDevice() == stream.device_index else None
+
+
+@cache
+def _loaded() -> DeviceRuntime | None:
+    if torch.version.hip is not None:
+        name, prefix = "libamdhip64.so", "hip"
+    elif torch.version.cuda is not None:
+        name, prefix = f"libcudart.so.{torch.version.cuda.split('.')[0]}", "cuda"
+    else:
+        return None
+    try:
+        return DeviceRuntime(ctypes.PyDLL(name), prefix)
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,73 @@
+"""What the tests of calls run on the workers, and how they wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, ClassVar
+
+import torch
+
+import farcall
+
+PATIENCE_S = 30.0
+
+
+def whoami() -> str:
+    return farcall.get_worker_info().name
+
+
+def add(left: Any, right: Any = 100) -> Any:
+    return left + right
+
+
+def fail() -> None:
+    raise ValueError("as you wish")
+
+
+class Gate:
+    """Opened by one call, waited for by another: a wait that the runtime cannot see."""
+
+    events: ClassVar[dict[str, threading.Event]] = {}
+    lock = threading.Lock()
+
+    @classmethod
+    def event(cls, name: str) -> threading.Event:
+        with cls.lock:
+            return cls.events.setdefault(name, threading.Event())
+
+    @classmethod
+    def open(cls, name: str) -> None:
+        cls.event(name).set()
+
+    @classmethod
+    def wait(cls, name: str) -> str:
+        assert cls.event(name).wait(PATIENCE_S), f"nobody opened {name}"
+        return name
+
+    @classmethod
+    def wait_and_return(cls, name: str, count: int) -> torch.Tensor:
+        cls.wait(name)
+        return torch.ones(count)
+
+
+def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    give_up_at = monotonic() + PATIENCE_S
+    ticking = threading.Event()
+    while not condition():
+        assert monotonic() < give_up_at, f"{what} did not come true"
+        ticking.wait(0.002)
+
+
+def live_bytes() -> int:
+    pool = farcall.api.current_node().pool
+    return 0 if pool is None else pool.live_bytes
+
+
+def descend(depth: int) -> int:
+    """Back and forth between the two workers."""
+    if depth == 0:
+        return 0
+    other = 1 - farcall.get_worker_info().id
+    return 1 + farcall.rpc_sync(other, descend, (depth - 1,))

@@ -1,0 +1,84 @@
+"""The states of a node: who ends it, and what calls are told meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.errors import Expelled, NotInitialized, RpcError
+from farcall.runtime.node.life import Life
+
+
+@pytest.fixture
+def life() -> Life:
+    return Life("w0")
+
+
+def started(life: Life) -> Life:
+    assert life.move("new", "starting")
+    assert life.move("starting", "running")
+    return life
+
+
+@pytest.mark.parametrize(
+    ("moves", "is_running", "is_over"),
+    [
+        ((), False, False),
+        (("starting",), False, False),
+        (("starting", "running"), True, False),
+        (("starting", "running", "leaving"), True, False),
+        (("starting", "running", "leaving", "ended"), False, True),
+        (("starting", "ended"), False, True),
+    ],
+)
+def test_calls_can_be_made_while_it_runs_or_leaves(
+    life: Life, moves: tuple[str, ...], is_running: bool, is_over: bool
+) -> None:
+    for state in moves:
+        if state == "ended":
+            life.end()
+        else:
+            assert life.move(life.state, state)
+        assert life.state == state
+    assert (life.is_running, life.is_over()) == (is_running, is_over)
+    assert (life.why_ended is None) == is_running
+    if not is_running:
+        assert isinstance(life.why_ended, NotInitialized)
+        assert life.state in str(life.why_ended)
+
+
+def test_a_node_is_started_once(life: Life) -> None:
+    started(life)
+    assert not life.move("new", "starting")
+    assert life.state == "running"
+
+
+def test_who_is_expelled_while_it_runs_is_ended_by_a_thread_of_its_own(life: Life) -> None:
+    started(life)
+    life.verdict = verdict = Expelled("declared dead")
+    ended: list[RpcError] = []
+    assert life.expel(ended.append)
+    assert (life.state, life.is_running, life.why_ended) == ("expelled", False, verdict)
+    life.wait_ended(10.0)
+    assert ended == [verdict]
+    assert not life.move("running", "leaving"), "a shutdown now has nothing left to end"
+    life.end()
+    assert life.state == "expelled"
+
+
+@pytest.mark.parametrize("before", ["starting", "leaving"])
+def test_who_is_expelled_while_somebody_starts_or_ends_it_is_ended_by_that_one(life: Life, before: str) -> None:
+    life.move("new", "starting")
+    if before == "leaving":
+        life.move("starting", "running")
+        life.move("running", "leaving")
+    life.verdict = Expelled("declared dead")
+    ended: list[RpcError] = []
+    assert not life.expel(ended.append)
+    assert life.state == before
+    life.wait_ended(0.0)
+    assert ended == []
+
+
+def test_a_forked_child_has_no_node(life: Life) -> None:
+    started(life).fork()
+    assert (life.state, life.is_running, life.is_over()) == ("forked", False, True)

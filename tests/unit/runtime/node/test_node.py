@@ -1,0 +1,24 @@
+"""A node before it has met anybody."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.runtime import shield
+from farcall.runtime.node import Node, foundation, process
+
+
+def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_loop(*_: object) -> None:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(foundation, "Loop", no_loop)
+    node = Node("w0", 0, 1)
+    users = shield._state.users
+    with pytest.raises(OSError, match="too many"):
+        node.start()
+    assert shield.of_thread().sealed == 0, "Ctrl-C would be held back for good"
+    assert shield._state.users == users
+    assert node not in process.STARTED, "a forked child would close what there is not"
+    assert node.state == "ended"
+    node.shutdown()

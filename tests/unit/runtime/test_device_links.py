@@ -1,0 +1,121 @@
+"""What one peer lends another, between two links whose device is CPU memory."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.channel.test_device_pool import FakeApi
+
+from farcall.channel.device_pool import DevicePool, DeviceTicket
+from farcall.ids import WorkerInfo
+from farcall.options import RpcBackendOptions
+from farcall.protocol import messages
+from farcall.runtime.device_links import VIEWED_BYTES, DeviceLink
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Other:
+    """A peer that is never asked anything."""
+
+    info = WorkerInfo("other", 1)
+
+
+class Pair:
+    """A sender and a receiver."""
+
+    def __init__(self, views: bool) -> None:
+        self.api = FakeApi()
+        self.wakes: list[bool] = []
+        self.later: list[Any] = []
+        self.sender, self.receiver = (self._link(name, views) for name in ("sender", "receiver"))
+        self.receiver._segments.devices[0] = 0
+
+    def _link(self, name: str, views: bool) -> DeviceLink:
+        node = SimpleNamespace(
+            name=name,
+            options=RpcBackendOptions(device_views=views),
+            api=self.api,
+            pool=DevicePool(self.api, 1 << 30),
+            on_release=self.wakes.append,
+            run_later=self.later.append,
+        )
+        return DeviceLink(node, Other(), {}, True)  # type: ignore[arg-type]
+
+    @property
+    def pool(self) -> DevicePool:
+        return self.sender._node.pool
+
+    def lend(self, size: int) -> DeviceTicket:
+        block = self.pool.allocate(0, size)
+        assert block is not None
+        block.memory[:size].copy_(torch.arange(size) % 251)
+        return self.pool.lend(block, size, self.sender._peer)
+
+    def give_back(self) -> None:
+        """What the receiver's node does now and then."""
+        self.receiver.settle_views()
+        while self.later:
+            self.later.pop()()
+        self.sender.on_released(messages.DeviceBlocksReleased(self.receiver.take_releases()))
+
+
+@pytest.fixture(autouse=True)
+def cpu_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory on the device is the CPU's."""
+    empty = torch.empty
+
+    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", on_cpu)
+
+
+def test_what_is_copied_is_given_back_at_once() -> None:
+    pair = Pair(views=False)
+    taken = pair.receiver.take(tuple(pair.lend(VIEWED_BYTES)), DEVICE)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+    assert torch.equal(taken, (torch.arange(VIEWED_BYTES) % 251).to(torch.uint8))
+    assert ("finish", 0) not in pair.api.log
+
+
+def test_a_view_lies_in_the_peers_memory_until_its_last_use_has_ended() -> None:
+    pair = Pair(views=True)
+    taken = pair.receiver.take(tuple(pair.lend(VIEWED_BYTES)), DEVICE)
+    assert torch.equal(taken, (torch.arange(VIEWED_BYTES) % 251).to(torch.uint8))
+    assert taken.data_ptr() == next(iter(pair.api.memory.values())).data_ptr()
+    part = taken[100:200]
+    del taken
+    gc.collect()
+    pair.give_back()
+    assert pair.pool.stats().lent == VIEWED_BYTES
+    del part
+    gc.collect()
+    assert pair.wakes[-1:] == [False], "whoever gives back is woken"
+    assert ("finish", 0) not in pair.api.log, "not by whoever dropped it"
+    pair.give_back()
+    assert pair.api.log[-1] == ("finish", 0)
+    assert pair.pool.stats().lent == 0
+
+
+def test_small_ones_are_copied_even_where_views_are_wanted() -> None:
+    pair = Pair(views=True)
+    taken = pair.receiver.take(tuple(pair.lend(VIEWED_BYTES // 2)), DEVICE)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+    assert taken.numel() == VIEWED_BYTES // 2
+
+
+def test_what_cannot_be_opened_is_given_back() -> None:
+    pair = Pair(views=True)
+    ticket = pair.lend(VIEWED_BYTES)
+    pair.api.memory.clear()
+    with pytest.raises(KeyError):
+        pair.receiver.take(tuple(ticket), DEVICE)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
