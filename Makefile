@@ -10,7 +10,7 @@ export FARCALL_CACHE := $(abspath $(VENV))/cache
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    four workers on this machine call each other; ends by itself"
+	@echo "make demo    parameter servers train a model here; one is killed and comes back; ends by itself"
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
 	@echo "make versions   all tests with another Python and torch (PYTHON=python3.14 TORCH=2.15.0)"
@@ -59,5 +59,5 @@ docs: $(READY)
 	@echo "open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg farcall-demo farcall-demo-*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

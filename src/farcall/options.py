@@ -211,7 +211,7 @@ class RpcBackendOptions:
         for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s"):
             seconds = _check_seconds(name, getattr(self, name), "a short one is allowed")
             if seconds == 0:
-                raise ValueError(f"{name} must be more than 0")
+                raise ValueError(f"{name} must be more than 0: leave it out for the default")
             self._set(name, seconds)
         for name in (
             "num_worker_threads",

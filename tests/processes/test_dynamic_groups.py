@@ -231,6 +231,20 @@ def test_autograd_with_a_rank_of_any_size(url: str) -> None:
         wait_until(lambda: not nodes[0].part(Recorder).contexts.ids())
 
 
+def test_a_backward_pass_through_one_that_is_gone_names_it(url: str) -> None:
+    with team(1, url) as nodes:
+        contexts = nodes[0].part(Recorder).contexts
+        with member("far", 7, url) as far:
+            value = torch.ones(2, requires_grad=True)
+            context = contexts.new_context()
+            loss = nodes[0].rpc_sync("far", _half, (value,)).sum()
+            far.shutdown(graceful=False)
+        wait_until(lambda: names(nodes[0]) == ["w0"])
+        with pytest.raises(PeerDead, match=r"^Error on Node 7: far is gone$"):
+            contexts.backward(context.id, [loss])
+        contexts.release_everywhere(context.id)
+
+
 def _nap() -> int:
     sleep(0.02)
     return 7

@@ -171,6 +171,23 @@ def test_a_job_of_three_workers_is_one_trace(tmp_path: Path) -> None:
     assert max(each.end_us for each in trace.slices) - min(each.start_us for each in trace.slices) < 2e6
 
 
+def trace_without_a_fixed_size(rank: int, url: str, folder: str) -> None:
+    farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
+    wait_until(lambda: len(farcall.members()) == 3, "all are there")
+    farcall._barrier(["w0", "w1", "w2"])
+    if rank == 0:
+        with farcall.profile() as prof:
+            forward_and_backward(["w1", "w2"])
+        prof.export_chrome_trace(Path(folder) / "trace.json")
+    farcall._barrier(["w0", "w1", "w2"])
+    farcall.shutdown()
+
+
+def test_backward_passes_are_recorded_in_a_group_without_a_fixed_size(tmp_path: Path) -> None:
+    finish(start_processes(3, trace_without_a_fixed_size, temporary_file_url(), str(tmp_path)))
+    check_job(Trace(tmp_path / "trace.json"), "w0")
+
+
 def kineto_trace(rank: int, folder: str) -> None:
     set_clock_ahead((0.0, 5.0, -3.0)[rank])
     farcall._barrier(["w0", "w1", "w2"])

@@ -63,6 +63,23 @@ def test_dead_member_is_noticed() -> None:
         team.stop()
 
 
+def test_a_member_that_was_killed_is_started_again() -> None:
+    team = Team(obedient, 2, names=["first", "second"])
+    directory = team.ask(1, "directory", TIMEOUT_S)
+    before = team.process_id(1)
+    with pytest.raises(MemberLost, match="second has not ended"):
+        team.restart(1, 0.01)
+    os.kill(before, signal.SIGKILL)
+    team.restart(1, TIMEOUT_S)
+    assert team.process_id(1) != before
+    assert team.ask(1, "who", TIMEOUT_S) == (1, 2)
+    assert team.ask(1, "directory", TIMEOUT_S) == directory
+    assert team.how_it_ended(1) == "is running"
+    with pytest.raises(MemberLost, match="first was ended by SIGKILL"):
+        team.ask(0, "die", TIMEOUT_S)
+    team.kill()
+
+
 def test_frozen_members_take_no_cpu_until_thawed() -> None:
     team = Team(obedient, 1)
     process_id = team.ask(0, "pid", TIMEOUT_S)

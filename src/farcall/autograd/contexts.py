@@ -59,7 +59,10 @@ class Contexts:
     def new_context(self) -> Context:
         """Open a context and put this thread into it."""
         if self.current_or_none() is not None:
-            raise RpcError("Already have an autograd context id for this thread: contexts do not nest")
+            raise RpcError(
+                "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
+                "work in it"
+            )
         with self._lock:
             context = Context(self._next_context_id, self)
             self._next_context_id += 1
@@ -87,7 +90,10 @@ class Contexts:
     def retrieve(self, context_id: int) -> Context:
         context = self._contexts.get(context_id)
         if context is None:
-            raise RpcError(f"Could not find autograd context with id: {context_id}")
+            raise RpcError(
+                f"Could not find autograd context with id: {context_id}; its `with` block has ended, or it never came "
+                "to this worker"
+            )
         return context
 
     def find(self, context_id: int) -> Context | None:
@@ -131,7 +137,7 @@ class Contexts:
             RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
         for local in context.clear():
-            local.give_up(f"Could not find autograd context with id: {context_id}")
+            local.give_up(f"Could not find autograd context with id: {context_id}; its `with` block has ended")
         return frozenset(context.peers - {self.port.worker_id})
 
     def release_everywhere(self, context_id: int, told_by: int = -1) -> None:
@@ -337,9 +343,15 @@ def _checked_roots(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
     edges: dict[Edge, torch.Tensor] = {}
     for number, root in enumerate(roots):
         if not root.requires_grad:
-            raise RpcError(f"requires_grad not set on root {number}: no gradient can start there")
+            raise RpcError(
+                f"requires_grad not set on root {number}: no gradient can start there; was it computed in this "
+                "context, from tensors that require gradients?"
+            )
         if root.numel() != 1:
-            raise RpcError(f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+            raise RpcError(
+                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: add it up "
+                "or average it first"
+            )
         if root.grad_fn is None:
             raise RpcError(f"root {number} does not have a valid gradient function: it is a leaf, not a result")
         edge = (root.grad_fn, root.output_nr)

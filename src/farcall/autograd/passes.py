@@ -22,6 +22,7 @@ from farcall.autograd.marks import RECEIVE_NAME, SEND_NAME, is_profiled, leave_m
 from farcall.autograd.nodes import Gradients, post_hooks
 from farcall.autograd.replicas import reduce_gradients
 from farcall.errors import PeerDead, RpcError, RpcTimeout
+from farcall.ids import WorkerInfo
 from farcall.protocol import gradients as protocol
 from farcall.protocol.gradients import (
     BackwardPass,
@@ -86,6 +87,9 @@ class Port(Protocol):
 
     def workers(self) -> frozenset[int]:
         """All workers of the cluster that are known to this one."""
+
+    def info(self, worker_id: int) -> WorkerInfo | None:
+        """Who that is, or was, for people."""
 
     def now(self) -> float:
         """Seconds, of any monotonic clock."""
@@ -334,10 +338,17 @@ class LocalPass:
                 self._outbox.setdefault(effect.worker, []).append(self._with_profile(effect.worker, effect.message))
             else:
                 if isinstance(effect, Failed):
-                    self.failure = kind(f"Error on Node {effect.worker}: {effect.reason}")
+                    self.failure = kind(self._describe(effect))
                     self._phases = None
                 if self.tasks is not None:
                     self.tasks.put(_nothing)  # the caller looks at the machine's state
+
+    def _describe(self, failed: Failed) -> str:
+        info = self._port.info(failed.worker)
+        if info is None:
+            return f"Error on Node {failed.worker}: {failed.reason}"
+        where = "" if info.name in failed.reason else f" (on {info.name})"
+        return f"Error on Node {info.id}: {failed.reason}{where}"
 
     def _with_profile(self, worker_id: int, message: protocol.Message) -> protocol.Message:
         """``message``, asking for or carrying what is recorded of this pass, if anything is."""

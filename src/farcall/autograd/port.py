@@ -18,6 +18,7 @@ from time import monotonic, perf_counter
 from farcall.autograd.letters import GRADIENTS, encode_letters
 from farcall.autograd.passes import Letter, Task
 from farcall.errors import Delivery, PeerDead
+from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.loop import NEVER
@@ -35,12 +36,13 @@ QUICK_S = 1e-3
 class NodePort:
     """A `Port` over a node."""
 
-    __slots__ = ("_node", "_quick", "_reading")
+    __slots__ = ("_gone", "_node", "_quick", "_reading")
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._quick: dict[int, bool] = {}  # by the worker whose letter set a graph off
         self._reading = _Reading()
+        self._gone: dict[int, WorkerInfo] = {}
 
     @property
     def worker_id(self) -> int:
@@ -56,11 +58,20 @@ class NodePort:
     def workers(self) -> frozenset[int]:
         return frozenset(self._node.members())
 
+    def info(self, worker_id: int) -> WorkerInfo | None:
+        peer = self._node.numbered(worker_id)
+        return self._gone.get(worker_id) if peer is None else peer.info
+
+    def peer_gone(self, peer: Peer) -> None:
+        """Nobody can be asked for its name any more."""
+        self._gone[peer.member] = peer.info
+
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         node = self._node
         peer = node.numbered(worker_id)
         if peer is None:
-            raise PeerDead("that worker is gone", Delivery.NOT_SENT)
+            gone = self._gone.get(worker_id)
+            raise PeerDead(f"{gone.name if gone else 'that worker'} is gone", Delivery.NOT_SENT, gone)
         flags, payload, buffers = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
@@ -134,7 +145,9 @@ class NodePort:
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
         node = self._node
-        return PROFILING.begin_call(node, node.peer(worker_id), "backward", None, run)
+        peer = node.numbered(worker_id)
+        # Of one that is gone there is nothing to record; the letter to it fails the pass.
+        return None if peer is None else PROFILING.begin_call(node, peer, "backward", None, run)
 
     def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
         return PROFILING.begin_run(self._node.info, wanted)

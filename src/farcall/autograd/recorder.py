@@ -84,6 +84,7 @@ class Recorder:
 
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send letters, and waits for nobody.
+        self._port.peer_gone(peer)
         self.contexts.worker_lost(peer.member, f"{peer.info.name} is gone", peer.origin)
 
 

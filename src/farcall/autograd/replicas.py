@@ -84,7 +84,9 @@ def _reduced(replica: DistributedDataParallel, lock: threading.Lock, leaves: Lea
     if not given:
         return leaves
     if replica.static_graph:
-        raise RuntimeError("DistributedDataParallel(static_graph=True) cannot be used in an autograd context")
+        raise RuntimeError(
+            "DistributedDataParallel(static_graph=True) cannot be used in an autograd context: leave static_graph out"
+        )
     leaves = dict(leaves)
     with lock:
         kept = [parameter.grad for parameter in parameters]

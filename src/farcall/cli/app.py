@@ -51,12 +51,15 @@ def main(
 
 @app.command()
 def demo(
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to run.")] = 10.0,
+    steps: Annotated[int, typer.Option(min=40, help="How many training steps in all; even.")] = 1200,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the files; by default a new one, farcall-demo.")
+    ] = None,
 ) -> None:
-    """Four workers on this machine call each other, and you can watch."""
-    from farcall.cli.demo import run
+    """Train a small model on this machine, with parameter servers; one is killed and comes back. Under two minutes."""
+    from farcall.cli.demo.show import run
 
-    run(_console(), seconds)
+    raise typer.Exit(run(_console(), steps // 2 * 2, output))
 
 
 @app.command(

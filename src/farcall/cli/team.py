@@ -1,8 +1,8 @@
 """A team: the processes of one cluster on this machine, each driven over a pipe by whoever started them.
 
 Owns the processes from start to end: they are forked from a server that has torch loaded already, they die
-with their driver whatever happens to it, and they can be frozen while it is not their turn. Knows nothing of
-what the members do: a body is a context manager that yields a function from request to answer.
+with their driver whatever happens to it, they can be frozen while it is not their turn, and started again when they
+ended. Knows nothing of what the members do: a body is a context manager that yields a function from request to answer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 START_TIMEOUT_S = 120.0
@@ -51,25 +52,22 @@ class _Reply:
 class Team:
     """Processes ``0 .. size-1``, running once the constructor returns."""
 
-    def __init__(self, body: Body, size: int, *arguments: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+    def __init__(
+        self, body: Body, size: int, *arguments: Any, names: Sequence[str] = (), preload: Sequence[str] = ()
+    ) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*_PRELOADED, *preload])  # for the first team of a process
         self._directory = tempfile.TemporaryDirectory(prefix="farcall-team-")
-        self._processes = []
+        self._body = body
+        self._arguments = arguments
+        self._names = names or [f"member {rank}" for rank in range(size)]
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         begun = time.monotonic()
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_member,
-                args=(body, rank, size, self._directory.name, theirs, arguments),
-                name=f"member {rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
+            process, pipe = self._start(rank)
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(pipe)
         try:
             for rank in range(size):
                 self._receive(rank, begun + START_TIMEOUT_S - time.monotonic())
@@ -78,12 +76,52 @@ class Team:
             raise
         self.start_s: float = time.monotonic() - begun
 
+    @property
+    def directory(self) -> str:
+        """A folder for the members to share, which ends with the team."""
+        return self._directory.name
+
+    def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_member,
+            args=(self._body, rank, len(self._names), self.directory, theirs, self._arguments),
+            name=self._names[rank],
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def process_id(self, rank: int) -> int:
+        """Of a member's process as it is now."""
+        number = self._processes[rank].pid
+        assert number is not None, "it was started"
+        return number
+
+    def how_it_ended(self, rank: int) -> str:
+        """For people: how a member ended, or that it runs."""
+        code = self._processes[rank].exitcode
+        if code is None:
+            return "is running"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def restart(self, rank: int, timeout_s: float) -> None:
+        """Start a member that has ended again; returns once it runs."""
+        self._processes[rank].join(timeout_s)
+        if self._processes[rank].exitcode is None:
+            raise MemberLost(f"{self._names[rank]} has not ended: it cannot be started again")
+        self._processes[rank].close()
+        self._pipes[rank].close()
+        self._processes[rank], self._pipes[rank] = self._start(rank)
+        self._receive(rank, timeout_s)
+
     def ask(self, rank: int, request: Any, timeout_s: float) -> Any:
         """Send ``request`` to a member and return its answer."""
         try:
             self._pipes[rank].send(request)
         except OSError as error:
-            raise MemberLost(f"member {rank} is gone") from error
+            raise MemberLost(f"{self._names[rank]} is gone: it {self.how_it_ended(rank)}") from error
         return self._receive(rank, timeout_s)
 
     def freeze(self) -> None:
@@ -125,11 +163,12 @@ class Team:
     def _receive(self, rank: int, timeout_s: float) -> Any:
         pipe = self._pipes[rank]
         if not pipe.poll(max(0.0, timeout_s)):
-            raise MemberLost(f"member {rank} did not answer in {timeout_s:.0f} s")
+            raise MemberLost(f"{self._names[rank]} did not answer in {timeout_s:.0f} s")
         try:
             reply: _Reply = pipe.recv()
         except (EOFError, OSError) as error:
-            raise MemberLost(f"member {rank} ended unexpectedly") from error
+            self._processes[rank].join(1.0)  # its pipe ends before it does
+            raise MemberLost(f"{self._names[rank]} {self.how_it_ended(rank)}, unexpectedly") from error
         if reply.failure is not None:
             raise TeamError(reply.failure)
         return reply.value

@@ -227,7 +227,7 @@ def _send(transport: Transport, data: bytes, deadline: float) -> None:
         taken = transport.send((data,))
         data = data[taken:]
         if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
-            raise DialFailed("the worker does not read")
+            raise DialFailed("the worker does not read what it is asked: its process may be stopped")
 
 
 def _receive(transport: Transport, buffer: bytearray, deadline: float) -> int | None:

@@ -143,5 +143,6 @@ def _check_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700)"
+            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700), or name "
+            "another one (option runtime_directory)"
         )

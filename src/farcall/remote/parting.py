@@ -126,4 +126,7 @@ class Parting:
             shown = "\n  ".join(map(str, leaks[:_MOST_SHOWN]))
             more = f"\n  and {len(leaks) - _MOST_SHOWN} more" if len(leaks) > _MOST_SHOWN else ""
             name = self._references.node.info.name
-            raise ReferenceLeak(f"Leaking RRef: values of {name} were held to the last:\n  {shown}{more}")
+            raise ReferenceLeak(
+                f"Leaking RRef: values of {name} were held to the last:\n  {shown}{more}\n"
+                "Drop these references before shutdown()."
+            )

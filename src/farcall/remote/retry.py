@@ -71,7 +71,10 @@ class Retry:
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
             raise ValueError(f"attempts must be a whole number, at least 1, not {self.attempts!r}")
         if not (self.backoff_s >= 0 and self.longest_backoff_s >= 0 and self.factor >= 1):
-            raise ValueError("backoff_s and longest_backoff_s must not be negative, and factor must be at least 1")
+            raise ValueError(
+                "backoff_s and longest_backoff_s must not be negative, and factor must be at least 1, not "
+                f"{self.backoff_s!r}, {self.longest_backoff_s!r} and {self.factor!r}"
+            )
         if not 0 <= self.jitter <= 1:
             raise ValueError(f"jitter must be from 0 to 1, not {self.jitter!r}")
 
@@ -246,7 +249,11 @@ class RetryingCreation(Creation):
         except BaseException as error:
             if buffers.__class__ is Annotated:
                 buffers.withdraw()
-            self.on_failure(error if isinstance(error, RpcError) else RpcError(f"it could not be sent again: {error}"))
+            self.on_failure(
+                error
+                if isinstance(error, RpcError)
+                else RpcError(f"the call to {self.peer.info.name} could not be sent again: {error}")
+            )
         finally:
             if self._recording is not None:
                 RECORDING.set(outside)

@@ -391,7 +391,8 @@ class Meeting:
             earlier += f"; {self._generation} earlier groups met there: is this process started a second time?"
         return MissingPeers(
             f"{self._me.name} (rank {self._me.rank} of {self.place.world_size}) waited {self._timeout_s:g} s "
-            f"at {self.place.name}; missing: {', '.join(named) or 'nobody known'}{why}{earlier}",
+            f"at {self.place.name}; missing: {', '.join(named) or 'nobody known'}{why}{earlier}. "
+            "Were they all started, with the same init_method and world_size?",
             [known.get(rank, rank) for rank in ranks],
         )
 

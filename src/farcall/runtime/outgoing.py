@@ -136,7 +136,10 @@ class Outgoing(Room):
             self._kept.append(unkept)
             try:
                 if not self._write_out(deadline):
-                    raise RpcTimeout(f"{self._name} did not take a message of {_size(mine)} bytes in time")
+                    raise RpcTimeout(
+                        f"{self._name} did not take a message of {_size(mine)} bytes in time: it is stopped, or too "
+                        "busy to read"
+                    )
             except _Interrupted:
                 self._unkeep(unkept)
                 return False
@@ -172,7 +175,9 @@ class Outgoing(Room):
                     self._wait_writable(WAIT_SLICE_S)
             if not taken:
                 self._unkeep(unkept)
-                raise RpcTimeout(f"{self._name} took no bytes in time", Delivery.NOT_SENT)
+                raise RpcTimeout(
+                    f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
+                )
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:
@@ -196,7 +201,8 @@ class Outgoing(Room):
                     while not self._write_lock.acquire(True, bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
                         if monotonic() >= deadline:
                             raise RpcTimeout(
-                                f"{self._name} did not take the bytes queued before this message in time",
+                                f"{self._name} did not take the bytes queued before this message in time: it is "
+                                "stopped, or too busy to read",
                                 Delivery.NOT_SENT,
                             )
                         shield.pause(mine)

@@ -48,7 +48,10 @@ def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, 
         raise
     if not answered:
         cancelled.set()
-        raise InitError(f"the store at {place} does not answer: is it a torch store, is its process alive?")
+        raise InitError(
+            f"the store at {place} does not answer: is it a torch store, is its process alive? If another program has "
+            "that port, choose another one (MASTER_PORT, or the url), the same everywhere"
+        )
     thread.join()
     if failure:
         raise failure.pop()

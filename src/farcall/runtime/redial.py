@@ -186,7 +186,10 @@ class Redial:
             except DialRefused as error:
                 if kind in WITHIN_THE_HOST:
                     if kind == self._lost_kind:
-                        raise _Vanished(f"nobody listens there any more: {error}") from error
+                        raise _Vanished(
+                            f"its process or its node has ended, nobody listens at {way} any more; its own output may "
+                            "say why"
+                        ) from error
                 elif self._resumes or leads_to(way, self._lost_host):
                     refused = error
                 else:

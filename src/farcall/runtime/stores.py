@@ -244,7 +244,10 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
             return _tcp_store(place, host, serve=True, deadline=deadline)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-                raise InitError(f"cannot serve a store on port {place.port}: {error}") from error
+                raise InitError(
+                    f"cannot serve a store on port {place.port}: {error}; choose another one (MASTER_PORT, or the "
+                    "url), the same everywhere"
+                ) from error
             # Somebody serves there. A store made by this program is as good; if it is another rank 0's, then
             # claiming the rank will tell, with its name.
     _wait_until_reachable(place, deadline, cancelled)

@@ -19,10 +19,14 @@ _DEEPEST = 12
 _MOST_PARTS = 10_000
 
 
-def find_culprit(value: Any) -> tuple[str, str]:
-    """Return where in ``value`` the innermost unpicklable part is, and its type, as text."""
+def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
+    """Return where in ``value`` the innermost unpicklable part is, and its type, as text.
+
+    ``is_request``: it is a call's function and arguments, and its parts are named as the caller knows them.
+    """
     path = ""
     try:
+        names = _names_in_request(value) if is_request else {}
         for _ in range(_DEEPEST):
             for label, part in _parts(value):
                 if not _is_fine(part):
@@ -31,10 +35,24 @@ def find_culprit(value: Any) -> tuple[str, str]:
                     break
             else:
                 break
+        for prefix, name in names.items():
+            if path.startswith(prefix):
+                return name + path.removeprefix(prefix), _type_name(value)
         return f"the value at {path}" if path else "the value", _type_name(value)
     except Exception:
         # The user's own code runs in here (reductions, reprs of keys): a failing search says less, not more.
         return "the value", _type_name(value)
+
+
+def _names_in_request(value: Any) -> dict[str, str]:
+    """Under which names its caller knows the parts of a request (`remote/call.py`, `remote/proxy.py`)."""
+    if not isinstance(value, tuple) or not isinstance(value[-2], tuple):
+        return {}  # written by a pickler of the user's
+    if len(value) == 3:
+        return {"[0]": "func", "[1]": "args", "[2]": "kwargs"}
+    first = value[0]
+    of_method = len(first) == 4 and isinstance(first[0], int) and isinstance(first[2], tuple) and value[1] is None
+    return {"[0][2]": "args", "[0][3]": "kwargs"} if of_method else {"[0]": "args", "[1]": "kwargs"}
 
 
 def _type_name(value: Any) -> str:

@@ -88,7 +88,7 @@ def encode(
         _undo(encoding)
         if not isinstance(error, Exception) or _says_it_all(error):
             raise
-        raise _explain(value, error) from error
+        raise _explain(value, error, is_request) from error
     encoding.reset()
     if len(_idle) < _MOST_IDLE:
         _idle.append(encoding)
@@ -337,12 +337,12 @@ def _says_it_all(error: BaseException) -> bool:
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
-class _NotPicklable(SerializationError, TypeError):
+class NotPicklable(SerializationError, TypeError):
     """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
 
 
-def _explain(value: Any, error: Exception) -> SerializationError:
-    where, culprit = find_culprit(value)
+def _explain(value: Any, error: Exception, is_request: bool) -> SerializationError:
+    where, culprit = find_culprit(value, is_request)
     if isinstance(error, SerializationError):
         return SerializationError(f"cannot send {where}: {error}")
     hint = ""
@@ -350,7 +350,9 @@ def _explain(value: Any, error: Exception) -> SerializationError:
         hint = (
             "; define it at module level, or use a pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
         )
-    kind = _NotPicklable if isinstance(error, TypeError) else SerializationError
+    kind = NotPicklable if isinstance(error, TypeError) else SerializationError
+    if kind is NotPicklable and not hint:
+        hint = "; send what it is made of, or keep it where it is and send a reference (RRef)"
     return kind(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
 
 

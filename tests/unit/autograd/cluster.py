@@ -105,6 +105,9 @@ class Port:
     def workers(self) -> frozenset[int]:
         return frozenset(range(len(self._network.workers)))
 
+    def info(self, worker_id: int) -> None:
+        """Nobody has a name here."""
+
     def knows(self, peer: object) -> bool:
         return False  # nothing travels as a message here
 

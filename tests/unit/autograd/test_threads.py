@@ -34,6 +34,9 @@ class ThreadPort:
     def workers(self) -> frozenset[int]:
         return frozenset(range(len(self._workers)))
 
+    def info(self, worker_id: int) -> None:
+        """Nobody has a name here."""
+
     def knows(self, peer: object) -> bool:
         return False  # nothing travels as a message here
 

@@ -244,6 +244,21 @@ def test_missing_buffers_are_a_serialization_error():
         decode(payload, [])
 
 
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ((("x", [threading.Lock()]), None), r"args\[1\]\[0\], a _thread.lock"),
+        (((), {"key": threading.Lock()}), r"kwargs\['key'\], a _thread.lock"),
+        ((print, (threading.Lock(),), None), r"args\[0\], a _thread.lock"),
+        (((0, 5, (threading.Lock(),), None), None), r"args\[0\], a _thread.lock"),  # a method of a reference's value
+    ],
+)
+def test_the_parts_of_a_call_are_named_as_its_caller_knows_them(value, place):
+    with pytest.raises(SerializationError, match=f"^cannot send {place}: .*send a reference") as caught:
+        encode_call(value)
+    assert isinstance(caught.value, TypeError)
+
+
 def test_a_tensor_payload_is_nothing_to_plain_pickle():
     payload, _ = encode(torch.ones(5000))
     with pytest.raises(SerializationError, match="only be read as part"):

@@ -1,0 +1,213 @@
+"""The course of the demo, in the process that shows it: a member of the group like the others.
+
+Training goes in rounds. Each is one call to each trainer, and is followed by a checkpoint on each server:
+
+    rounds            what happens besides
+    in the middle     half-way through the round a server is killed by SIGKILL; the group tells this process of the
+                      death (`farcall.on_member`), and it starts the server again
+    the last          all workers are recorded, for the trace
+
+Who else dies was not killed by the demo, and ends it with an error. Shows nothing itself: `Stage` is told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+
+import farcall
+from farcall.cli.demo import workers
+from farcall.cli.demo.figures import Death, Figures
+from farcall.cli.demo.task import held_out
+from farcall.cli.demo.workers import LIMIT_S, RANKS, SERVERS, TRAINERS
+from farcall.cli.team import Team, TeamError
+
+__all__ = ["GRID", "ROUNDS", "DemoFailed", "Play", "Stage"]
+
+ROUNDS = 20
+KILL_IN_ROUND = 8
+RECORDED_STEPS = 10
+"""Of each trainer, in the trace: enough to see what a step is made of, and quick to load."""
+GRID = 72
+VICTIM = SERVERS[1]
+PRELOADED = ("farcall.cli.demo.workers", "torch._dynamo")
+"""What workers need at once. torch's optimizers import the second, which takes each process a second or two."""
+_LOOK_S = 0.005
+
+
+class DemoFailed(Exception):
+    """What went wrong, for whoever watches."""
+
+
+class Stage(Protocol):
+    """Is told what happens."""
+
+    def on_event(self, text: str) -> None: ...
+
+    def on_steps(self, done: int, loss: float) -> None: ...
+
+
+class Play:
+    """One run of the demo."""
+
+    def __init__(self, stage: Stage, steps: int, trace: Path) -> None:
+        self._stage = stage
+        self._steps = steps  # of both trainers together
+        self._trace = trace
+        self._begun_s = monotonic()
+        self._back = threading.Event()
+        self._failure: str | None = None
+        self.figures: Figures = Figures(0.0, Death(VICTIM))
+
+    def run(self) -> Figures:
+        """Everything, from the first process to the last."""
+        self._stage.on_event(f"starting {len(SERVERS)} parameter servers and {len(TRAINERS)} trainers")
+        names = [*SERVERS, *TRAINERS]
+        self._team = Team(workers.member, len(names), names=names, preload=PRELOADED)
+        try:
+            workers.join("demo", self._team.directory)
+            try:
+                farcall.on_member(self._on_member)
+                self._look_around()
+                self._train()
+                self._evaluate()
+            finally:
+                farcall.shutdown(graceful=False)
+            self._team.stop()
+        except TeamError as error:
+            self._team.kill()
+            raise DemoFailed(str(error)) from error
+        except farcall.errors.RpcError as error:
+            self._team.kill()
+            raise DemoFailed(self._failure or f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self._team.kill()
+            raise
+        return self.figures
+
+    def _left_s(self) -> float:
+        left_s = self._begun_s + LIMIT_S - monotonic()
+        if left_s <= 0:
+            raise DemoFailed(
+                f"only {len(self.figures.steps)} of {self._steps} steps were done in {LIMIT_S:.0f} s: the machine is "
+                "too busy. Try it with fewer: --steps 200"
+            )
+        return left_s
+
+    def _train(self) -> None:
+        preparing = [farcall.rpc_async(name, workers.prepare, timeout=self._left_s()) for name in TRAINERS]
+        for future in preparing:
+            future.wait()
+        self._stage.on_event(f"training {self._steps} steps; {VICTIM} will be killed on the way")
+        self.figures.begun_s = monotonic()
+        per_trainer = self._steps // len(TRAINERS)
+        for number in range(ROUNDS):
+            # As even as it can be, and never none.
+            steps = per_trainer * (number + 1) // ROUNDS - per_trainer * number // ROUNDS
+            if number == KILL_IN_ROUND:
+                self._train_and_kill(steps)
+            elif number == ROUNDS - 1:
+                self._train_and_record(steps)
+            else:
+                self._finish(self._begin(steps))
+
+    def _begin(self, steps: int) -> dict[str, Any]:
+        left_s = self._left_s()
+        return {name: farcall.rpc_async(name, workers.train, args=(steps,), timeout=left_s) for name in TRAINERS}
+
+    def _finish(self, training: dict[str, Any]) -> None:
+        for future in training.values():
+            self.figures.add(future.wait())
+        if self._failure is not None:
+            raise DemoFailed(self._failure)
+        done = len(self.figures.steps)
+        saving = [farcall.rpc_async(name, workers.save, args=(done,), timeout=self._left_s()) for name in SERVERS]
+        for future in saving:
+            future.wait()
+        self._stage.on_steps(done, self.figures.loss_at_last())
+
+    def _train_and_kill(self, steps: int) -> None:
+        death = self.figures.death
+        training = self._begin(steps)
+        before = death.saved_steps = len(self.figures.steps)
+        half_way = before + len(TRAINERS) * steps // 2
+        while (done := self._steps_done()) < half_way:
+            self._back.wait(min(_LOOK_S, self._left_s()))
+        death.after_steps = done
+        death.killed_s = monotonic()
+        os.kill(self._team.process_id(SERVERS.index(VICTIM)), signal.SIGKILL)
+        self._stage.on_event(f"killed {VICTIM} (SIGKILL) after {done} steps, in the middle of training")
+        if not self._back.wait(self._left_s()):
+            self._left_s()  # which says so
+        self._finish(training)
+        restored = farcall.rpc_sync(VICTIM, workers.restored_steps)
+        if restored != death.saved_steps:
+            raise DemoFailed(f"{VICTIM} came back with the checkpoint of step {restored}, not {death.saved_steps}")
+
+    def _steps_done(self) -> int:
+        return sum(farcall.rpc_sync(name, workers.steps_done, timeout=self._left_s()) for name in TRAINERS)
+
+    def _train_and_record(self, steps: int) -> None:
+        recorded = min(steps, RECORDED_STEPS)
+        if steps > recorded:
+            self._finish(self._begin(steps - recorded))
+        with farcall.profile() as profile:
+            self._finish(self._begin(recorded))
+        self.figures.missing_in_trace = profile.missing
+        profile.export_chrome_trace(self._trace)
+
+    def _on_member(self, event: farcall.MemberEvent) -> None:
+        """On a thread of its own; what goes wrong here must reach the one that waits."""
+        death = self.figures.death
+        name = event.worker.name
+        if event.kind == "dead" and name == VICTIM and death.killed_s and not death.noticed_s:
+            death.noticed_s = monotonic()
+            self._stage.on_event(
+                f"the group says that {VICTIM} is dead, {(death.noticed_s - death.killed_s) * 1e3:.0f} ms later; "
+                "starting it again"
+            )
+            try:
+                self._team.restart(SERVERS.index(VICTIM), LIMIT_S)
+            except TeamError as error:
+                self._give_up(f"{VICTIM} could not be started again: {error}")
+        elif event.kind == "joined" and name == VICTIM:
+            death.back_s = monotonic()
+            self._stage.on_event(
+                f"{VICTIM} is back with its checkpoint, {death.back_s - death.killed_s:.2f} s after it was killed; the "
+                "trainers go on"
+            )
+            self._back.set()
+        elif event.kind == "dead" and self._failure is None:
+            self._give_up(self._how_it_died(name, event.why))
+
+    def _look_around(self) -> None:
+        """Who died before anybody listened is missed here, and not for a minute by a call to it."""
+        there = {worker.name for worker in farcall.members()}
+        for name in (*SERVERS, *TRAINERS):
+            if name not in there:
+                raise DemoFailed(self._how_it_died(name, "before training began"))
+
+    def _how_it_died(self, name: str, why: str) -> str:
+        how = self._team.how_it_ended(RANKS[name] - 1)
+        return f"{name} died, and the demo did not kill it: it {how} ({why}). If memory is short, that may be why"
+
+    def _give_up(self, why: str) -> None:
+        """Have everybody who waits for a trainer learn at once that there is nothing to wait for."""
+        self._failure = why
+        self._back.set()
+        for rank in range(len(SERVERS), len(SERVERS) + len(TRAINERS)):
+            os.kill(self._team.process_id(rank), signal.SIGKILL)
+
+    def _evaluate(self) -> None:
+        points, labels = held_out()
+        self.figures.accuracy = float(((workers.evaluate(points) > 0.5) == (labels > 0.5)).float().mean())
+        steps = (torch.arange(GRID) + 0.5) / GRID * 2 - 1
+        rows, columns = torch.meshgrid(-steps, steps, indexing="ij")
+        said = workers.evaluate(torch.stack([columns.flatten(), rows.flatten()], dim=1))
+        self.figures.grid = [[round(value, 3) for value in row] for row in said.reshape(GRID, GRID).tolist()]

@@ -1,0 +1,194 @@
+"""What runs on the parameter servers and the trainers of the demo; everything here is reached by remote calls.
+
+Each worker is one process and one of the two roles, made before it joins, so that whoever can call it finds it ready.
+A trainer goes on after the death of a server: its step fails, it finds the server's successor by name, and does the
+step again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+import farcall
+from farcall.cli.demo.figures import Outage, Report, Step
+from farcall.cli.demo.task import PARTS, spirals
+from farcall.cli.team import Answer
+
+__all__ = [
+    "RANKS",
+    "SERVERS",
+    "TRAINERS",
+    "Model",
+    "evaluate",
+    "join",
+    "member",
+    "prepare",
+    "save",
+    "steps_done",
+    "train",
+]
+
+SERVERS = tuple(PARTS)
+TRAINERS = ("trainer0", "trainer1")
+RANKS = {name: rank for rank, name in enumerate(("demo", *SERVERS, *TRAINERS))}
+BATCH = 64
+LEARNING_RATE = 5e-3
+LIMIT_S = 110.0
+"""How long the whole demo, and so any wait in it, may take."""
+COMES_BACK = farcall.Retry(attempts=10_000, backoff_s=0.02, longest_backoff_s=0.1)
+"""For a worker that may have to be started again first; the timeout of the call says how long to hope."""
+
+
+def join(name: str, directory: str) -> None:
+    """Become a member; the group has no fixed size, since one of its members dies and comes back."""
+    torch.set_num_threads(1)  # the workers are more than most machines have cores
+    logging.getLogger("farcall").setLevel(logging.ERROR)  # a death is expected, and told in other words
+    options = farcall.RpcBackendOptions(init_method=f"file://{directory}/meeting", rpc_timeout=LIMIT_S)
+    farcall.init_rpc(name, rank=RANKS[name], rpc_backend_options=options)
+
+
+@contextmanager
+def member(rank: int, size: int, directory: str) -> Iterator[Answer]:
+    """The body of a process of the team; all it is asked comes as calls."""
+    name = [*SERVERS, *TRAINERS][rank]
+    if name in SERVERS:
+        Server.here = Server(name, Path(directory))
+    else:
+        Trainer.here = Trainer(name)
+    join(name, directory)
+    yield lambda request: None
+    farcall.shutdown()
+
+
+class Server:
+    """Owns a part of the model, and keeps a checkpoint of it."""
+
+    here: ClassVar[Server]
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self._path = directory / f"{name}.pt"
+        self.part: nn.Module = PARTS[name]()
+        self.restored_steps: int | None = None
+        if self._path.exists():
+            checkpoint = torch.load(self._path)
+            self.part.load_state_dict(checkpoint["part"])
+            self.restored_steps = checkpoint["steps"]
+
+    def save(self, steps: int) -> None:
+        new = self._path.with_suffix(".new")
+        torch.save({"part": self.part.state_dict(), "steps": steps}, new)
+        os.replace(new, self._path)  # whoever is killed in here leaves the old one or the new one, nothing between
+
+
+def part_of_server() -> farcall.RRef[nn.Module]:
+    """On a server: a reference to its part of the model."""
+    return farcall.RRef(Server.here.part)
+
+
+def save(steps: int) -> None:
+    """On a server: write a checkpoint of the model after so many steps."""
+    Server.here.save(steps)
+
+
+def restored_steps() -> int | None:
+    """On a server: how many steps the checkpoint knew of that it began with; None: there was none."""
+    return Server.here.restored_steps
+
+
+class Model:
+    """The whole model, seen from a worker that has none of it."""
+
+    def __init__(self) -> None:
+        self._parts = {}
+        for name in SERVERS:
+            reference = farcall.rpc_sync(name, part_of_server, retry=COMES_BACK)
+            self._parts[name] = farcall.nn.RemoteModule.init_from_module_rref(name, reference)
+
+    def part(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self._parts[name](inputs)
+        return outputs
+
+    def __call__(self, points: torch.Tensor) -> torch.Tensor:
+        for name in SERVERS:
+            points = self.part(name, points)
+        return points
+
+    def parameters(self) -> list[farcall.RRef[Any]]:
+        return [reference for part in self._parts.values() for reference in part.remote_parameters()]
+
+
+class Trainer:
+    """Takes steps: loss and data are here, all parameters on the servers."""
+
+    here: ClassVar[Trainer]
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.done: int = 0
+
+    def train(self, steps: int) -> Report:
+        report = Report([], [])
+        while len(report.steps) < steps:
+            begun_s = monotonic()
+            try:
+                report.steps.append(self._step())
+                self.done += 1
+            except farcall.errors.NetworkError as error:
+                self.find_servers()
+                report.outages.append(Outage(self._name, begun_s, monotonic(), f"{type(error).__name__}: {error}"))
+        return report
+
+    def find_servers(self) -> None:
+        self._model = Model()
+        self._optimizer = farcall.optim.DistributedOptimizer(
+            torch.optim.Adam, self._model.parameters(), lr=LEARNING_RATE
+        )
+
+    def _step(self) -> Step:
+        points, labels = spirals(BATCH, seed=self.done * len(TRAINERS) + TRAINERS.index(self._name))
+        moments_s = [monotonic()]
+        values = points
+        with farcall.autograd.context() as context_id:
+            for name in SERVERS:
+                values = self._model.part(name, values)
+                moments_s.append(monotonic())
+            loss = nn.functional.binary_cross_entropy_with_logits(values, labels)
+            backward_from_s = monotonic()
+            farcall.autograd.backward(context_id, [loss])
+            moments_s.append(monotonic())
+            self._optimizer.step(context_id)
+            moments_s.append(monotonic())
+        took_s = [after - before for before, after in pairwise(moments_s)]
+        took_s[len(SERVERS)] = moments_s[-2] - backward_from_s  # without the loss, which is no remote work
+        return Step(self._name, moments_s[0], loss.item(), tuple(took_s))
+
+
+def prepare() -> None:
+    """On a trainer: get ready."""
+    Trainer.here.find_servers()
+
+
+def train(steps: int) -> Report:
+    """On a trainer: take so many steps."""
+    return Trainer.here.train(steps)
+
+
+def steps_done() -> int:
+    """On a trainer: how many steps it has taken so far."""
+    return Trainer.here.done
+
+
+def evaluate(points: torch.Tensor) -> torch.Tensor:
+    """How probably each point is on the second spiral, by the model as it is now."""
+    with torch.no_grad():
+        return Model()(points).sigmoid()
