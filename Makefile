@@ -6,13 +6,14 @@ READY  := $(VENV)/.ready
 # What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
 export FARCALL_CACHE := $(abspath $(VENV))/cache
 
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lint versions format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    parameter servers train a model here; one is killed and comes back; ends by itself"
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
+	@echo "make versions   all tests with another Python and torch (PYTHON=python3.14 TORCH=2.15.0)"
 	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers"
 	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -36,6 +37,14 @@ lint: $(READY)
 test: lint
 	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
 	$(BIN)/pytest $(ARGS)
+
+# What docs/versions.md tells was found out with this. The pins of the other tools do not hold there.
+TORCH  ?= 2.6.0
+OTHER   = build/versions/$(notdir $(PYTHON))-torch-$(TORCH)
+versions:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'
+	FARCALL_CACHE=$(abspath $(OTHER))/cache $(OTHER)/bin/pytest $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
