@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -21,13 +21,6 @@ from farcall.testing.cluster import finish, free_port, start_processes
 LONG_S = 30.0
 LIMIT_BYTES = 4 << 20
 BLOB = bytes(60 * 1024)  # small enough to be queued, not written by its own thread
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def options(port: int, **more: Any) -> farcall.RpcBackendOptions:

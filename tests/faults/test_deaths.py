@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -22,13 +23,6 @@ from farcall.testing.cluster import finish, free_port, start_cluster, start_proc
 
 LONG_S = 30.0
 AT_ONCE_S = 2.0
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def touch_and_sleep(path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -20,13 +21,6 @@ from farcall.errors import NotInitialized, PeerDead
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 
 LONG_S = 30.0
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def in_a_fork(work: Callable[..., Any], *args: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 import farcall.autograd as dist_autograd
@@ -62,13 +63,6 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 
 def keep(rref: farcall.RRef[Any]) -> None:
     ran.append(rref)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    give_up_at = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.002)
 
 
 def together(actions: list[Callable[[], None]]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -21,13 +22,6 @@ from farcall.testing.cluster import finish, free_port, run_cluster, start_proces
 
 LONG_S = 30.0
 AT_ONCE_S = 3.0
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def block(path: str) -> str:
@@ -127,7 +121,7 @@ def wait_for_peers(rank: int, port: int) -> float:
     before = signal.getsignal(signal.SIGINT)
     seconds = interrupted(init, lambda: waits_in("init_rpc"))
     assert signal.getsignal(signal.SIGINT) is before
-    wait_until(no_thread_of_ours, 5.0)  # one that ended may still be on its last lines
+    wait_until(no_thread_of_ours, timeout_s=5.0)  # one that ended may still be on its last lines
     # And the process can be a worker all the same.
     farcall.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
     assert farcall.rpc_sync("w0", os.getpid) == os.getpid()
@@ -150,7 +144,7 @@ def wait_in_shutdown(rank: int, port: int, path: str) -> float:
     Path(path).touch()
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
-    wait_until(no_thread_of_ours, 5.0)  # one that ended may still be on its last lines
+    wait_until(no_thread_of_ours, timeout_s=5.0)  # one that ended may still be on its last lines
     farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     farcall.shutdown()
     return seconds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import Expelled, PeerDead
@@ -38,13 +39,6 @@ class Team:
 
     def deaths(self) -> list[tuple[str, str, str]]:
         return [event for event in self.events if event[1] == "dead"]
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = monotonic() + BOUND_S
-    while not condition():
-        assert monotonic() < deadline, "it did not come true in time"
-        sleep(0.01)
 
 
 @contextmanager

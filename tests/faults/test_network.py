@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.faults.namespaces import Hosts, address, enter, hosts
+from tests.waiting import wait_until
 
 import farcall
 from farcall.cli.team import Team
@@ -118,13 +119,6 @@ class Cluster:
 
     def deaths(self, size: int) -> list[tuple[int, str]]:
         return [(rank, name) for rank in range(size) for kind, name in self.ask(rank, "events") if kind == "dead"]
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = monotonic() + BOUND_S
-    while not condition():
-        assert monotonic() < deadline, "it did not come true in time"
-        sleep(0.02)
 
 
 def stay_for(seconds: float) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_injection import team, together, wait_until
+from tests.faults.test_injection import team, together
+from tests.waiting import wait_until
 
 import farcall
 import farcall.autograd as dist_autograd

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import ReferenceLost
@@ -21,13 +22,6 @@ LONG_S = 30.0
 AT_ONCE_S = 2.0
 
 kept: dict[str, Any] = {}
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    give_up_at = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"the condition never came true: {farcall.debug.references()}"
-        time.sleep(0.002)
 
 
 def identity(value: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_injection import team, wait_until
+from tests.faults.test_injection import team
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout

@@ -6,10 +6,9 @@ import logging
 import os
 import resource
 import socket
-import time
-from collections.abc import Callable
 
 import pytest
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -18,13 +17,6 @@ from farcall.protocol.handshake import MAX_MESSAGE_BYTES
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
 
 LONG_S = 30.0
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def addresses() -> list[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -23,13 +24,6 @@ from farcall.runtime import acquaintances
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
-
-
-def wait_until(condition: Callable[[], Any], bound_s: float = BOUND_S) -> None:
-    deadline = monotonic() + bound_s
-    while not condition():
-        assert monotonic() < deadline, "it did not come true in time"
-        sleep(0.005)
 
 
 @pytest.fixture

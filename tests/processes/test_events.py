@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import RpcTimeout
@@ -20,13 +21,6 @@ from farcall.runtime.reconnect import Reconnecting
 from farcall.testing.faults import Faults
 
 BOUND_S = 30.0
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = monotonic() + BOUND_S
-    while not condition():
-        assert monotonic() < deadline
-        sleep(0.005)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from tests.processes.calls.callees import Gate, add, wait_until, whoami
+from tests.processes.calls.callees import Gate, add, whoami
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout

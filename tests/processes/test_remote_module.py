@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.processes.calls.callees import wait_until
+from tests.waiting import wait_until
 from torch import nn
 
 import farcall

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -23,13 +24,6 @@ from farcall.testing.cluster import context, finish, free_port, run_cluster, sta
 
 LONG_S = 30.0
 AT_ONCE_S = 2.0  # far less than the 5 s after which a waiting shutdown looks around by itself
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = LONG_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "the condition never came true"
-        time.sleep(0.001)
 
 
 def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
@@ -407,7 +401,7 @@ def many_rounds(_: int) -> tuple[dict[str, int], dict[str, int]]:
         farcall.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options(port))
         assert farcall.rpc_sync(name, os.getpid) == os.getpid()
         farcall.shutdown()
-    wait_until(lambda: inventory() == before, 5.0)
+    wait_until(lambda: inventory() == before, timeout_s=5.0)
     return before, inventory()
 
 

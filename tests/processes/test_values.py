@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tests.processes.calls.callees import Gate, live_bytes, wait_until, whoami
+from tests.processes.calls.callees import Gate, live_bytes, whoami
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead

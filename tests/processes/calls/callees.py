@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from time import monotonic
 from typing import Any, ClassVar
 
 import torch
@@ -50,14 +48,6 @@ class Gate:
     def wait_and_return(cls, name: str, count: int) -> torch.Tensor:
         cls.wait(name)
         return torch.ones(count)
-
-
-def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    give_up_at = monotonic() + PATIENCE_S
-    ticking = threading.Event()
-    while not condition():
-        assert monotonic() < give_up_at, f"{what} did not come true"
-        ticking.wait(0.002)
 
 
 def live_bytes() -> int:

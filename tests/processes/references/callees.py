@@ -5,22 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api
 
 PATIENCE_S = 10.0
-
-
-def wait_until(condition: Callable[[], object], what: str = "the condition") -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"{what} never came true"
-        time.sleep(0.002)
 
 
 def known_here() -> tuple[int, int]:

@@ -22,8 +22,8 @@ from tests.processes.references.callees import (
     is_kept,
     kept_future,
     nothing_is_left,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 import farcall
 from farcall import api

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
@@ -398,10 +399,3 @@ def test_what_is_listened_on_and_what_is_told() -> None:
     assert addresses.advertised_address("tcp://*:5", "fd00::1") == "tcp://[fd00::1]:5"
     assert addresses.advertised_address("tcp://127.0.0.1:5", "127.0.0.1") == "tcp://127.0.0.1:5"
     assert addresses.advertised_address("unix:@x", "h") == "unix:@x"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
