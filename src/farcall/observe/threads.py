@@ -29,7 +29,7 @@ from farcall.observe.snapshot import (
     WorkerSnapshot,
     function_title,
 )
-from farcall.runtime.calls import PendingCall
+from farcall.runtime.calls import PendingCall, name_of
 from farcall.runtime.node import Node
 from farcall.runtime.serving import Request
 
@@ -76,11 +76,8 @@ def _unconnected(node: Node) -> list[str]:
 
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """A call of ours, in words."""
-    name = getattr(call.what, "__qualname__", None)
-    title = name if isinstance(name, str) else type(call.what).__name__
-    title = title.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
     for_s = monotonic() - call.started_at
-    return OutgoingCall(call.call_id, call.peer.info.name, title, for_s, call.timeout_s, call.thread_id)
+    return OutgoingCall(call.call_id, call.peer.info.name, name_of(call.what), for_s, call.timeout_s, call.thread_id)
 
 
 def served_call(request: Request) -> ServedCall:

@@ -21,7 +21,7 @@ import torch
 from farcall.errors import RpcError
 from farcall.protocol.frames import LARGE_BYTES, Arrived
 from farcall.remote.answer import read_answer
-from farcall.runtime.calls import PendingCall
+from farcall.runtime.calls import PendingCall, name_of
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
 from farcall.runtime.profiling import PROFILING, is_profiled
@@ -74,8 +74,7 @@ class Future(torch.futures.Future[T], PendingCall):
                 state = f"done, {type(super().wait()).__name__}"
             except BaseException as error:
                 state = f"failed, {type(error).__name__}: {error}"
-        name = getattr(self.what, "__qualname__", None) or repr(self.what)
-        return f"<Future of {name}() on {self.peer.info.name!r}: {state}>"
+        return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {state}>"
 
     def wait(self) -> T:
         """Block until the call is done; return its result or raise its error."""

@@ -293,7 +293,7 @@ class CallTable:
                     if not full.wait(call.deadline):
                         raise RpcTimeout(
                             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
-                            f"{_name(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
+                            f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
                             f"{full.queued} calls waited there for a thread when it said so, and its "
                             f"max_queued_calls is {full.limit}",
                             Delivery.NOT_SENT,
@@ -316,10 +316,10 @@ class CallTable:
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
         call.tally[TIMED_OUT] += 1
-        self.chronicle.note(chronicle.TIMED_OUT, call.peer.info.name, _name(call.what), f"after {call.timeout_s:g} s")
+        self.chronicle.note(chronicle.TIMED_OUT, call.peer.info.name, name_of(call.what), f"after {call.timeout_s:g} s")
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
-            f"{call.peer.info.name} has not answered {_name(call.what)}()"
+            f"{call.peer.info.name} has not answered {name_of(call.what)}()"
         )
 
     def _explained(self, call: SyncCall) -> RpcTimeout:
@@ -358,8 +358,11 @@ class CallTable:
         return list(self._pending.values())
 
 
-def _name(what: Callable[..., Any]) -> str:
-    return getattr(what, "__qualname__", None) or repr(what)
+def name_of(what: Callable[..., Any]) -> str:
+    """What a function is called in messages to users."""
+    found = getattr(what, "__qualname__", None)
+    name = found if isinstance(found, str) and found else type(what).__name__
+    return name.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
 
 
 def _in_event_loop() -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+import torch
 
 from farcall.errors import Cancelled, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.runtime.calls import CallTable, PendingCall
+from farcall.runtime.calls import CallTable, PendingCall, name_of
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
 
@@ -94,3 +96,10 @@ def test_the_end_of_one_peer_fails_its_calls_only(table: CallTable) -> None:
     assert [len(call.failures) for call in calls] == [1, 0, 1]
     assert table.fail_all(lambda call: Cancelled("all")) == 1
     assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [(torch.add, "torch.add"), (pow, "pow"), (threading.Lock().acquire, "lock.acquire"), (7, "int")]
+)
+def test_functions_are_called_as_users_know_them(what: Any, name: str) -> None:
+    assert name_of(what) == name
