@@ -40,6 +40,7 @@ VERSION = 1
 HEADER = Struct("<2sBBIQQIIII")
 BUFFER_ENTRY = Struct("<QQQ")
 
+FIRST_STAGING_BYTES = 16 * 1024
 STAGING_BYTES = 256 * 1024
 LARGE_BYTES = 64 * 1024
 """Pieces of at least this size are sent and received without being joined to others."""
@@ -157,7 +158,7 @@ class FrameDecoder:
     __slots__ = ("_allocate", "_end", "_fill_view", "_filled", "_frame", "_staging", "_start", "_view")
 
     def __init__(self, allocate: Allocate = allocate_plainly) -> None:
-        self._staging = bytearray(STAGING_BYTES)
+        self._staging = bytearray(FIRST_STAGING_BYTES)
         self._view = memoryview(self._staging)
         self._start = 0
         self._end = 0
@@ -173,7 +174,7 @@ class FrameDecoder:
         if self._start:
             if self._start == self._end:
                 self._start = self._end = 0
-            elif self._end > STAGING_BYTES // 2:
+            elif self._end > len(self._staging) // 2:
                 rest = self._end - self._start
                 self._view[:rest] = bytes(self._view[self._start : self._end])
                 self._start, self._end = 0, rest
@@ -189,6 +190,8 @@ class FrameDecoder:
             self._fill_view = None
         else:
             self._end += count
+            if self._end == len(self._staging) < STAGING_BYTES:
+                self._stage_more()
         if self._frame is not None:
             done = self._go_on(self._frame)
             if done is None:
@@ -236,6 +239,13 @@ class FrameDecoder:
                 break
             frames.append(done)
         return frames
+
+    def _stage_more(self) -> None:
+        """A read took all the room there was: from now on there is more. Most links of a large group never get here."""
+        staging = bytearray(STAGING_BYTES)
+        staging[: self._end] = self._view
+        self._staging = staging
+        self._view = memoryview(staging)
 
     def _go_on(self, frame: _PartialFrame) -> Frame | None:
         """Complete as many parts of ``frame`` as the bytes at hand allow."""

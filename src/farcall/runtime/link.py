@@ -39,7 +39,7 @@ from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
 _NOTHING_COMES = FrameDecoder(allocate_plainly)
-"""The decoder of all dead links: one has a quarter of a MiB, and the dead are remembered by those who ask for them."""
+"""The decoder of all dead links: one may have a quarter of a MiB, and the dead are remembered by who asks for them."""
 
 
 class Link(Incoming):

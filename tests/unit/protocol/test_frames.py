@@ -10,6 +10,7 @@ from farcall.protocol.frames import (
     BUFFER_ENTRY,
     CONTROL,
     FAILURE,
+    FIRST_STAGING_BYTES,
     HEADER,
     LARGE_BYTES,
     MAGIC,
@@ -85,6 +86,15 @@ def test_many_frames_longer_than_the_staging_memory() -> None:
     one = encode_small(REQUEST, 0, 5, b"f", b"", b"x" * 1000)
     count = 3 * STAGING_BYTES // len(one)
     assert len(feed(FrameDecoder(), one * count)) == count
+
+
+def test_a_link_takes_little_memory_until_much_comes_at_once() -> None:
+    decoder = FrameDecoder()
+    one = encode_small(REQUEST, 0, 5, b"f", b"", b"x" * 1000)
+    assert sum(len(feed(decoder, one)) for _ in range(100)) == 100
+    assert len(decoder.writable()) <= FIRST_STAGING_BYTES
+    assert len(feed(decoder, one * 100)) == 100
+    assert len(decoder.writable()) > FIRST_STAGING_BYTES
 
 
 @pytest.mark.parametrize(
