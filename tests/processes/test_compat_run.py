@@ -32,6 +32,17 @@ PROGRAM = """
             while not rpc.rpc_sync("worker0", has_its_answer):
                 time.sleep(0.01)  # or the other one would fail, too, and perhaps be the first to end
             sys.exit("on purpose")
+        if "lose" in sys.argv:
+            if rank == 1:
+                rpc.rpc_sync("worker0", time.sleep, args=(600,), timeout=0)
+            other = rpc.rpc_sync("worker1", os.getpid)
+            rpc.shutdown(graceful=False)  # the other one fails of it, and ends
+            while os.path.exists(f"/proc/{other}"):
+                time.sleep(0.01)
+            if "cause" in sys.argv:
+                print("on purpose")
+                os._exit(3)
+            sys.exit()
         if "wait" in sys.argv:
             print("waiting")
             while True:
@@ -80,6 +91,26 @@ def test_the_first_failure_ends_all_and_is_shown(tmp_path: Path) -> None:
     last = output[output.index("the first to fail") :].splitlines()
     assert last[0] == "the first to fail: worker 1 ended with exit code 1; it said last:"
     assert last[-1] == "1 | on purpose"
+
+
+def test_who_lost_another_is_not_the_cause_though_it_ended_first(tmp_path: Path) -> None:
+    process = start(tmp_path, "lose", "cause")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 3, output
+    last = output[output.index("the first to fail") :].splitlines()
+    claim = "the first to fail: worker 0 ended with exit code 3 (worker 1 failed, too: PeerDead); it said last:"
+    assert last[0] == claim
+    assert last[-1] == "0 | on purpose"
+
+
+def test_who_lost_another_is_shown_where_nobody_else_failed(tmp_path: Path) -> None:
+    process = start(tmp_path, "lose")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    assert "the first to fail" not in output
+    last = output[output.index("the first to end") :].splitlines()
+    assert last[0] == "the first to end: worker 1 ended with exit code 1; it said last:"
+    assert any(line.startswith("1 | farcall.errors.PeerDead: worker0") for line in last)
 
 
 def test_control_c_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from farcall.observe.presence import Presence, find_nodes
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def start_demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "farcall", "demo", *arguments],
         cwd=folder,
-        env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+        env={**os.environ, "XDG_RUNTIME_DIR": str(folder), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -96,8 +96,18 @@ def test_a_worker_that_dies_of_something_else_ends_the_demo_and_is_named(tmp_pat
     assert demo.returncode == 1, said + complaints
     assert "the demo failed: server0 died, and the demo did not kill it" in complaints
     assert "SIGKILL" in complaints
+    assert not (tmp_path / "farcall-demo").exists()
     assert "Traceback" not in complaints
     wait_until(lambda: not any(is_running(process) for process in processes), "nobody is left behind")
+
+
+def test_workers_that_do_not_start_are_said_in_one_line(tmp_path: Path) -> None:
+    demo = start_demo(tmp_path, FARCALL_TRANSPORTS="no such thing")
+    _, complaints = demo.communicate(timeout=60)
+    assert demo.returncode == 1, complaints
+    assert "farcall: the demo failed: the workers could not be started: " in complaints
+    assert "Traceback" not in complaints
+    assert not (tmp_path / "farcall-demo").exists()
 
 
 def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
@@ -111,6 +121,7 @@ def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
         demo.kill()
     assert demo.returncode == 130, said + complaints
     assert "interrupted; all workers are ended" in said
+    assert not (tmp_path / "farcall-demo").exists()
     assert "Traceback" not in complaints
     wait_until(lambda: not any(is_running(process) for process in processes), "nobody is left behind")
 

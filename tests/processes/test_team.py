@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_until
 
+from farcall.cli import team as team_module
+from farcall.cli.demo.play import Play
+from farcall.cli.demo.workers import SERVERS, TRAINERS
 from farcall.cli.team import Answer, MemberLost, Team, TeamError
 
 TIMEOUT_S = 30.0
@@ -37,6 +43,14 @@ def unwilling(rank: int, size: int, directory: str) -> Iterator[Answer]:
 
 def state(process_id: int) -> str:
     return Path(f"/proc/{process_id}/stat").read_text().rsplit(") ", 1)[1].split()[0]
+
+
+def is_there(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_members_answer_and_end() -> None:
@@ -94,3 +108,107 @@ def test_frozen_members_take_no_cpu_until_thawed() -> None:
 def test_team_that_does_not_start_is_cleared_away() -> None:
     with pytest.raises(TeamError, match="ValueError: not me"):
         Team(unwilling, 3)
+
+
+def test_members_started_before_one_that_could_not_be_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    start = Team._start
+
+    def start_one(team: Team, rank: int) -> Any:
+        if rank == 1:
+            raise BlockingIOError("no more processes")
+        member = start(team, rank)
+        begun.append(member.process.pid or 0)
+        return member
+
+    monkeypatch.setattr(Team, "_start", start_one)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        Team(obedient, 2)
+    assert len(begun) == 1
+    assert not is_there(begun[0])
+
+
+def test_a_team_is_ended_after_a_member_could_not_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(obedient, 2)
+    processes = [team.process_id(rank) for rank in range(2)]
+    os.kill(processes[0], signal.SIGKILL)
+
+    def start(self: Team, rank: int) -> Any:
+        raise BlockingIOError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Team, "_start", start)
+        with pytest.raises(BlockingIOError):
+            team.restart(0, TIMEOUT_S)
+    team.kill()
+    assert not any(is_there(process) for process in processes)
+
+
+def test_a_team_that_is_ended_while_a_member_is_started_again_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the demo a thread starts the server again, and Ctrl-C in the main thread ends the team."""
+    team = Team(obedient, 2)
+    os.kill(team.process_id(1), signal.SIGKILL)
+    failures: list[BaseException] = []
+    kills = threading.Event()
+
+    def kill() -> None:
+        kills.set()
+        try:
+            team.kill()
+        except BaseException as error:
+            failures.append(error)
+
+    killer = threading.Thread(target=kill)
+    start = Team._start
+
+    def start_meanwhile(self: Team, rank: int) -> Any:
+        killer.start()
+        assert kills.wait(TIMEOUT_S)
+        return start(self, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Team, "_start", start_meanwhile)
+        with suppress(MemberLost):  # or it ran before it was ended
+            team.restart(1, TIMEOUT_S)
+    killer.join(TIMEOUT_S)
+    assert not killer.is_alive()
+    assert failures == []
+    assert not any(is_there(team.process_id(rank)) for rank in range(2))
+
+
+def test_nobody_is_started_again_once_the_team_was_ended() -> None:
+    team = Team(obedient, 1)
+    before = team.process_id(0)
+    team.kill()
+    with pytest.raises(MemberLost, match="member 0 is not started again"):
+        team.restart(0, TIMEOUT_S)
+    assert team.process_id(0) == before
+    assert team.how_it_ended(0) == "was ended by SIGKILL"
+
+
+def test_who_does_not_end_when_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may keep a process that waits for a device; it must not keep us."""
+    team = Team(obedient, 2, names=["first", "second"])
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseProcess, "kill", lambda process: None)
+        patch.setattr(team_module, "KILL_TIMEOUT_S", 0.05)
+        with pytest.raises(MemberLost, match="first, second"):
+            team.kill()
+    assert not os.path.exists(team.directory)
+    team.kill()
+
+
+def test_a_demo_that_gives_up_ends_the_trainers_that_are_left(tmp_path: Path) -> None:
+    class Silent:
+        def on_event(self, text: str) -> None: ...
+
+        def on_steps(self, done: int, loss: float) -> None: ...
+
+    play = Play(Silent(), 100, tmp_path / "trace.json")
+    play._team = team = Team(obedient, len(SERVERS) + len(TRAINERS))
+    trainers = [team.process_id(len(SERVERS) + number) for number in range(len(TRAINERS))]
+    os.kill(trainers[0], signal.SIGKILL)
+    wait_until(lambda: not is_there(trainers[0]), "the first trainer is gone without a trace")
+    play._give_up("trainer0 died")
+    wait_until(lambda: not is_there(trainers[1]), "the second trainer is ended")
+    team.kill()

@@ -7,6 +7,8 @@ comes line by line with the worker's number before it. Ctrl-C is passed on once;
     with exit code 0                      nothing: the others go on
     otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
     otherwise                             the others are ended, and what it said last is shown again
+    by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails, of something
+                                          else, it is the one that is shown
 
 Who is to be started again must be let in again: with restarts the workers are told no ``WORLD_SIZE``, so that they
 make a group without a fixed size, and this process has the store, which therefore outlives rank 0.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import selectors
 import signal
 import socket
@@ -38,7 +41,11 @@ COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_g
 LAST_LINES = 20
 ENDING_S = 5.0
 """How long workers have to end by themselves after a failure or Ctrl-C."""
+CAUSE_S = 2.0
+"""How long a failure of which another worker may be the cause is kept, for that one to end."""
 LOOK_S = 0.1
+_ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
+"""How the last line of a worker begins that failed because another one is gone."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -100,6 +107,12 @@ class _Worker:
         code = self.process.returncode
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    def lost_another(self) -> str | None:
+        """The name of the error, where it is one that another worker's end brings about."""
+        last = next((line for line in reversed(self.last_lines) if line.strip()), "")
+        found = _ANOTHER_IS_GONE.match(last)
+        return found[1] if found else None
+
 
 def run_cluster(console: Console, workers: int, program: Sequence[str], restarts: int = 0) -> int:
     """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C.
@@ -120,7 +133,9 @@ class _Cluster:
         self._program = program
         self._restarts = restarts
         self._width = len(str(size - 1))
-        self._first_failure: _Worker | None = None
+        self._failed: list[_Worker] = []  # by themselves, in the order in which they ended
+        self._judge_at: float = 0.0
+        self._is_ending = False
         self._give_up_at: float | None = None
         self._interrupted = False
         self._environment = {
@@ -166,17 +181,31 @@ class _Cluster:
             else:
                 self._show(worker, lines)
         for worker in list(self._workers):
-            if not worker.poll() or self._first_failure is not None or self._interrupted:
+            if not worker.poll() or worker in self._failed or self._is_ending or self._interrupted:
                 continue
-            if worker.restarts < self._restarts:
+            if worker.restarts < self._restarts and not self._failed:
                 self._restart(worker, selector)
             else:
-                self._first_failure = worker
-                self._console.print(f"[bold red]worker {worker.rank} {worker.how_it_ended()}; ending the others[/]")
-                self.end(signal.SIGTERM)
+                self._judge_at = self._judge_at or time.monotonic() + CAUSE_S
+                self._failed.append(worker)
+        if self._failed and not self._is_ending and not self._interrupted:
+            self._judge()
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:
             self._give_up_at = None
             self.end(signal.SIGKILL)
+
+    def _judge(self) -> None:
+        """End the others as soon as it is known whose failure is the cause, or nobody can be waited for any more."""
+        cause = self._cause()
+        is_known = cause.lost_another() is None and all(worker.output.closed for worker in self._failed)
+        if is_known or time.monotonic() > self._judge_at:
+            self._console.print(f"[bold red]worker {cause.rank} {cause.how_it_ended()}; ending the others[/]")
+            self._is_ending = True
+            self.end(signal.SIGTERM)
+
+    def _cause(self) -> _Worker:
+        """Of those that failed, the first that did not fail because another one was gone; or else the first."""
+        return next((worker for worker in self._failed if worker.lost_another() is None), self._failed[0])
 
     def _restart(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
         count = worker.restarts + 1
@@ -217,14 +246,16 @@ class _Cluster:
         if self._interrupted:
             self._console.print("[bold]interrupted[/]")
             return 130
-        failed = self._first_failure
-        if failed is None:
+        if not self._failed:
             return 0
+        cause, first = self._cause(), self._failed[0]
+        claim = "the first to end" if cause.lost_another() else "the first to fail"
+        before = f" (worker {first.rank} failed, too: {first.lost_another()})" if cause is not first else ""
         self._console.print(
-            f"[bold red]the first to fail: worker {failed.rank} {failed.how_it_ended()}; it said last:[/]"
+            f"[bold red]{claim}: worker {cause.rank} {cause.how_it_ended()}{before}; it said last:[/]", soft_wrap=True
         )
-        self._show(failed, list(failed.last_lines))
-        code = failed.process.returncode
+        self._show(cause, list(cause.last_lines))
+        code = cause.process.returncode
         return code if code > 0 else 128 - code
 
 

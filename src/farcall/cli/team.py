@@ -3,6 +3,9 @@
 Owns the processes from start to end: they are forked from a server that has torch loaded already, they die
 with their driver whatever happens to it, they can be frozen while it is not their turn, and started again when they
 ended. Knows nothing of what the members do: a body is a context manager that yields a function from request to answer.
+
+One thread drives a team; another may meanwhile start a member again, kill one, or ask how it ended. So an ended team
+keeps its members, to be looked at, and starts none any more.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +27,8 @@ from typing import Any, Protocol
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 10.0
+"""How long the kernel may take to end those that were killed."""
 _PR_SET_PDEATHSIG = 1
 _PRELOADED = ["torch", "torch.distributed.rpc", "farcall"]
 
@@ -49,6 +55,20 @@ class _Reply:
     failure: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One life of a member. Its descriptors are closed when nobody looks at it any more."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def how_it_ended(self) -> str:
+        code = self.process.exitcode
+        if code is None:
+            return "is running"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 class Team:
     """Processes ``0 .. size-1``, running once the constructor returns."""
 
@@ -61,16 +81,15 @@ class Team:
         self._body = body
         self._arguments = arguments
         self._names = names or [f"member {rank}" for rank in range(size)]
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
+        self._members: list[_Member] = []
+        self._starting = threading.Lock()  # held where a member is put in another's place: none may come after the end
+        self._ended = False
         begun = time.monotonic()
-        for rank in range(size):
-            process, pipe = self._start(rank)
-            self._processes.append(process)
-            self._pipes.append(pipe)
         try:
             for rank in range(size):
-                self._receive(rank, begun + START_TIMEOUT_S - time.monotonic())
+                self._members.append(self._start(rank))
+            for member in self._members:
+                self._receive(member, begun + START_TIMEOUT_S - time.monotonic())
         except BaseException:
             self.kill()
             raise
@@ -81,7 +100,7 @@ class Team:
         """A folder for the members to share, which ends with the team."""
         return self._directory.name
 
-    def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
+    def _start(self, rank: int) -> _Member:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_member,
@@ -91,38 +110,38 @@ class Team:
         )
         process.start()
         theirs.close()
-        return process, ours
+        return _Member(process, ours)
 
     def process_id(self, rank: int) -> int:
         """Of a member's process as it is now."""
-        number = self._processes[rank].pid
+        number = self._members[rank].process.pid
         assert number is not None, "it was started"
         return number
 
     def how_it_ended(self, rank: int) -> str:
         """For people: how a member ended, or that it runs."""
-        code = self._processes[rank].exitcode
-        if code is None:
-            return "is running"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return self._members[rank].how_it_ended()
 
     def restart(self, rank: int, timeout_s: float) -> None:
         """Start a member that has ended again; returns once it runs."""
-        self._processes[rank].join(timeout_s)
-        if self._processes[rank].exitcode is None:
-            raise MemberLost(f"{self._names[rank]} has not ended: it cannot be started again")
-        self._processes[rank].close()
-        self._pipes[rank].close()
-        self._processes[rank], self._pipes[rank] = self._start(rank)
-        self._receive(rank, timeout_s)
+        before = self._members[rank].process
+        before.join(timeout_s)
+        if before.exitcode is None:
+            raise MemberLost(f"{before.name} has not ended: it cannot be started again")
+        with self._starting:
+            if self._ended:
+                raise MemberLost(f"{before.name} is not started again: the team was ended")
+            member = self._members[rank] = self._start(rank)
+        self._receive(member, timeout_s)
 
     def ask(self, rank: int, request: Any, timeout_s: float) -> Any:
         """Send ``request`` to a member and return its answer."""
+        member = self._members[rank]
         try:
-            self._pipes[rank].send(request)
+            member.pipe.send(request)
         except OSError as error:
-            raise MemberLost(f"{self._names[rank]} is gone: it {self.how_it_ended(rank)}") from error
-        return self._receive(rank, timeout_s)
+            raise MemberLost(f"{member.process.name} is gone: it {member.how_it_ended()}") from error
+        return self._receive(member, timeout_s)
 
     def freeze(self) -> None:
         """Take the CPU from all members, until ``thaw``."""
@@ -134,47 +153,52 @@ class Team:
     def stop(self) -> None:
         """End all members in good order; kill those that do not end, and say so."""
         self.thaw()
-        for pipe in self._pipes:
+        for member in self._members:
             try:
-                pipe.send(None)
+                member.pipe.send(None)
             except OSError:
                 pass  # it ended already, and the join below reports it
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._processes:
-            process.join(max(0.0, give_up_at - time.monotonic()))
-        faulty = [process.name for process in self._processes if process.exitcode != 0]
+        for member in self._members:
+            member.process.join(max(0.0, give_up_at - time.monotonic()))
+        faulty = [member.process.name for member in self._members if member.process.exitcode != 0]
         self.kill()
         if faulty:
             raise TeamError(f"did not end in good order: {', '.join(faulty)}")
 
+    def kill_member(self, rank: int) -> None:
+        """End a member now, if it has not ended."""
+        self._members[rank].process.kill()
+
     def kill(self) -> None:
         """End all members now."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes.clear()
-        self._pipes.clear()
+        with self._starting:
+            self._ended = True
+        for member in self._members:
+            member.process.kill()
+        give_up_at = time.monotonic() + KILL_TIMEOUT_S
+        for member in self._members:
+            member.process.join(max(0.0, give_up_at - time.monotonic()))
         self._directory.cleanup()
+        left = [member.process.name for member in self._members if member.process.exitcode is None]
+        if left:
+            raise MemberLost(f"still there {KILL_TIMEOUT_S:.0f} s after SIGKILL: {', '.join(left)}")
 
-    def _receive(self, rank: int, timeout_s: float) -> Any:
-        pipe = self._pipes[rank]
-        if not pipe.poll(max(0.0, timeout_s)):
-            raise MemberLost(f"{self._names[rank]} did not answer in {timeout_s:.0f} s")
+    def _receive(self, member: _Member, timeout_s: float) -> Any:
+        if not member.pipe.poll(max(0.0, timeout_s)):
+            raise MemberLost(f"{member.process.name} did not answer in {timeout_s:.0f} s")
         try:
-            reply: _Reply = pipe.recv()
+            reply: _Reply = member.pipe.recv()
         except (EOFError, OSError) as error:
-            self._processes[rank].join(1.0)  # its pipe ends before it does
-            raise MemberLost(f"{self._names[rank]} {self.how_it_ended(rank)}, unexpectedly") from error
+            member.process.join(1.0)  # its pipe ends before it does
+            raise MemberLost(f"{member.process.name} {member.how_it_ended()}, unexpectedly") from error
         if reply.failure is not None:
             raise TeamError(reply.failure)
         return reply.value
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
+        for member in self._members:
+            process = member.process
             if process.pid is not None and process.is_alive():
                 try:
                     os.kill(process.pid, number)

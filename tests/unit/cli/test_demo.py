@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from farcall.cli.demo import picture, show, task
+from farcall.cli.demo import picture, play, show, task
 from farcall.cli.demo.figures import OPERATIONS, Death, Figures, Outage, Step, latency_s
+from farcall.cli.team import TeamError
 
 
 def figures() -> Figures:
@@ -77,3 +81,50 @@ def test_a_fresh_folder_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "farcall-demo").mkdir()
     (tmp_path / "farcall-demo-2").mkdir()
     assert show._fresh(tmp_path) == tmp_path / "farcall-demo-3"
+
+
+def run_demo(folder: Path | None = None) -> int:
+    return show.run(Console(file=io.StringIO()), 100, folder)
+
+
+@pytest.mark.parametrize("why", [TeamError("server0 did not answer in 120 s"), OSError(errno.EAGAIN, "no processes")])
+def test_workers_that_do_not_start_are_one_line_and_leave_no_folder(
+    why: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(*arguments: object, **options: object) -> None:
+        raise why
+
+    monkeypatch.setattr(play, "Team", start)
+    monkeypatch.chdir(tmp_path)
+    assert run_demo() == 1
+    complaint = f"farcall: the demo failed: the workers could not be started: {why}"
+    assert capsys.readouterr().err.splitlines() == [complaint]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [show.PICTURE, show.FIGURES])
+def test_a_file_that_cannot_be_written_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(play.Play, "run", lambda self: figures())
+    (tmp_path / name).symlink_to("/dev/full")
+    assert run_demo(tmp_path) == 1
+    complaint = f"farcall: the demo failed: {tmp_path / name} could not be written: No space left on device"
+    assert capsys.readouterr().err.splitlines() == [complaint]
+
+
+def test_a_trace_that_cannot_be_written_is_named() -> None:
+    complaint = "/dev/full could not be written: No space left on device"
+    with pytest.raises(play.DemoFailed, match=complaint), play.writing(Path("/dev/full")) as path:
+        path.write_text("much")
+
+
+def test_an_interrupted_demo_leaves_a_folder_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: play.Play) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(play.Play, "run", interrupt)
+    assert run_demo(tmp_path) == 130
+    assert tmp_path.exists()
+    assert run_demo(tmp_path / "new") == 130
+    assert not (tmp_path / "new").exists()

@@ -12,9 +12,9 @@ Who else dies was not killed by the demo, and ends it with an error. Shows nothi
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from farcall.cli.demo.task import held_out
 from farcall.cli.demo.workers import LIMIT_S, RANKS, SERVERS, TRAINERS
 from farcall.cli.team import Team, TeamError
 
-__all__ = ["GRID", "ROUNDS", "DemoFailed", "Play", "Stage"]
+__all__ = ["GRID", "ROUNDS", "DemoFailed", "Play", "Stage", "writing"]
 
 ROUNDS = 20
 KILL_IN_ROUND = 8
@@ -43,6 +43,15 @@ _LOOK_S = 0.005
 
 class DemoFailed(Exception):
     """What went wrong, for whoever watches."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Where a file is written: what the system has against it fails the demo, and names the file."""
+    try:
+        yield path
+    except OSError as error:
+        raise DemoFailed(f"{path} could not be written: {error.strerror or error}") from error
 
 
 class Stage(Protocol):
@@ -69,27 +78,32 @@ class Play:
         """Everything, from the first process to the last."""
         self._stage.on_event(f"starting {len(SERVERS)} parameter servers and {len(TRAINERS)} trainers")
         names = [*SERVERS, *TRAINERS]
-        self._team = Team(workers.member, len(names), names=names, preload=PRELOADED)
         try:
-            workers.join("demo", self._team.directory)
+            self._team = Team(workers.member, len(names), names=names, preload=PRELOADED)
+        except (TeamError, OSError) as error:
+            raise DemoFailed(f"the workers could not be started: {error}") from error
+        try:
             try:
-                farcall.on_member(self._on_member)
-                self._look_around()
-                self._train()
-                self._evaluate()
-            finally:
-                farcall.shutdown(graceful=False)
-            self._team.stop()
+                self._play()
+                self._team.stop()
+            except BaseException:
+                self._team.kill()
+                raise
         except TeamError as error:
-            self._team.kill()
             raise DemoFailed(str(error)) from error
-        except farcall.errors.RpcError as error:
-            self._team.kill()
+        except (farcall.errors.RpcError, OSError) as error:
             raise DemoFailed(self._failure or f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._team.kill()
-            raise
         return self.figures
+
+    def _play(self) -> None:
+        workers.join("demo", self._team.directory)
+        try:
+            farcall.on_member(self._on_member)
+            self._look_around()
+            self._train()
+            self._evaluate()
+        finally:
+            farcall.shutdown(graceful=False)
 
     def _left_s(self) -> float:
         left_s = self._begun_s + LIMIT_S - monotonic()
@@ -141,7 +155,7 @@ class Play:
             self._back.wait(min(_LOOK_S, self._left_s()))
         death.after_steps = done
         death.killed_s = monotonic()
-        os.kill(self._team.process_id(SERVERS.index(VICTIM)), signal.SIGKILL)
+        self._team.kill_member(SERVERS.index(VICTIM))
         self._stage.on_event(f"killed {VICTIM} (SIGKILL) after {done} steps, in the middle of training")
         if not self._back.wait(self._left_s()):
             self._left_s()  # which says so
@@ -160,7 +174,8 @@ class Play:
         with farcall.profile() as profile:
             self._finish(self._begin(recorded))
         self.figures.missing_in_trace = profile.missing
-        profile.export_chrome_trace(self._trace)
+        with writing(self._trace) as path:
+            profile.export_chrome_trace(path)
 
     def _on_member(self, event: farcall.MemberEvent) -> None:
         """On a thread of its own; what goes wrong here must reach the one that waits."""
@@ -174,7 +189,7 @@ class Play:
             )
             try:
                 self._team.restart(SERVERS.index(VICTIM), LIMIT_S)
-            except TeamError as error:
+            except (TeamError, OSError) as error:
                 self._give_up(f"{VICTIM} could not be started again: {error}")
         elif event.kind == "joined" and name == VICTIM:
             death.back_s = monotonic()
@@ -202,7 +217,7 @@ class Play:
         self._failure = why
         self._back.set()
         for rank in range(len(SERVERS), len(SERVERS) + len(TRAINERS)):
-            os.kill(self._team.process_id(rank), signal.SIGKILL)
+            self._team.kill_member(rank)
 
     def _evaluate(self) -> None:
         points, labels = held_out()

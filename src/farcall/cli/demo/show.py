@@ -5,6 +5,7 @@ In a terminal the bar moves; elsewhere there is a line from time to time.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from farcall.cli.demo.figures import OPERATIONS, Figures, latency_s
 from farcall.cli.demo.picture import as_svg
-from farcall.cli.demo.play import DemoFailed, Play
+from farcall.cli.demo.play import DemoFailed, Play, writing
 from farcall.cli.demo.workers import SERVERS, TRAINERS
 
 __all__ = ["FOLDER", "run"]
@@ -26,11 +27,21 @@ _LINE_EVERY_S = 1.0
 def run(console: Console, steps: int, output: Path | None) -> int:
     """Play, write the files, and say what was done or what went wrong; the exit code."""
     folder = output or _fresh(Path.cwd())
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _complain(f"there is no folder for the files: {error}. Name another one: farcall demo --output FOLDER")
         return 2
+    try:
+        return _run(console, steps, folder)
+    finally:
+        if is_new:
+            with suppress(OSError):  # there is something in it, as it should be
+                folder.rmdir()
+
+
+def _run(console: Console, steps: int, folder: Path) -> int:
     begun_s = monotonic()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -44,14 +55,15 @@ def run(console: Console, steps: int, output: Path | None) -> int:
     try:
         with bar:
             figures = Play(_Screen(console, bar, steps), steps, folder / TRACE).run()
+        for name, text in ((PICTURE, as_svg(figures)), (FIGURES, figures.as_json())):
+            with writing(folder / name) as path:
+                path.write_text(text)
     except DemoFailed as error:
         _complain(f"the demo failed: {error}")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; all workers are ended")
         return 130
-    (folder / PICTURE).write_text(as_svg(figures))
-    (folder / FIGURES).write_text(figures.as_json())
     _tell(console, figures, folder, monotonic() - begun_s)
     return 0
 
