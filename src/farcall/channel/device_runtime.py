@@ -1,9 +1,21 @@
 """Copies submitted and looked at without letting go of the interpreter: a few functions of the device's own runtime.
 
 Every operator of torch lets go of it, and so does every question to a stream. Where another thread waits for the
-interpreter that costs more than a small copy takes, several times a call. These functions return within microseconds
-and keep it. Loaded is the very library that torch has loaded, CUDA's or HIP's (untested). Where it is not found, or the
-calling thread is on another device than the stream, torch's own ways are to be used.
+interpreter that costs more than a small copy takes, several times a call. These functions keep it, and return within
+microseconds, but for one case: a stream that has as much outstanding as the driver takes, some 1,000 launches, takes a
+copy only when the device has done some of them. Until then no thread of the process runs Python, not even the I/O one.
+
+That is put up with, because
+- it lasts as long as the launches at the front take, not as all of them; whoever is silent for less than
+  ``suspicion_s`` is not declared dead;
+- a program that is so far ahead of its device is held up at its next launch anyway (though not its other threads);
+- it is not seen in time: a look says whether a stream is done, not how far behind it is, and if torch's way were taken
+  for all that are not done, most answers would take the slow one.
+It would last for good only where the front of the stream itself waits for this interpreter: for a Python function that
+was put onto it, or a collective whose other end first wants an answer from here. None of this was measured.
+
+Loaded is the very library that torch has loaded, CUDA's or HIP's (untested). Where it is not found, or the calling
+thread is on another device than the stream, torch's own ways are to be used.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class _Ring:
     def upload(self, source: memoryview, size: int, target: torch.device) -> torch.Tensor:
         """``size`` bytes, of which ``source`` are the first, on ``target``."""
         number = self._next
-        if number % HALF_RING_SLOTS == 0 and self._used:
+        if number % HALF_RING_SLOTS == 0:
             self._turn(number // HALF_RING_SLOTS)
         self._next = (number + 1) % (2 * HALF_RING_SLOTS)
         pinned, memory = self._slots[number]
@@ -103,15 +103,15 @@ class _Ring:
         return result
 
     def _turn(self, half: int) -> None:
-        """Go on in this half; the other one is full."""
+        """Go on in this half; the other one is full, or this is the beginning."""
         streams = [
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
             for stream, device, kind in self._used
         ]
-        self._used.clear()
         self._events[1 - half] = [stream.record_event() for stream in streams]
         for event in self._events[half]:
             event.synchronize()
+        self._used.clear()  # last: if any of this fails, the next upload begins it anew
 
 
 _idle_rings: list[_Ring] = []

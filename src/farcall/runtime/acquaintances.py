@@ -116,6 +116,7 @@ class Acquaintances:
         self._pool = pool
         self._memory = memory
         self._reconnecting = reconnecting
+        reconnecting.is_dialling = self._dialling.is_dialling
         self._identity = identity
         self._watch = watch
         self._write_later = write_later

@@ -36,6 +36,7 @@ from farcall.runtime.profiling import CallProfile
 from farcall.runtime.role import abdicate
 from farcall.runtime.shield import Gate
 from farcall.runtime.tallies import LOST, TIMED_OUT, Tally, tally_of
+from farcall.serialize import Annotated
 
 EXPLAIN_S = 0.5
 """An error is never held up for longer than this to say more."""
@@ -273,7 +274,11 @@ class CallTable:
             self.watch_deadline(call)
         except (NetworkError, RpcTimeout):
             if self.claim(call.call_id) is None:
-                return  # its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough
+                # Its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough. But only
+                # this thread knows what was to go with it.
+                if buffers.__class__ is Annotated:
+                    buffers.withdraw()
+                return
             self._loop.attend_by(0.0)
             raise
         except BaseException:

@@ -15,7 +15,12 @@ answers, which nobody could use earlier, and for calls from a stream that has no
 its device.
 
 What the peer lent is copied, and given back at once; or, by option, used where it is. Then it is given back after its
-death: once a worker has seen that all our streams are done with it (`settle_views`).
+death: once a worker has seen that all our streams are done with it (`settle_views`). For each link at most one worker
+does so at a time, since it may wait for long:
+
+    resting   a tick, and views have died -> settling: a task is queued
+    settling  it is done                  -> resting; the I/O thread is woken if more have died meanwhile
+    settling  the device fails            -> resting, and not before RETRY_S again; nothing is given back
 """
 
 from __future__ import annotations
@@ -51,6 +56,8 @@ URGENT_BYTES = 1 << 20
 """What is as large as this is given back at once; smaller blocks wait for company."""
 VIEWED_BYTES = 1 << 20
 """What is smaller is copied even where views are wanted: it is not worth keeping somebody else's block."""
+RETRY_S = 10.0
+"""So long dead views are left alone after the device has failed, which it mostly does for good."""
 
 
 class LinksNode(Protocol):
@@ -79,6 +86,8 @@ class DeviceLink:
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
         self._dead_views: deque[DeviceTicket] = deque()
+        self._settling = False  # set by the I/O thread, cleared by the task
+        self._settle_from = 0.0
         self._logged = False
         self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
         self.bytes_received: int = 0
@@ -170,20 +179,33 @@ class DeviceLink:
 
     def settle_views(self) -> None:
         """On the I/O thread: have those that have died given back, when no stream uses them any more."""
-        if self._dead_views:
+        if self._dead_views and not self._settling and monotonic() >= self._settle_from:
+            self._settling = True
             self._node.run_later(self._finish_views)
 
     def _finish_views(self) -> None:
         dead = []
+        while self._dead_views:  # nobody else takes from it
+            dead.append(self._dead_views.popleft())
         try:
-            while True:
-                dead.append(self._dead_views.popleft())
-        except IndexError:
-            pass
-        for device in {self._segments.devices[ticket.device] for ticket in dead}:
-            self._api.finish(device)
-        for ticket in dead:
-            self.drop(ticket)
+            for device in {self._segments.devices[ticket.device] for ticket in dead}:
+                self._api.finish(device)
+        except Exception:
+            logger.exception(
+                "%s: %d blocks of device memory of %s are not given back yet: the device failed",
+                self._node.name,
+                len(dead),
+                self._peer.info.name,
+            )
+            self._dead_views.extend(dead)
+            self._settle_from = monotonic() + RETRY_S
+        else:
+            for ticket in dead:
+                self.drop(ticket)
+        finally:
+            self._settling = False
+        if self._dead_views:  # looked at last: the ticks that they asked for may have found the flag set
+            self._node.on_release(False)
 
     @property
     def has_releases(self) -> bool:

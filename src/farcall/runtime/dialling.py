@@ -80,6 +80,10 @@ class Dialling:
         if message is not None and len(dial.news) < MAX_WAITING_NEWS:
             dial.news.append(message)
 
+    def is_dialling(self, life: int) -> bool:
+        """Is that one being connected to?"""
+        return life in self._dials
+
     def _begin(self, dial: _Dial, member: MemberRecord, pause_s: float) -> None:
         """Under the lock, so that `stop` finds whatever has begun."""
         ways = usable_ways(member.addresses, member.host_token, self._allowed)

@@ -18,6 +18,7 @@ from farcall.runtime import shield
 from farcall.runtime.incoming import Awaited
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.serialize import Annotated
 
 __all__ = ["SelfPeer"]
 
@@ -54,6 +55,8 @@ class SelfPeer(Peer):
         awaited: Awaited | None = None,
     ) -> None:
         copies = [self._copy(buffer) for buffer in buffers]
+        if buffers.__class__ is Annotated:
+            buffers.left = True
         shield.enter()  # Ctrl-C must not leave a request behind that is counted and never runs
         try:
             self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))

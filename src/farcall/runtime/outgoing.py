@@ -146,8 +146,8 @@ class Outgoing(Room):
             except BaseException as error:
                 if self._take_back(mine):
                     self._unkeep(unkept)
-                    if isinstance(error, RpcTimeout):
-                        error.delivery = Delivery.NOT_SENT
+                    # Also of Ctrl-C: who catches it takes back what was to go with the message.
+                    error.delivery = Delivery.NOT_SENT  # type: ignore[attr-defined]
                 raise
             return True
         finally:

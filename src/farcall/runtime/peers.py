@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
-from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
+from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import (
@@ -44,7 +44,7 @@ from farcall.runtime.members import life_of
 from farcall.runtime.role import role
 from farcall.runtime.tallies import Tallies
 from farcall.runtime.unkept import unkept_for
-from farcall.serialize import has_devices, withdraw
+from farcall.serialize import Annotated, has_devices, withdraw
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -241,6 +241,7 @@ class RemotePeer(Peer):
                 raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
             placed: list[memoryview | Ticket] = []
             lending = self.lending
+            left = False
             try:
                 if lending is None:
                     placed.extend(buffers)
@@ -252,6 +253,9 @@ class RemotePeer(Peer):
                     for one in placed:
                         if isinstance(one, Ticket):
                             self.shared_bytes_sent += one.size_bytes
+                left = True
+                if buffers.__class__ is Annotated:
+                    buffers.left = True
                 if len(pieces) > 1:
                     lent = self.devices is not None and has_devices(payload)
                     withdraw_lent = partial(withdraw, payload, self) if lent else _nothing
@@ -263,13 +267,16 @@ class RemotePeer(Peer):
                     self.link.outgoing.send(bytes(pieces[0]), deadline, more)
                 else:
                     self.link.exchange(bytes(pieces[0]), awaited, deadline)
-            except (PeerDead, RpcTimeout) as error:
-                if lending is not None and error.delivery is Delivery.NOT_SENT:
+            except BaseException as error:
+                unsent = not left or getattr(error, "delivery", None) is Delivery.NOT_SENT
+                if unsent and lending is not None:
                     lending.take_back(placed)
                 raise
             if awaited is not None and len(pieces) > 1:
                 self.link.help_until(awaited, deadline)
             return
+        if buffers.__class__ is Annotated:
+            buffers.left = True
         if awaited is not None:
             self.link.exchange(data, awaited, deadline)
         else:

@@ -9,7 +9,7 @@ comes back to its session is refused, and so learns it.
     up or down           the member comes back through our door, proven     up again, over that connection
     up, for longer       the member asks through our door                   down: we dial (it lost what we did not)
     up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
-    not made yet         the member asks through our door                   nothing: while we start, we dial anyhow
+    not made yet         the member asks through our door                   nothing: we are dialling anyhow
     down                 gone, refused, or ``reconnect_s`` over             dead
 
 A connection that breaks before a frame has come over it is no news: time runs on, and pauses grow.
@@ -32,6 +32,7 @@ from farcall.protocol.handshake import Established, Identity, RefusalReason, ref
 from farcall.protocol.resumption import asking, resuming, resumption_of, session_id_of
 from farcall.protocol.session import SessionError
 from farcall.runtime.loop import Loop
+from farcall.runtime.members import life_of
 from farcall.runtime.peers import RemotePeer
 from farcall.runtime.redial import FIRST_PAUSE_S, Finding, Redial
 from farcall.transport.interface import Transport
@@ -93,6 +94,8 @@ class Reconnecting:
         """Told, on the I/O thread, that a member's process is not there any more."""
         self.is_trusted: Callable[[RemotePeer], bool] = lambda peer: False
         """Is a member heard by others, although not by us? From any thread."""
+        self.is_dialling: Callable[[int], bool] = lambda life: False
+        """Is that life being connected to for the first time, after the start?"""
 
     def begin(self, peer: RemotePeer, established: Established, dialled: bool) -> None:
         """A member is connected for the first time."""
@@ -222,7 +225,8 @@ class Reconnecting:
         resumption = resumption_of(identity)
         assert resumption is not None
         bond = self._bonds.get(identity.process_token)
-        if bond is None and resumption.received is None and self.starting and not self._stopped:
+        dialling = self.starting or self.is_dialling(life_of(identity.process_token))
+        if bond is None and resumption.received is None and dialling and not self._stopped:
             return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
         if (
             bond is None

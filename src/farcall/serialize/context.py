@@ -80,7 +80,7 @@ class Annotated(list[memoryview]):
     A request whose caller is profiled has what it wants to know, ``profile``.
     """
 
-    __slots__ = ("message_id", "notes", "profile", "recording", "undo")
+    __slots__ = ("left", "message_id", "notes", "profile", "recording", "undo")
 
     def __init__(
         self,
@@ -96,6 +96,8 @@ class Annotated(list[memoryview]):
         self.recording: Recording | None = recording
         self.message_id: int = message_id
         self.profile: Any = None
+        self.left: bool = False
+        """Was its frame handed to a link? From then on only an error that says so means that it was not sent."""
 
     @property
     def context_id(self) -> int:
@@ -111,7 +113,7 @@ class Annotated(list[memoryview]):
 
     def withdraw(self) -> None:
         """The message was not sent, or nobody knows whether it was: the error that says so is being handled."""
-        unsent = getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
+        unsent = not self.left or getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
         for undo in self.undo:
             if unsent or undo.__class__ is not IfUnsent:
                 undo()

@@ -13,21 +13,32 @@ from farcall.channel import device_api, pinned, staging
 HOST = torch.device("cpu", 0)
 
 
+class Log(list[str]):
+    """What the device was asked; what ``failing`` names fails."""
+
+    failing = ""
+
+    def note(self, what: str) -> None:
+        if what == self.failing:
+            raise RuntimeError("out of luck")
+        self.append(what)
+
+
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def waits(monkeypatch: pytest.MonkeyPatch) -> Log:
     """A log of events recorded and waited for."""
-    log: list[str] = []
+    log = Log()
 
     class Event:
         def synchronize(self) -> None:
-            log.append("wait")
+            log.note("wait")
 
     class Stream:
         def __init__(self, device_index: int, **names: int) -> None:
             self.device_index = device_index
 
         def record_event(self) -> Event:
-            log.append("record")
+            log.note("record")
             return Event()
 
     class Inner:
@@ -73,6 +84,36 @@ def test_a_half_is_used_again_only_when_it_is_done_with(waits: list[str]) -> Non
     for _ in range(pinned.HALF_RING_SLOTS):
         ring.upload(data, 10, HOST)
     assert waits == ["record", "record", "wait"]
+
+
+@pytest.mark.parametrize("failing", ["record", "wait"])
+def test_a_half_whose_turn_failed_is_still_waited_for(waits: Log, failing: str) -> None:
+    ring = pinned._Ring()
+    data = memoryview(bytes(10))
+    for _ in range(2 * pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
+    waits.failing = failing
+    with pytest.raises(RuntimeError, match="out of luck"):
+        ring.upload(data, 10, HOST)
+    waits.failing = ""
+    waits.clear()
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(data, 10, HOST)
+    assert waits == ["record", "wait"], "the first half is waited for before it is used again"
+    ring.upload(data, 10, HOST)
+    assert waits == ["record", "wait", "record", "wait"], "and so is the second"
+
+
+def test_a_half_is_waited_for_even_if_nothing_was_copied_from_the_other_one(waits: list[str]) -> None:
+    ring = pinned._Ring()
+    for _ in range(pinned.HALF_RING_SLOTS):
+        ring.upload(memoryview(bytes(10)), 10, HOST)
+    for _ in range(pinned.HALF_RING_SLOTS):
+        with pytest.raises(ValueError, match="do not fit"):
+            ring.upload(memoryview(bytes(pinned.SLOT_BYTES + 1)), 10, HOST)
+    assert waits == ["record"]
+    ring.upload(memoryview(bytes(10)), 10, HOST)
+    assert waits == ["record", "wait"]
 
 
 def test_what_is_made_longer_begins_with_what_was_given(waits: list[str]) -> None:

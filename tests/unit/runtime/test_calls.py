@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.errors import Cancelled, RpcError, RpcTimeout
+from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.runtime.calls import CallTable, PendingCall, name_of
 from farcall.runtime.loop import NEVER
 from farcall.runtime.peers import Peer
+from farcall.serialize.context import Annotated, IfUnsent
 
 
 class FakeLoop:
@@ -96,6 +97,29 @@ def test_the_end_of_one_peer_fails_its_calls_only(table: CallTable) -> None:
     assert [len(call.failures) for call in calls] == [1, 0, 1]
     assert table.fail_all(lambda call: Cancelled("all")) == 1
     assert len(table) == 0
+
+
+class StuckPeer(FakePeer):
+    """One that takes no bytes until the deadline of the call; the ticker is a moment faster."""
+
+    def __init__(self, table: CallTable) -> None:
+        super().__init__("stuck")
+        self.table = table
+
+    def send(self, *message: Any) -> None:
+        message[6].left = True
+        self.table._next_deadline = 0.0
+        self.table.tick(1e9)
+        raise RpcTimeout("took no bytes", Delivery.NOT_SENT)
+
+
+def test_what_goes_with_a_call_is_withdrawn_also_where_another_thread_fails_it(table: CallTable) -> None:
+    withdrawn: list[str] = []
+    buffers = Annotated([], [], [IfUnsent(lambda: withdrawn.append("lent")), lambda: withdrawn.append("fork")])
+    call = Call(1.0, StuckPeer(table))
+    table.send(call, b"f", b"", b"", buffers)
+    assert len(call.failures) == 1
+    assert withdrawn == ["lent", "fork"]
 
 
 @pytest.mark.parametrize(

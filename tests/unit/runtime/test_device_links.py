@@ -14,6 +14,7 @@ from farcall.channel.device_pool import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
+from farcall.runtime import device_links
 from farcall.runtime.device_links import VIEWED_BYTES, DeviceLink
 
 DEVICE = torch.device("cuda", 0)
@@ -55,6 +56,9 @@ class Pair:
         assert block is not None
         block.memory[:size].copy_(torch.arange(size) % 251)
         return self.pool.lend(block, size, self.sender._peer)
+
+    def view(self) -> torch.Tensor:
+        return self.receiver.take(tuple(self.lend(VIEWED_BYTES)), DEVICE)
 
     def give_back(self) -> None:
         """What the receiver's node does now and then."""
@@ -117,5 +121,61 @@ def test_what_cannot_be_opened_is_given_back() -> None:
     pair.api.memory.clear()
     with pytest.raises(KeyError):
         pair.receiver.take(tuple(ticket), DEVICE)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+
+
+def test_one_task_settles_the_dead_views_however_often_the_node_looks() -> None:
+    pair = Pair(views=True)
+    for _ in range(3):
+        pair.view()  # and dies at once
+        pair.receiver.settle_views()
+    assert len(pair.later) == 1
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+    pair.view()
+    pair.give_back()
+    assert pair.pool.stats().lent == 0, "the next ones have a task again"
+
+
+def test_views_that_die_while_others_are_settled_are_settled_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(views=True)
+    alive = [pair.view()]
+    pair.view()
+
+    def finish(device: int) -> None:
+        alive.clear()
+        pair.receiver.settle_views()
+        pair.wakes.clear()
+
+    monkeypatch.setattr(pair.api, "finish", finish)
+    pair.receiver.settle_views()
+    pair.later.pop()()
+    assert pair.later == [], "no second worker waits for the device"
+    assert pair.wakes == [True, False], "for what is given back, and for what is not settled"
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+
+
+def test_views_are_not_lost_where_the_device_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(views=True)
+    now_s = [100.0]
+    monkeypatch.setattr(device_links, "monotonic", lambda: now_s[0])
+    pair.view()
+
+    def fail(device: int) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(pair.api, "finish", fail)
+        pair.give_back()
+    assert "out of luck" in caplog.text
+    assert "other" in caplog.text
+    assert pair.pool.stats().lent == VIEWED_BYTES, "a stream may still use it"
+    pair.receiver.settle_views()
+    assert pair.later == [], "not at once: a device that failed is likely to fail again"
+    now_s[0] += device_links.RETRY_S
     pair.give_back()
     assert pair.pool.stats().lent == 0

@@ -207,6 +207,25 @@ def test_a_peer_that_does_not_read_costs_a_timeout() -> None:
     far.close()
 
 
+def test_ctrl_c_before_the_first_byte_says_that_nothing_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, other = memory_pair(1024)
+    end = End("stuck", transport)
+    try:
+        while transport.send((b"x",)):
+            pass  # until it is full
+
+        def interrupted(_: object, timeout_s: float) -> bool:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(transport), "wait_writable", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            end.link.outgoing.send_pieces(large(1))
+        assert getattr(caught.value, "delivery", None) is Delivery.NOT_SENT
+    finally:
+        end.close()
+        other.close()
+
+
 def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
     left, right = ends
     right.link.close()

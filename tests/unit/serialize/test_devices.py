@@ -146,12 +146,16 @@ def test_a_message_that_cannot_be_read_gives_its_tickets_back(mapped: FakePeer) 
     assert mapped.taken == []
 
 
-@pytest.mark.parametrize(("delivery", "taken_back"), [(Delivery.NOT_SENT, 1), (Delivery.UNKNOWN, 0)])
+@pytest.mark.parametrize(
+    ("left", "delivery", "taken_back"),
+    [(False, Delivery.UNKNOWN, 1), (True, Delivery.NOT_SENT, 1), (True, Delivery.UNKNOWN, 0)],
+)
 def test_what_was_lent_is_taken_back_only_if_the_message_cannot_have_arrived(
-    delivery: Delivery, taken_back: int
+    left: bool, delivery: Delivery, taken_back: int
 ) -> None:
     log: list[str] = []
     message = Annotated([], [], [IfUnsent(lambda: log.append("lent")), lambda: log.append("noted")])
+    message.left = left
     try:
         raise NetworkError("gone", delivery)
     except NetworkError:

@@ -105,7 +105,6 @@ class Node(Face):
         deadline = monotonic() + self.options.start_deadline_s
         shield.seal()  # until the `try` below, which closes what is made here
         self._shielded = shield.install()
-        process.STARTED.add(self)
         try:
             self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
         except BaseException:
@@ -114,6 +113,7 @@ class Node(Face):
             raise
         self._loop = self._foundation.loop
         self._onlookers = Onlookers(self._name, self._loop, lambda: self.on_question)
+        process.STARTED.add(self)  # not before: a forked child closes all that is there of it
         self.pool: SegmentPool | None = self._foundation.pool
         self.executor: Executor = self._foundation.executor
         self.admission: Admission = self._foundation.admission

@@ -1,0 +1,44 @@
+"""Who is let in that speaks of a session: `Reconnecting.admit`, without sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from farcall.errors import HandshakeRefused
+from farcall.protocol.handshake import Identity
+from farcall.protocol.resumption import asking, resuming
+from farcall.runtime.members import life_of
+from farcall.runtime.reconnect import Reconnecting
+
+ME = Identity("w0", 0, "cluster", "1f")
+OTHER = Identity("w1", 1, "cluster", "2f")
+
+
+def reconnecting() -> Reconnecting:
+    unused: Any = None
+    return Reconnecting(ME, b"", 10.0, unused, unused, unused)
+
+
+def test_who_starts_refuses_nobody_that_asks_for_a_connection_it_is_about_to_make() -> None:
+    mine = reconnecting()
+    assert mine.admit(asking(OTHER, "s"), 0.0) == b""
+    mine.starting = False
+    with pytest.raises(HandshakeRefused, match="has ended"):
+        mine.admit(asking(OTHER, "s"), 0.0)
+
+
+def test_nor_does_who_is_dialling_that_very_life() -> None:
+    mine = reconnecting()
+    mine.starting = False
+    mine.is_dialling = lambda life: life == life_of(OTHER.process_token)
+    assert mine.admit(asking(OTHER, "s"), 0.0) == b""
+    mine.is_dialling = lambda life: False
+    with pytest.raises(HandshakeRefused):
+        mine.admit(asking(OTHER, "s"), 0.0)
+
+
+def test_who_comes_back_to_a_session_that_never_was_is_refused() -> None:
+    with pytest.raises(HandshakeRefused):
+        reconnecting().admit(resuming(OTHER, "s", 3), 0.0)
