@@ -12,7 +12,7 @@ from pathlib import Path
 
 TIMEOUT_S = 60.0
 PROGRAM = """
-    import os, sys, time
+    import atexit, os, sys, time
     import torch.distributed.rpc as rpc
 
     answered = []
@@ -34,6 +34,7 @@ PROGRAM = """
             sys.exit("on purpose")
         if "lose" in sys.argv:
             if rank == 1:
+                atexit.register(print, "said after the traceback")  # as the log may be
                 rpc.rpc_sync("worker0", time.sleep, args=(600,), timeout=0)
             other = rpc.rpc_sync("worker1", os.getpid)
             rpc.shutdown(graceful=False)  # the other one fails of it, and ends
