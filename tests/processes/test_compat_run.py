@@ -12,13 +12,19 @@ from pathlib import Path
 
 TIMEOUT_S = 60.0
 PROGRAM = """
-    import os, sys, time
+    import atexit, os, sys, threading, time
     import torch.distributed.rpc as rpc
 
     answered = []
 
     def double(x):
         return 2 * x
+
+    held = threading.Event()
+
+    def hold():
+        held.set()
+        time.sleep(600)
 
     def has_its_answer():
         return bool(answered)
@@ -34,8 +40,10 @@ PROGRAM = """
             sys.exit("on purpose")
         if "lose" in sys.argv:
             if rank == 1:
-                rpc.rpc_sync("worker0", time.sleep, args=(600,), timeout=0)
+                atexit.register(print, "said after the traceback")  # as the log may be
+                rpc.rpc_sync("worker0", hold, timeout=0)
             other = rpc.rpc_sync("worker1", os.getpid)
+            held.wait()
             rpc.shutdown(graceful=False)  # the other one fails of it, and ends
             while os.path.exists(f"/proc/{other}"):
                 time.sleep(0.01)

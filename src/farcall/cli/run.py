@@ -30,6 +30,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import IO, Any
 
 from rich.console import Console
@@ -45,7 +46,7 @@ CAUSE_S = 2.0
 """How long a failure of which another worker may be the cause is kept, for that one to end."""
 LOOK_S = 0.1
 _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
-"""How the last line of a worker begins that failed because another one is gone."""
+"""How the error is shown of a worker that failed because another one is gone."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -109,8 +110,9 @@ class _Worker:
 
     def lost_another(self) -> str | None:
         """The name of the error, where it is one that another worker's end brings about."""
-        last = next((line for line in reversed(self.last_lines) if line.strip()), "")
-        found = _ANOTHER_IS_GONE.match(last)
+        # The line below the last frame of the last traceback: what is logged until the end may come after it.
+        below_frame = [line for before, line in pairwise(self.last_lines) if before[:1] == " " != line[:1]]
+        found = _ANOTHER_IS_GONE.match(below_frame[-1]) if below_frame else None
         return found[1] if found else None
 
 
