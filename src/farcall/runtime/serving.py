@@ -64,6 +64,9 @@ PARDON_RUNS = 64
 MOST_PARDON_RUNS = 4096
 """How often, times 4 for each ban, a function must be quick on a worker before it may run on the I/O thread again."""
 
+FORGOTTEN_S = 10.0
+"""A ban that is older than this counts for nothing: what was slow was the machine, or that was long ago."""
+
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
 
@@ -111,7 +114,7 @@ class Server:
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
         self._banned: dict[bytes, int] = {}
-        self._bans: dict[bytes, int] = {}
+        self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
         self._corked: set[Peer] = set()
         self.lanes: Lanes | None = None
         """The streams that functions run on, in a node with devices."""
@@ -168,7 +171,10 @@ class Server:
 
     def _ban(self, function: bytes) -> None:
         """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
-        bans = self._bans[function] = min(self._bans.get(function, 0) + 1, 8)
+        bans, banned_at = self._bans.get(function, (0, 0.0))
+        now = perf_counter()
+        bans = min(bans + 1, 8) if now - banned_at < FORGOTTEN_S else 1
+        self._bans[function] = bans, now
         self._banned[function] = min(PARDON_RUNS << (2 * bans), MOST_PARDON_RUNS)
 
     def _was_quick(self, function: bytes) -> None:
