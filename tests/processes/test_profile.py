@@ -179,6 +179,8 @@ def trace_without_a_fixed_size(rank: int, url: str, folder: str) -> None:
         with farcall.profile() as prof:
             forward_and_backward(["w1", "w2"])
         prof.export_chrome_trace(Path(folder) / "trace.json")
+    # Not by a call, which would be in the profile without its answer.
+    wait_until((Path(folder) / "trace.json").exists, "the profile is over")
     farcall._barrier(["w0", "w1", "w2"])
     farcall.shutdown()
 
