@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
@@ -21,13 +22,6 @@ from farcall.testing.cluster import Member, start_processes, temporary_file_url
 
 BOUND_S = 40.0
 QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
-
-
-def wait_until(condition: Callable[[], Any], bound_s: float = BOUND_S) -> None:
-    deadline = monotonic() + bound_s
-    while not condition():
-        assert monotonic() < deadline, "it did not come true in time"
-        sleep(0.005)
 
 
 def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], report: str) -> None:

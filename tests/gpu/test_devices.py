@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from tests.waiting import wait_until
 
 import farcall
 import farcall.autograd as autograd
@@ -25,13 +25,6 @@ CUDA = torch.device("cuda", 0)
 MAPS = {"device_maps": {"w0": {"cuda:0": "cuda:0"}, "w1": {"cuda:0": "cuda:0"}}}
 MEBIBYTE = 1 << 20
 SLOW_CYCLES = 200_000_000  # about 0.1 s
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.005)
 
 
 def way(to: str) -> Any:
