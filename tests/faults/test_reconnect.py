@@ -35,10 +35,8 @@ from farcall.errors import (
 )
 from farcall.ids import WorkerInfo
 from farcall.remote.references import NodeReferences
-from farcall.runtime import doors
 from farcall.runtime.node import current_node
-from farcall.runtime.reconnect import Reconnecting
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster, temporary_file_url
+from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 from farcall.testing.faults import Faults
 
 AT_ONCE_S = 2.0
@@ -628,69 +626,3 @@ def test_random_cuts_for_long(seed: int, monkeypatch: pytest.MonkeyPatch) -> Non
         ran.clear()
         test(source.choice(KEPT))
     test_references_come_back_to_nothing()
-
-
-# ---------------------------------------------------------------------- at the start
-
-
-class ImpatientDialler:
-    """A transport whose owner gives up, once it has sent its proof, on the proof of the other side."""
-
-    def __init__(self, transport: Any, until: Callable[[], bool]) -> None:
-        self._transport = transport
-        self._until = until
-        self._waits = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def wait_readable(self, timeout_s: float) -> bool:
-        self._waits += 1
-        if self._waits == 1:
-            return bool(self._transport.wait_readable(timeout_s))
-        wait_until(self._until)
-        return False
-
-
-@pytest.mark.parametrize("asked_first", [False, True])
-def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
-    asked_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow start: the one that was dialled believes to be connected, and is complete, when the other dials again.
-
-    ``asked_first``: it has lost that connection, and has asked for another one, even before.
-    """
-    options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=20.0)
-    nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
-    prove, admit = doors.prove, Reconnecting.admit
-    attempts: list[Any] = []
-    asked = threading.Event()
-
-    def impatient(transport: Any, name: Any, me: Any, *args: Any) -> Any:
-        if me.name == "w1":
-            attempts.append(transport)
-            if len(attempts) == 1:
-                transport = ImpatientDialler(transport, lambda: nodes[0].state == "running")
-            elif asked_first:
-                assert asked.wait(10.0)
-        return prove(transport, name, me, *args)
-
-    def admitting(self: Reconnecting, identity: Any, arrived_at: float) -> bytes:
-        try:
-            return admit(self, identity, arrived_at)
-        finally:
-            asked.set()
-
-    monkeypatch.setattr(doors, "prove", impatient)
-    monkeypatch.setattr(Reconnecting, "admit", admitting)
-    first = threading.Thread(target=nodes[0].start)
-    first.start()
-    try:
-        nodes[1].start()
-        first.join()
-        assert len(attempts) > 1
-        assert nodes[0].rpc_sync("w1", pow, (2, 5)) == nodes[1].rpc_sync("w0", pow, (2, 5)) == 32
-    finally:
-        first.join()
-        for node in nodes:
-            node.shutdown(graceful=False)
