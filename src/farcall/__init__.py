@@ -1,8 +1,6 @@
 """farcall: remote procedure calls for PyTorch, a maintained successor of ``torch.distributed.rpc``."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,20 +34,20 @@ if TYPE_CHECKING:
     from farcall.observe.cluster import profile as profile
     from farcall.observe.node import Node as Node
     from farcall.options import RpcBackendOptions as RpcBackendOptions
-    from farcall.remote import functions as functions
-    from farcall.remote.future import Future as Future
-    from farcall.remote.reference import RRef as RRef
-    from farcall.remote.retry import Retry as Retry
-    from farcall.runtime.changes import MemberEvent as MemberEvent
+    from farcall.rpc import functions as functions
+    from farcall.rpc.future import Future as Future
+    from farcall.rpc.retry import Retry as Retry
+    from farcall.rpc.rref import RRef as RRef
+    from farcall.runtime.membership.events import MemberEvent as MemberEvent
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Future": "farcall.remote.future",
-    "MemberEvent": "farcall.runtime.changes",
+    "Future": "farcall.rpc.future",
+    "MemberEvent": "farcall.runtime.membership.events",
     "Node": "farcall.api",
-    "RRef": "farcall.remote.reference",
-    "Retry": "farcall.remote.retry",
+    "RRef": "farcall.rpc.rref",
+    "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
     "_all_gather": "farcall.api",
@@ -62,7 +60,7 @@ _HOMES = {
     "autograd": "farcall",
     "debug": "farcall",
     "errors": "farcall",
-    "functions": "farcall.remote",
+    "functions": "farcall.rpc",
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
@@ -109,17 +107,6 @@ __all__ = [
     "shared_empty",
     "shutdown",
 ]
-
-
-class _Package(ModuleType):
-    """``farcall.remote`` is the function: the import of the package of that name must not put itself in its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name != "remote" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

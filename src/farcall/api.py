@@ -24,14 +24,14 @@ from farcall.observe import torch_profilers as torch_profilers  # from here on t
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.node import Node
 from farcall.options import RpcBackendOptions
-from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
-from farcall.remote.future import Future
-from farcall.remote.gather import gather
-from farcall.remote.reference import RRef
-from farcall.remote.references import NodeReferences, call_remote
-from farcall.remote.retry import Retry, async_with, remote_with, sync_with
+from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
+from farcall.rpc.future import Future
+from farcall.rpc.gather import gather
+from farcall.rpc.references import NodeReferences, call_remote
+from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
+from farcall.rpc.rref import RRef
 from farcall.runtime import node as runtime_node
-from farcall.runtime.changes import MemberEvent
+from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import node_of_thread
 from farcall.serialize import use_rpc_pickler
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farcall.ids import ForkId, RefId
-from farcall.remote.references import NodeReferences
+from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import Node, current_node
 
 __all__ = ["OwnedValue", "References", "UsedReference", "references", "trace_references"]

@@ -229,7 +229,7 @@ def test_process_that_ends_with_a_call_of_its_own_under_way_does_not_hang(tmp_pa
 
 def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple[str, float]:
     """Rank 1 agrees to the table and dies before it dials."""
-    from farcall.runtime import mesh
+    from farcall.runtime.link import mesh
 
     if rank == 1:
         mesh.dial_member = lambda *args: os._exit(0)  # type: ignore[assignment]

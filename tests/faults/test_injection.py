@@ -17,7 +17,7 @@ import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.protocol.frames import REQUEST, encode_small
-from farcall.remote.references import NodeReferences
+from farcall.rpc.references import NodeReferences
 from farcall.testing.cluster import free_port, run_cluster
 from farcall.testing.faults import Faults
 from farcall.testing.transports import receive_exactly, send_all, wait_for_end

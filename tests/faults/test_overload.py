@@ -21,12 +21,12 @@ from tests.waiting import wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Cancelled, Delivery, NetworkError, Overloaded, PeerDead, ReferenceLost, RpcTimeout
-from farcall.remote.owner import fetch
-from farcall.remote.references import NodeReferences
-from farcall.runtime import executor
+from farcall.rpc.owner_methods import fetch
+from farcall.rpc.references import NodeReferences
+from farcall.runtime.calls import executor
 from farcall.runtime.node import current_node
-from farcall.runtime.node.arrivals import Arrivals
-from farcall.runtime.node.process import work_for
+from farcall.runtime.node.current import work_for
+from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
 
@@ -60,13 +60,13 @@ def _nothing_ran_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def refusals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many calls were refused."""
     count = [0]
-    refuse = Arrivals.refuse
+    refuse = Dispatcher.refuse
 
-    def counted(arrivals: Arrivals, *request: Any) -> None:
+    def counted(arrivals: Dispatcher, *request: Any) -> None:
         count[0] += 1
         refuse(arrivals, *request)
 
-    monkeypatch.setattr(Arrivals, "refuse", counted)
+    monkeypatch.setattr(Dispatcher, "refuse", counted)
     return count
 
 

@@ -34,7 +34,7 @@ from farcall.errors import (
     RpcTimeout,
 )
 from farcall.ids import WorkerInfo
-from farcall.remote.references import NodeReferences
+from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import current_node
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 from farcall.testing.faults import Faults

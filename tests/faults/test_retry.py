@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
-from farcall.remote.retry import Pauses
+from farcall.rpc.retry import Pauses
 from farcall.runtime.node import current_node
 from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults

@@ -10,8 +10,8 @@ import pytest
 from tests.waiting import wait_until
 
 import farcall
-from farcall.runtime import doors
-from farcall.runtime.reconnect import Reconnecting
+from farcall.runtime.link import listener as doors
+from farcall.runtime.link.reconnect import Reconnecting
 from farcall.testing.cluster import temporary_file_url
 
 

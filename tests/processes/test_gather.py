@@ -54,7 +54,7 @@ def test_gathers_and_barriers_of_all_and_of_some() -> None:
     run_cluster(4, gather_all)
 
 
-class Arrivals:
+class Dispatcher:
     """A barrier must not open before the last one came."""
 
     count = 0
@@ -73,9 +73,9 @@ class Arrivals:
 def meet(rank: int) -> None:
     names = ["w0", "w1", "w2"]
     for turn in range(1, 11):
-        farcall.rpc_sync("w0", Arrivals.arrive)
+        farcall.rpc_sync("w0", Dispatcher.arrive)
         farcall._barrier(names)
-        assert farcall.rpc_sync("w0", Arrivals.seen) >= 3 * turn
+        assert farcall.rpc_sync("w0", Dispatcher.seen) >= 3 * turn
 
 
 def test_a_barrier_waits_for_the_last() -> None:

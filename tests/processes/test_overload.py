@@ -13,7 +13,7 @@ import pytest
 import farcall
 from farcall import api
 from farcall.errors import Delivery, Overloaded
-from farcall.runtime import executor
+from farcall.runtime.calls import executor
 from farcall.testing.cluster import run_cluster
 
 LONG_S = 30.0
@@ -39,8 +39,8 @@ def wait_until_overloaded(when: str) -> None:
     node = api.current_node()
     refused: list[Any] = []
     if when == "fail":
-        refuse = node.arrivals.refuse
-        node.arrivals.refuse = lambda *request: (refused.append(request), refuse(*request))[1]  # type: ignore[method-assign]
+        refuse = node.dispatcher.refuse
+        node.dispatcher.refuse = lambda *request: (refused.append(request), refuse(*request))[1]  # type: ignore[method-assign]
     give_up_at = time.monotonic() + LONG_S
     while len(node.admission._told) < FLOODERS and not refused:
         assert time.monotonic() < give_up_at, "nobody was told, and nobody refused"

@@ -18,7 +18,7 @@ import farcall
 import farcall.autograd as autograd
 from farcall.observe.profile import THREAD
 from farcall.runtime.node import current_node
-from farcall.runtime.profiling import PROFILING, is_profiled
+from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
 SECOND_NS = 1_000_000_000

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import farcall.options
 from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.runtime.rendezvous import Membership, join
+from farcall.runtime.rendezvous.rendezvous import Membership, join
 
 SOURCE = Path(farcall.options.__file__).parents[1]
 GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -145,7 +145,7 @@ PRELUDE = """
 import os, sys, time, datetime
 import torch, torch.distributed as dist
 from farcall.options import RpcBackendOptions
-from farcall.runtime.rendezvous import join
+from farcall.runtime.rendezvous.rendezvous import join
 rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
 def meet(name=None):
     options = RpcBackendOptions(0, start_timeout_s=30)

@@ -377,7 +377,7 @@ def two_nodes_in_one_process(port: int, graceful: bool) -> None:
         thread.start()
     for thread in starting:
         thread.join()
-    from farcall.remote.call import call_sync
+    from farcall.rpc.call import call_sync
 
     value = torch.arange(1 << 18)
     for to in (0, 1):

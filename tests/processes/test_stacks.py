@@ -21,7 +21,9 @@ from farcall.observe import explaining
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.snapshot import WorkerSnapshot, find_troubles
 from farcall.options import RpcBackendOptions
-from farcall.runtime import calls, doors, executor
+from farcall.runtime.calls import executor
+from farcall.runtime.calls import pending as calls
+from farcall.runtime.link import listener as doors
 from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
 ANSWER_S = 30.0

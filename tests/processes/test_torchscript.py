@@ -217,7 +217,7 @@ PROGRAM = """
 
     @check
     def what_is_remembered():
-        from farcall.remote import matching
+        from farcall.rpc import schemas as matching
         call_with_a_future("w1", torch.ones(1), -1.0).wait()
         before = len(matching._named)
         for _ in range(10):

@@ -20,7 +20,7 @@ from farcall.observe import tracing
 from farcall.observe.observer import Observer
 from farcall.observe.spans import Harvest
 from farcall.options import RpcBackendOptions
-from farcall.runtime.profiling import PROFILING
+from farcall.runtime.observing.profiling import PROFILING
 from farcall.testing.cluster import finish, start_cluster
 
 PATIENCE_S = 60.0

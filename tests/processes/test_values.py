@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead
-from farcall.runtime.lending import SHARED_BYTES
+from farcall.runtime.peers.shared_memory import SHARED_BYTES
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 MEBIBYTE = 1 << 20

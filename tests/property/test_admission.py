@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.runtime.admission import Admission, Fullness
+from farcall.runtime.calls.admission import Admission, Fullness
 
 CALLERS = 3
 EVENTS = st.one_of(

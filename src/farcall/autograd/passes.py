@@ -38,7 +38,7 @@ from farcall.protocol.gradients import (
     WorkerLost,
 )
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.profiling import PROFILING, CallProfile, RunProfile
+from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 
 if TYPE_CHECKING:
     from farcall.autograd.context import Context

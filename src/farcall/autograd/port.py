@@ -5,7 +5,7 @@ functions: the thread that reads it hands it to the contexts.
 
 Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
 peer's letter set off was quick, the next one is run by the I/O thread itself, as quick functions are
-(`runtime/inline.py`): if it is slow after all, another thread takes the role over.
+(`runtime/io/standby.py`): if it is slow after all, another thread takes the role over.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 
-from farcall.autograd.letters import GRADIENTS, encode_letters
+from farcall.autograd.gradient_messages import GRADIENTS, encode_letters
 from farcall.autograd.passes import Letter, Task
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.loop import NEVER
+from farcall.runtime.io.loop import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer
-from farcall.runtime.profiling import PROFILING, CallProfile, RunProfile
+from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
+from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated
 
 __all__ = ["NodePort"]

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import torch
 
 from farcall.autograd.contexts import Contexts
-from farcall.autograd.letters import GRADIENTS, decode_letters
+from farcall.autograd.gradient_messages import GRADIENTS, decode_letters
 from farcall.autograd.passes import Task
 from farcall.autograd.port import NodePort
 from farcall.errors import RpcError
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import Notes
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer
+from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated
 
 __all__ = ["Recorder", "attach_to"]
@@ -92,4 +92,4 @@ def attach_to(node: Node) -> None:
     """Make ``node`` take part in other workers' contexts."""
     node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
 
-    node.arrivals.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)
+    node.dispatcher.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from farcall.remote.future import DerivedFuture, Future
+from farcall.rpc.future import DerivedFuture, Future
 
 __all__ = ["replacements"]
 

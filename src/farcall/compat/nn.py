@@ -17,7 +17,7 @@ from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.scriptable_module import ScriptableRemoteModule
 from farcall.nn import remote_module as farcall_module
 from farcall.nn.remote_device import parse_remote_device
-from farcall.remote.reference import RRef
+from farcall.rpc.rref import RRef
 
 __all__ = ["RemoteModule"]
 

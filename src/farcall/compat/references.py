@@ -15,8 +15,8 @@ import torch
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.errors import RpcError
-from farcall.remote import proxy
-from farcall.remote.reference import RRef
+from farcall.rpc import proxy
+from farcall.rpc.rref import RRef
 
 __all__ = ["replacements"]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from farcall.compat.rpc import api
 from farcall.nn.remote_device import parse_remote_device
-from farcall.remote.reference import RRef
+from farcall.rpc.rref import RRef
 
 __all__ = ["ScriptableRemoteModule"]
 

@@ -18,10 +18,10 @@ from farcall.api import current_node
 from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.nn.remote_device import parse_remote_device
-from farcall.remote import proxy
-from farcall.remote.call import UNSET_TIMEOUT, call_async, call_sync
-from farcall.remote.future import Future
-from farcall.remote.reference import RRef
+from farcall.rpc import proxy
+from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync
+from farcall.rpc.future import Future
+from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
 __all__ = ["RemoteModule"]

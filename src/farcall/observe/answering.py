@@ -22,13 +22,13 @@ import msgspec
 from farcall.observe import explaining, metrics
 from farcall.observe.threads import take_snapshot
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
-from farcall.runtime.calls import PendingCall
-from farcall.runtime.chronicle import Event
-from farcall.runtime.loop import NEVER
+from farcall.runtime.calls.pending import PendingCall
+from farcall.runtime.io.loop import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.oneself import SelfPeer
-from farcall.runtime.onlooker import Onlooker
-from farcall.runtime.peers import Peer, RemotePeer
+from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.observer_connection import ObserverConnection
+from farcall.runtime.peers.loopback import LoopbackPeer
+from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject", "WorkerEvents"]
 
@@ -58,7 +58,7 @@ class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _PassedOn(NamedTuple):
-    onlooker: Onlooker
+    onlooker: ObserverConnection
     number: int
     deadline: float
 
@@ -78,7 +78,7 @@ class Answering:
         self.subjects: dict[str, Subject] = {
             SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
             METRICS: lambda peer, argument: encode(metrics.collect(node)),
-            EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.chronicle.latest())),
+            EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
             CALL: lambda peer, argument: explaining.describe_call(node, peer, argument),
         }
         """Other layers may add theirs, before the node starts."""
@@ -127,7 +127,7 @@ class Answering:
         me = self._node.info.name
         self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
-    def _on_observer_asks(self, onlooker: Onlooker, ask: Ask) -> None:
+    def _on_observer_asks(self, onlooker: ObserverConnection, ask: Ask) -> None:
         node = self._node
         others = node.others() if ask.everyone else []
         workers = self._everyone() if ask.everyone else [WorkerState(node.info.name, node.info.id)]
@@ -169,7 +169,7 @@ class Answering:
 
     def ask(self, peer: Peer, subject: str, argument: bytes, bound_s: float, done: Callable[[bytes], None]) -> None:
         """Ask ``peer``; ``done`` gets the answer, or nothing if none comes within ``bound_s``. On the I/O thread."""
-        if isinstance(peer, SelfPeer):
+        if isinstance(peer, LoopbackPeer):
             self.answer(peer, subject, argument, done)
             return
         now = monotonic()

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from farcall.observe.spans import OPERATOR, Span
-from farcall.runtime.profiling import PROFILING, is_profiled
+from farcall.runtime.observing.profiling import PROFILING, is_profiled
 
 legacy: ModuleType | None
 try:

@@ -16,8 +16,8 @@ from time import monotonic
 from farcall.observe.spans import CALL, RUN, Bound, Span
 from farcall.protocol.messages import ClockAsked, ClockTold
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer, RemotePeer
-from farcall.runtime.profiling import PROFILING
+from farcall.runtime.observing.profiling import PROFILING
+from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["Clocks", "align", "bounds_of_calls"]
 

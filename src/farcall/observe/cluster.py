@@ -25,10 +25,10 @@ from farcall.observe.events import function_events
 from farcall.observe.profile import THREAD, Collector, add_recorder, remove_recorder
 from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
 from farcall.observe.trace import chrome_trace, write_json
-from farcall.remote.call import UNSET_TIMEOUT, call_async
+from farcall.rpc.call import UNSET_TIMEOUT, call_async
 from farcall.runtime.node import Node, current_node
-from farcall.runtime.peers import Peer
-from farcall.runtime.profiling import is_profiled
+from farcall.runtime.observing.profiling import is_profiled
+from farcall.runtime.peers.peer import Peer
 
 __all__ = ["profile"]
 

@@ -10,7 +10,7 @@ import msgspec
 from farcall.observe.snapshot import LATER, QUEUED, STARTING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call, served_call, view_threads
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer
+from farcall.runtime.peers.peer import Peer
 
 __all__ = ["CallState", "bound_s", "describe_call", "say"]
 

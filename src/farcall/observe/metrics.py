@@ -1,7 +1,7 @@
 """What a worker has done so far, in numbers: `Metrics`, and how they are read from a node.
 
-Reading is lazy: calls only add to tallies (`runtime/tallies.py`) and links to their byte counts; everything else here
-is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
+Reading is lazy: calls only add to counters (`runtime/observing/counters.py`) and links to their byte counts; everything
+else here is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 from farcall.autograd.recorder import Recorder
 from farcall.observe.snapshot import PoolView, function_title
-from farcall.remote.references import NodeReferences
-from farcall.runtime.changes import MEMBER_EVENTS
-from farcall.runtime.chronicle import INTERRUPTED, RECONNECTED
+from farcall.rpc.references import NodeReferences
+from farcall.runtime.membership.events import MEMBER_EVENTS
 from farcall.runtime.node import Node
-from farcall.runtime.peers import RemotePeer
-from farcall.runtime.tallies import BOUNDS_S, FAILED, LOST, TIMED_OUT, Tallies, Tally
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, TIMED_OUT, Counters, FunctionCounters
+from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
+from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.absent import Absent
 
 __all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
@@ -165,18 +165,18 @@ def collect(node: Node) -> Metrics:
         owned_references=references.owned,
         used_references=references.users,
         contexts=0 if recorder is None else len(recorder.contexts.ids()),
-        interruptions=node.chronicle.count(INTERRUPTED),
-        reconnects=node.chronicle.count(RECONNECTED),
+        interruptions=node.event_log.count(INTERRUPTED),
+        reconnects=node.event_log.count(RECONNECTED),
         frames_sent_again=node.reconnecting.frames_sent_again,
         peers_lost=node.peers_lost,
-        members={kind: node.chronicle.count(kind) for kind in MEMBER_EVENTS},
+        members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
     )
 
 
-def _calls(peer: str, tallies: Tallies) -> Iterable[CallMetrics]:
-    for function, tally in list(tallies.items()):
-        counted = tally.copy()
+def _calls(peer: str, tallies: FunctionCounters) -> Iterable[CallMetrics]:
+    for function, counters in list(tallies.items()):
+        counted = counters.copy()
         yield CallMetrics(
             peer, _title(function), _histogram(counted), counted[FAILED], counted[TIMED_OUT], counted[LOST]
         )
@@ -186,8 +186,8 @@ def _title(function: bytes) -> str:
     return "(others)" if function == b"?" else function_title(function)
 
 
-def _histogram(tally: Tally) -> Histogram:
-    return Histogram({bucket: count for bucket, count in enumerate(tally[: len(BOUNDS_S) + 1]) if count})
+def _histogram(counters: Counters) -> Histogram:
+    return Histogram({bucket: count for bucket, count in enumerate(counters[: len(BOUNDS_S) + 1]) if count})
 
 
 def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:

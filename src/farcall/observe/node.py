@@ -21,9 +21,9 @@ from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
 from farcall.observe.tracing import Tracing
 from farcall.protocol.handshake import observer_key
-from farcall.remote import node
-from farcall.runtime.calls import CallTable
-from farcall.runtime.rendezvous import Membership
+from farcall.rpc import node
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.rendezvous.rendezvous import Membership
 
 if TYPE_CHECKING:
     from farcall.observe.dashboard.server import Dashboard

@@ -35,8 +35,8 @@ from farcall.observe.clocks import Clocks
 from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
 from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer, RemotePeer
-from farcall.runtime.profiling import PROFILING
+from farcall.runtime.observing.profiling import PROFILING
+from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["THREAD", "Call", "Collector", "Recorder", "Run", "add_recorder", "call_name", "remove_recorder"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
 from farcall.runtime.node import Node
-from farcall.runtime.tallies import BOUNDS_S
+from farcall.runtime.observing.counters import BOUNDS_S
 
 __all__ = ["MetricsServer"]
 

@@ -19,10 +19,10 @@ from farcall.errors import InitError
 from farcall.observe.snapshot import function_title
 from farcall.protocol.frames import FAILURE
 from farcall.protocol.notes import Notes, decode_notes, encode_notes
-from farcall.runtime.calls import CallTable, PendingCall, SyncCall
-from farcall.runtime.executor import Executor, Task
-from farcall.runtime.loop import Loop
-from farcall.runtime.serving import Request
+from farcall.runtime.calls.executor import Executor, Task
+from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
+from farcall.runtime.calls.serving import Request
+from farcall.runtime.io.loop import Loop
 
 __all__ = ["Telemetry", "TracedCalls"]
 

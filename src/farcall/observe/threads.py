@@ -29,9 +29,9 @@ from farcall.observe.snapshot import (
     WorkerSnapshot,
     function_title,
 )
-from farcall.runtime.calls import PendingCall, name_of
+from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.serving import Request
 from farcall.runtime.node import Node
-from farcall.runtime.serving import Request
 
 __all__ = ["outgoing_call", "served_call", "take_snapshot", "view_threads"]
 

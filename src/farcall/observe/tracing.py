@@ -28,9 +28,9 @@ from farcall.observe.cluster import Recordings
 from farcall.observe.observer import Observer
 from farcall.observe.spans import CALL, OPERATOR, Harvest, encode_harvest
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.loop import NEVER
+from farcall.runtime.io.loop import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.peers import Peer
+from farcall.runtime.peers.peer import Peer
 
 __all__ = ["MOST_S", "Trace", "Tracing", "record"]
 

@@ -6,7 +6,7 @@ objects) is None here and goes with the arguments. It does not know how argument
 
     "p" module NUL dotted.name    a path to be walked
     "o" namespace.operator[.overload]
-    "b" the same, of a function of torch's that was matched to its arguments (remote/matching.py)
+    "b" the same, of a function of torch's that was matched to its arguments (rpc/schemas.py)
     "s" qualified name of a TorchScript function
     "k" pickle                    builtins whose path pickle knows and we do not
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from farcall.remote import reference
-from farcall.remote.future import Future
-from farcall.remote.reference import RRef
+from farcall.rpc import rref as reference
+from farcall.rpc.future import Future
+from farcall.rpc.rref import RRef
 from farcall.serialize import RECORDING, Encoding, register_reducer
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import Recording

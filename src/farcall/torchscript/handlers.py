@@ -16,11 +16,11 @@ import torch
 from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
-from farcall.remote.asking import wait_for_value
-from farcall.remote.call import call_async as issue
-from farcall.remote.owned import Owned
-from farcall.remote.reference import RRef
-from farcall.runtime.role import abdicate
+from farcall.rpc.call import call_async as issue
+from farcall.rpc.owned_value import Owned
+from farcall.rpc.owner_calls import wait_for_value
+from farcall.rpc.rref import RRef
+from farcall.runtime.io.reader import stop_reading
 from farcall.serialize import RECORDING
 from farcall.serialize.functions import decode_function
 from farcall.torchscript.types import type_of as type_of
@@ -43,7 +43,7 @@ def call_async(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``rpc_async`` in a script."""
-    abdicate()  # the script is likely to wait for the result, which it does where nobody sees it
+    stop_reading()  # the script is likely to wait for the result, which it does where nobody sees it
     function = _find(name)
     return _in_context(
         context_id, lambda: issue(api.current_node(), to, function, args, kwargs, timeout_s, "async_jit")

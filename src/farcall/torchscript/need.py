@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from farcall.remote.reference import RRef
+from farcall.rpc.rref import RRef
 from farcall.torchscript import extension, refusing
 from farcall.torchscript.bridging import enable
 

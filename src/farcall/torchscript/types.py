@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from farcall import api
-from farcall.remote.asking import wait_for_value
-from farcall.remote.owned import Owned
-from farcall.remote.reference import RRef
+from farcall.rpc.owned_value import Owned
+from farcall.rpc.owner_calls import wait_for_value
+from farcall.rpc.rref import RRef
 from farcall.serialize.functions import decode_function
 from farcall.torchscript import extension
 

@@ -17,7 +17,7 @@ from farcall.errors import (
     ReferenceLeak,
     ReferenceLost,
 )
-from farcall.remote.references import NodeReferences
+from farcall.rpc.references import NodeReferences
 from farcall.testing.cluster import (
     MemberFailed,
     finish,

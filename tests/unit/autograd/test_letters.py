@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.autograd.letters import GRADIENTS, decode_letters, encode_letters
+from farcall.autograd.gradient_messages import GRADIENTS, decode_letters, encode_letters
 from farcall.autograd.passes import Gradient, Letter
 from farcall.protocol.frames import LETTER, Arrived
 from farcall.protocol.gradients import AbortPass, PassDone, PassFailed, PassId, ReleaseContext, StartPass

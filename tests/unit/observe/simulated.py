@@ -14,8 +14,8 @@ from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metr
 from farcall.observe.observer import Heard
 from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.chronicle import Event
-from farcall.runtime.tallies import BOUNDS_S
+from farcall.runtime.observing.counters import BOUNDS_S
+from farcall.runtime.observing.event_log import Event
 
 FUNCTIONS = ("forward", "backward_step", "ParameterServer.fetch_parameters", "heartbeat")
 STACK = [Frame("/home/me/train.py", 57, "step"), Frame("/home/me/train.py", 112, "main")]

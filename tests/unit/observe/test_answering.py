@@ -18,7 +18,7 @@ from farcall.observe.explaining import CallState
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call
 from farcall.protocol.observing import Ask, Told
-from farcall.runtime.peers import RemotePeer
+from farcall.runtime.peers.peer import RemotePeer
 
 POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
 

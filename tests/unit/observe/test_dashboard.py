@@ -16,7 +16,7 @@ from farcall.observe.dashboard import digest, looks
 from farcall.observe.dashboard.access import NONCE_S, Access, Denied
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.rates import rows
-from farcall.runtime.chronicle import Event
+from farcall.runtime.observing.event_log import Event
 
 SECRET = b"the cluster's secret"
 PATIENCE_S = 30.0

@@ -16,7 +16,7 @@ from farcall.observe.observer import Heard
 from farcall.observe.rates import rows
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.tallies import BOUNDS_S, MOST_FUNCTIONS, OTHERS, Tallies, tally_of
+from farcall.runtime.observing.counters import BOUNDS_S, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
 
 
 def histogram(*durations_s: float) -> Histogram:
@@ -79,26 +79,26 @@ def test_what_came_between_two_pictures() -> None:
 
 
 def test_functions_beyond_the_limit_share_a_tally() -> None:
-    tallies: Tallies = {}
+    tallies: FunctionCounters = {}
     for number in range(MOST_FUNCTIONS + 10):
-        tally_of(tallies, b"p%d" % number)[0] += 1
+        counters_of(tallies, b"p%d" % number)[0] += 1
     assert tallies[OTHERS][0] == 10
     assert len(tallies) == MOST_FUNCTIONS + 1
 
 
 def test_no_count_is_lost_between_threads() -> None:
-    tally = tally_of({}, b"f")
+    counters = counters_of({}, b"f")
 
     def count() -> None:
         for _ in range(20_000):
-            tally[bisect_right(BOUNDS_S, 1e-3)] += 1
+            counters[bisect_right(BOUNDS_S, 1e-3)] += 1
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(tally) == 80_000
+    assert sum(counters) == 80_000
 
 
 def test_rates_between_two_looks() -> None:

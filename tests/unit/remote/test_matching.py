@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.remote.functions import async_execution
-from farcall.remote.matching import name_function
+from farcall.rpc.functions import async_execution
+from farcall.rpc.schemas import name_function
 from farcall.serialize import TablePickler, decode_function, use_rpc_pickler
 
 

@@ -25,13 +25,13 @@ from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
-from farcall.remote.call import call_async, call_sync
-from farcall.remote.owned import Owned
-from farcall.remote.proxy import Proxy
-from farcall.remote.reference import RRef
-from farcall.remote.references import RETRY_S, NodeReferences, call_remote
-from farcall.runtime.calls import PendingCall
-from farcall.runtime.serving import StoredFailure
+from farcall.rpc.call import call_async, call_sync
+from farcall.rpc.owned_value import Owned
+from farcall.rpc.proxy import Proxy
+from farcall.rpc.references import RETRY_S, NodeReferences, call_remote
+from farcall.rpc.rref import RRef
+from farcall.runtime.calls.pending import PendingCall
+from farcall.runtime.calls.serving import StoredFailure
 from farcall.serialize import Annotated, encode, encode_failure
 
 ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "owner", "other")))
@@ -86,7 +86,7 @@ class FakeNode:
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
         )
         self.server = SimpleNamespace(worker=ME)
-        self.arrivals = SimpleNamespace(redeliver=self.redeliver)
+        self.dispatcher = SimpleNamespace(redeliver=self.redeliver)
         self.calls = FakeCalls()
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []

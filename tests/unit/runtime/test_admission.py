@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from time import monotonic
 
-from farcall.runtime.admission import LOOK_S, Admission, Fullness
-from farcall.runtime.loop import NEVER
+from farcall.runtime.calls.admission import LOOK_S, Admission, Fullness
+from farcall.runtime.io.loop import NEVER
 
 PATIENCE_S = 20.0
 

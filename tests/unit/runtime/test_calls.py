@@ -10,9 +10,9 @@ import torch
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.runtime.calls import CallTable, PendingCall, name_of
-from farcall.runtime.loop import NEVER
-from farcall.runtime.peers import Peer
+from farcall.runtime.calls.pending import CallTable, PendingCall, name_of
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.peers.peer import Peer
 from farcall.serialize.context import Annotated, IfUnsent
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from farcall.ids import WorkerInfo
-from farcall.runtime.changes import Changes, MemberEvent
+from farcall.runtime.membership.events import MemberEvent, MemberEvents
 
 
 class AtOnce:
@@ -24,11 +24,11 @@ def event(kind: str) -> MemberEvent:
 
 
 @pytest.fixture
-def changes() -> Changes:
-    return Changes(AtOnce())  # type: ignore[arg-type]
+def changes() -> MemberEvents:
+    return MemberEvents(AtOnce())  # type: ignore[arg-type]
 
 
-def test_callbacks_hear_in_order_and_until_they_end_it(changes: Changes) -> None:
+def test_callbacks_hear_in_order_and_until_they_end_it(changes: MemberEvents) -> None:
     heard: list[str] = []
     end = changes.subscribe(lambda event: heard.append(event.kind))
     changes.tell(event("joined"))
@@ -39,7 +39,7 @@ def test_callbacks_hear_in_order_and_until_they_end_it(changes: Changes) -> None
     assert heard == ["joined", "suspected"]
 
 
-def test_a_callback_that_fails_keeps_nothing_from_the_others(changes: Changes) -> None:
+def test_a_callback_that_fails_keeps_nothing_from_the_others(changes: MemberEvents) -> None:
     heard: list[str] = []
 
     def fail(event: MemberEvent) -> None:
@@ -51,7 +51,7 @@ def test_a_callback_that_fails_keeps_nothing_from_the_others(changes: Changes) -
     assert heard == ["joined"]
 
 
-def test_an_iterator_has_what_happened_since_it_was_made(changes: Changes) -> None:
+def test_an_iterator_has_what_happened_since_it_was_made(changes: MemberEvents) -> None:
     async def listen() -> list[str]:
         events = changes.iterate()
         changes.tell(event("joined"))  # before anybody looks
@@ -63,7 +63,7 @@ def test_an_iterator_has_what_happened_since_it_was_made(changes: Changes) -> No
     assert asyncio.run(listen()) == ["joined", "dead"]
 
 
-def test_an_iterator_wakes_up_and_ends_with_the_node(changes: Changes) -> None:
+def test_an_iterator_wakes_up_and_ends_with_the_node(changes: MemberEvents) -> None:
     async def listen() -> list[str]:
         loop = asyncio.get_running_loop()
         loop.call_later(0.01, changes.tell, event("joined"))
@@ -74,7 +74,7 @@ def test_an_iterator_wakes_up_and_ends_with_the_node(changes: Changes) -> None:
     assert asyncio.run(listen()) == []
 
 
-def test_an_iterator_that_nobody_looks_at_is_forgotten(changes: Changes) -> None:
+def test_an_iterator_that_nobody_looks_at_is_forgotten(changes: MemberEvents) -> None:
     changes.iterate()
     gc.collect()
     assert changes._callbacks == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from farcall.runtime.chronicle import FAILED, MOST_CHARACTERS, MOST_EVENTS, Chronicle
+from farcall.runtime.observing.event_log import FAILED, MOST_CHARACTERS, MOST_EVENTS, EventLog
 
 
 def test_repetitions_are_one_event_and_all_of_them_count() -> None:
-    chronicle = Chronicle()
+    chronicle = EventLog()
     chronicle.note("dead", "w1", text="it does not answer")
     for number in range(3 * MOST_EVENTS):
         chronicle.note(FAILED, "w2", "f", f"ValueError: {number}")
@@ -18,7 +18,7 @@ def test_repetitions_are_one_event_and_all_of_them_count() -> None:
 
 
 def test_the_oldest_go_first_and_no_text_is_endless() -> None:
-    chronicle = Chronicle()
+    chronicle = EventLog()
     for number in range(MOST_EVENTS + 1):
         chronicle.note(FAILED, "w1", f"f{number}", "x" * 10_000)
     events = chronicle.latest()

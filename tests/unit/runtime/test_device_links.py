@@ -14,8 +14,8 @@ from farcall.channel.device_pool import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.runtime import device_links
-from farcall.runtime.device_links import VIEWED_BYTES, DeviceLink
+from farcall.runtime.devices import links as device_links
+from farcall.runtime.devices.links import VIEWED_BYTES, DeviceLink
 
 DEVICE = torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from farcall.errors import BadDeviceMap
 from farcall.options import RpcBackendOptions
-from farcall.runtime.device_maps import DeviceWishes, check_device_maps, reversed_map, wishes_of
+from farcall.runtime.devices.maps import DeviceWishes, check_device_maps, reversed_map, wishes_of
 
 
 def wishes(count: int = 2, devices: tuple[str, ...] = (), **maps: dict[str, str]) -> DeviceWishes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from farcall.protocol.handshake import Identity
-from farcall.runtime.dialling import Dialling
-from farcall.runtime.loop import Loop
-from farcall.runtime.members import MemberRecord
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.link.dialling import Dialling
+from farcall.runtime.rendezvous.records import MemberRecord
 
 NOWHERE = MemberRecord("nowhere", 1, (), "", f"{1 << 62:016x}")
 

@@ -12,8 +12,8 @@ import pytest
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import MAX_MESSAGE_BYTES, NONCE_BYTES, Established, Handshake, Identity, Role
-from farcall.runtime import doors
-from farcall.runtime.doors import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, Door
+from farcall.runtime.link import listener as doors
+from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
 from farcall.transport.address import dial
 from farcall.transport.interface import ListenFailed, Transport
 
@@ -50,7 +50,7 @@ class Hall:
 
     def __init__(self, refuse: str | None = None, secret: bytes = SECRET) -> None:
         self.loop = StillLoop()
-        self.door = Door(["memory:"], self.loop)  # type: ignore[arg-type]
+        self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
         self.door.open(identity("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member))
 
@@ -223,8 +223,8 @@ def test_one_way_that_cannot_be_set_up_is_no_error(monkeypatch: pytest.MonkeyPat
         return really_listen(address)
 
     monkeypatch.setattr(doors, "listen", listen)
-    door = Door(["unix:", "memory:"], StillLoop())  # type: ignore[arg-type]
+    door = PeerListener(["unix:", "memory:"], StillLoop())  # type: ignore[arg-type]
     assert [address.partition(":")[0] for address in door.addresses] == ["memory"]
     door.close()
     with pytest.raises(ListenFailed, match="not in this sandbox"):
-        Door(["unix:"], StillLoop())  # type: ignore[arg-type]
+        PeerListener(["unix:"], StillLoop())  # type: ignore[arg-type]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from farcall.runtime.executor import STALLED_S, Executor
-from farcall.runtime.loop import NEVER
+from farcall.runtime.calls.executor import STALLED_S, Executor
+from farcall.runtime.io.loop import NEVER
 
 PATIENCE_S = 20.0
 

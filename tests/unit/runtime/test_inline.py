@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.runtime.inline import Standby, claim
+from farcall.runtime.io.standby import Standby, claim
 
 PATIENCE_S = 10.0
 

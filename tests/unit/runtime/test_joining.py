@@ -10,10 +10,10 @@ import pytest
 from farcall.errors import MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Identity
-from farcall.runtime.contacts import Group
-from farcall.runtime.joining import Joining
-from farcall.runtime.members import MemberRecord
-from farcall.runtime.stores import MeetingPlace
+from farcall.runtime.rendezvous.contacts import Group
+from farcall.runtime.rendezvous.joining import Joining
+from farcall.runtime.rendezvous.records import MemberRecord
+from farcall.runtime.rendezvous.store import MeetingPlace
 
 ME = MemberRecord("me", 1, (), "", "4f")
 MEMBER = MemberRecord("member", 0, (), "", "1f")

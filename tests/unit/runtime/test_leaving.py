@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
-from farcall.runtime.leaving import Leaving
+from farcall.runtime.membership.shutdown import Leaving
 
 LONG_S = 10.0
 

@@ -13,8 +13,8 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small
 from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError
-from farcall.runtime.link import Link
-from farcall.runtime.loop import Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.link.link import Link
 from farcall.transport.memory import MemoryTransport, memory_pair
 
 PATIENCE_S = 20.0

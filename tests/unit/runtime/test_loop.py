@@ -9,7 +9,7 @@ from time import monotonic
 
 import pytest
 
-from farcall.runtime.loop import NEVER, Loop
+from farcall.runtime.io.loop import NEVER, Loop
 
 PATIENCE_S = 20.0
 

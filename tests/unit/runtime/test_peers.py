@@ -12,7 +12,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import REQUEST, RESPONSE, FrameDecoder
 from farcall.protocol.session import Unkept
-from farcall.runtime.peers import RemotePeer
+from farcall.runtime.peers.peer import RemotePeer
 
 SIZE_BYTES = 4096
 

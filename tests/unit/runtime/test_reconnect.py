@@ -9,8 +9,8 @@ import pytest
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Identity
 from farcall.protocol.resumption import asking, resuming
-from farcall.runtime.members import life_of
-from farcall.runtime.reconnect import Reconnecting
+from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.rendezvous.records import life_of
 
 ME = Identity("w0", 0, "cluster", "1f")
 OTHER = Identity("w1", 1, "cluster", "2f")

@@ -11,10 +11,10 @@ import pytest
 
 from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
 from farcall.protocol.resumption import asking, resuming, resumption_of
-from farcall.runtime import redial as redialling
-from farcall.runtime.doors import Door
-from farcall.runtime.loop import Loop
-from farcall.runtime.redial import Redial
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.link import redial as redialling
+from farcall.runtime.link.listener import PeerListener
+from farcall.runtime.link.redial import Redial
 from farcall.transport.interface import DialFailed, DialRefused, Transport
 
 PATIENCE_S = 20.0
@@ -28,7 +28,7 @@ class Host:
     def __init__(self, token: str = "token", refuses: bool = False) -> None:
         self.loop = Loop("host")
         self.loop.start()
-        self.door = Door(["memory:"], self.loop)
+        self.door = PeerListener(["memory:"], self.loop)
         self.refuses = refuses
         self.came: Queue[tuple[Transport, Established]] = Queue()
         host = Identity("host", 0, "cluster", token)

@@ -15,9 +15,12 @@ from tests.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.runtime import addresses, meeting, patience, stores
-from farcall.runtime.members import MemberRecord, Slot, as_text
-from farcall.runtime.rendezvous import Membership, find_meeting_place, join
+from farcall.runtime.io import bounded_call as patience
+from farcall.runtime.rendezvous import addresses
+from farcall.runtime.rendezvous import static as meeting
+from farcall.runtime.rendezvous import store as stores
+from farcall.runtime.rendezvous.records import MemberRecord, Slot, as_text
+from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
 
 PLACE = "file:///nowhere/in/particular"
 

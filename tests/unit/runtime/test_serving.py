@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from farcall.ids import WorkerInfo
-from farcall.runtime import serving
-from farcall.runtime.serving import MOST_PARDON_RUNS, PARDON_RUNS, Server
+from farcall.runtime.calls import serving
+from farcall.runtime.calls.serving import MOST_PARDON_RUNS, PARDON_RUNS, Server
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from farcall.runtime import shield
+from farcall.runtime.io import sigint
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ def pressed() -> Iterator[list[int]]:
     """Signals that reached the program's own handler."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    assert shield.install()
+    assert sigint.install()
     yield seen
-    shield.uninstall()
+    sigint.uninstall()
     signal.signal(signal.SIGINT, before)
-    assert shield._state.depth == shield._state.sealed == shield._state.users == 0
+    assert sigint._state.depth == sigint._state.sealed == sigint._state.users == 0
 
 
 def press() -> None:
@@ -33,55 +33,55 @@ def test_signal_outside_goes_through_at_once(pressed: list[int]) -> None:
 
 
 def test_signal_inside_waits_for_the_outermost_end(pressed: list[int]) -> None:
-    shield.enter()
-    shield.enter()
+    sigint.enter()
+    sigint.enter()
     press()
     press()
-    shield.leave()
+    sigint.leave()
     assert pressed == []
-    shield.leave()
+    sigint.leave()
     assert pressed == [signal.SIGINT]
 
 
 def test_pause_lets_a_held_signal_through_and_goes_on(pressed: list[int]) -> None:
-    shield.enter()
+    sigint.enter()
     press()
-    shield.pause(shield.of_thread())
+    sigint.pause(sigint.of_thread())
     assert pressed == [signal.SIGINT]
     press()
     assert len(pressed) == 1
-    shield.leave()
+    sigint.leave()
     assert len(pressed) == 2
 
 
 def test_pause_that_raises_leaves_the_section_intact() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    shield.install()
+    sigint.install()
     try:
-        shield.enter()
+        sigint.enter()
         press()
         with pytest.raises(KeyboardInterrupt):
-            shield.pause(shield.of_thread())
-        assert shield._state.depth == 1
+            sigint.pause(sigint.of_thread())
+        assert sigint._state.depth == 1
         press()
         with pytest.raises(KeyboardInterrupt):
-            shield.leave()
-        assert shield._state.depth == 0
+            sigint.leave()
+        assert sigint._state.depth == 0
     finally:
-        shield.uninstall()
+        sigint.uninstall()
         signal.signal(signal.SIGINT, before)
 
 
 def test_sealed_section_holds_even_where_others_pause(pressed: list[int]) -> None:
-    shield.seal()
+    sigint.seal()
     press()
-    shield.pause(shield.of_thread())
-    mine = shield.of_thread()
+    sigint.pause(sigint.of_thread())
+    mine = sigint.of_thread()
     depth, mine.depth = mine.depth, 0
-    shield.deliver()
+    sigint.deliver()
     mine.depth = depth
     assert pressed == []
-    shield.unseal()
+    sigint.unseal()
     assert pressed == [signal.SIGINT]
 
 
@@ -92,49 +92,49 @@ def elsewhere(work: Callable[[], object]) -> None:
 
 
 def test_sections_of_other_threads_hold_nothing_back(pressed: list[int]) -> None:
-    elsewhere(shield.enter)
+    elsewhere(sigint.enter)
     press()
     assert pressed == [signal.SIGINT]
-    elsewhere(shield.leave)
+    elsewhere(sigint.leave)
 
 
 def test_handler_comes_back_after_the_last_user() -> None:
     before = signal.getsignal(signal.SIGINT)
-    shield.install()
-    shield.install()
-    shield.uninstall()
+    sigint.install()
+    sigint.install()
+    sigint.uninstall()
     assert signal.getsignal(signal.SIGINT) is not before
-    shield.uninstall()
+    sigint.uninstall()
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_handler_set_by_the_program_meanwhile_is_kept() -> None:
     before = signal.getsignal(signal.SIGINT)
-    shield.install()
+    sigint.install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    shield.uninstall()
+    sigint.uninstall()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, before)
 
 
 def test_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    shield.install()
+    sigint.install()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    shield.uninstall()
+    sigint.uninstall()
     signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_install_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
     results: list[bool] = []
-    elsewhere(lambda: results.append(shield.install()))
+    elsewhere(lambda: results.append(sigint.install()))
     assert results == [False]
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_gate_lets_one_through_whoever_comes_first() -> None:
-    gate = shield.Gate()
+    gate = sigint.Gate()
     assert not gate.wait(0.0)
     gate.open()
     gate.open()

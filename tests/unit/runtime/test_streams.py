@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from farcall.channel import device_api
-from farcall.runtime import streams
-from farcall.runtime.streams import LaneCoroutine, Lanes, LaneTask, Stamp, stamp
+from farcall.runtime.devices import streams
+from farcall.runtime.devices.streams import Stamp, StreamCoroutine, StreamPool, StreamTask, stamp
 
 DEVICE = torch.device("cuda", 0)
 
@@ -63,22 +63,22 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> FakeInner:
 
 
 @pytest.fixture
-def lanes(inner: FakeInner) -> Lanes:
-    return Lanes(lambda: [DEVICE])
+def lanes(inner: FakeInner) -> StreamPool:
+    return StreamPool(lambda: [DEVICE])
 
 
-def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(lanes: Lanes, inner: FakeInner) -> None:
+def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(lanes: StreamPool, inner: FakeInner) -> None:
     seen = [lanes.run(lambda: inner.current[0]) for _ in range(5)]
     assert seen == [1] * 5
     assert inner.current == (0, 0, 1)
     assert lanes.take().streams[0].waits == []  # type: ignore[attr-defined]
 
 
-def test_overlapping_calls_have_lanes_of_their_own(lanes: Lanes, inner: FakeInner) -> None:
+def test_overlapping_calls_have_lanes_of_their_own(lanes: StreamPool, inner: FakeInner) -> None:
     assert lanes.run(lambda: (inner.current[0], lanes.run(lambda: inner.current[0]), inner.current[0])) == (1, 2, 1)
 
 
-def test_a_call_sees_those_that_have_ended_wherever_they_ran(lanes: Lanes) -> None:
+def test_a_call_sees_those_that_have_ended_wherever_they_ran(lanes: StreamPool) -> None:
     first, second = lanes.take(), lanes.take()
     lanes.leave(first)
     lanes.leave(second)
@@ -90,7 +90,7 @@ def test_a_call_sees_those_that_have_ended_wherever_they_ran(lanes: Lanes) -> No
     assert first.streams[0].waits == [2]  # type: ignore[attr-defined]
 
 
-def test_what_is_done_is_not_waited_for(lanes: Lanes) -> None:
+def test_what_is_done_is_not_waited_for(lanes: StreamPool) -> None:
     first, second = lanes.take(), lanes.take()
     first.streams[0].busy = False  # type: ignore[attr-defined]
     lanes.leave(first)
@@ -98,7 +98,7 @@ def test_what_is_done_is_not_waited_for(lanes: Lanes) -> None:
     assert second.streams[0].waits == []  # type: ignore[attr-defined]
 
 
-def test_a_failing_call_leaves_its_lane(lanes: Lanes, inner: FakeInner) -> None:
+def test_a_failing_call_leaves_its_lane(lanes: StreamPool, inner: FakeInner) -> None:
     with pytest.raises(ZeroDivisionError):
         lanes.run(lambda: 1 // 0)
     assert inner.current == (0, 0, 1)
@@ -106,9 +106,9 @@ def test_a_failing_call_leaves_its_lane(lanes: Lanes, inner: FakeInner) -> None:
 
 
 def test_without_a_device_or_one_that_works_calls_run_all_the_same(
-    lanes: Lanes, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
+    lanes: StreamPool, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Lanes(list).run(lambda: 7) == 7
+    assert StreamPool(list).run(lambda: 7) == 7
 
     def fail() -> None:
         raise RuntimeError("no driver")
@@ -117,7 +117,7 @@ def test_without_a_device_or_one_that_works_calls_run_all_the_same(
     assert lanes.run(lambda: inner.current[0]) == 0
 
 
-def test_a_task_runs_on_a_lane(lanes: Lanes, inner: FakeInner) -> None:
+def test_a_task_runs_on_a_lane(lanes: StreamPool, inner: FakeInner) -> None:
     class Task:
         quick = True
         log: tuple[Any, ...] = ()
@@ -129,14 +129,14 @@ def test_a_task_runs_on_a_lane(lanes: Lanes, inner: FakeInner) -> None:
             self.log = ("dropped",)
 
     task = Task()
-    LaneTask(task, lanes).run(True)
+    StreamTask(task, lanes).run(True)
     assert task.log == (True, 1)
-    assert LaneTask(task, lanes).quick
-    LaneTask(task, lanes).drop()
+    assert StreamTask(task, lanes).quick
+    StreamTask(task, lanes).drop()
     assert task.log == ("dropped",)
 
 
-def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: Lanes, inner: FakeInner) -> None:
+def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: StreamPool, inner: FakeInner) -> None:
     async def function() -> list[int]:
         before = inner.current[0]
         await asyncio.sleep(0)
@@ -148,7 +148,7 @@ def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: Lanes, inner: FakeInne
     assert other is not kept, "it is in use until it is left"
 
     async def main() -> list[int]:
-        return await asyncio.ensure_future(LaneCoroutine(function(), kept))
+        return await asyncio.ensure_future(StreamCoroutine(function(), kept))
 
     assert asyncio.run(main()) == [1, 1]
     assert inner.current == (0, 0, 1)

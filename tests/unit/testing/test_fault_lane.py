@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from farcall.protocol.frames import CONTROL, REQUEST
-from farcall.testing.faults.lane import NEVER, Lane
+from farcall.testing.faults.delay_line import NEVER, Lane
 from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, Reorder
 
 

@@ -79,7 +79,7 @@ def test_bytes_that_start_no_frame_are_an_error():
     [
         (frame(), {"request", "call"}),
         (frame(flags=KEEP), {"request", "create"}),
-        (encode_small(REQUEST, 0, 1, b"pfarcall.remote.owner\0fetch", b"", b""), {"request", "fetch"}),
+        (encode_small(REQUEST, 0, 1, b"pfarcall.rpc.owner\0fetch", b"", b""), {"request", "fetch"}),
         (frame(RESPONSE), {"response"}),
         (frame(FAILURE), {"failure"}),
         (control(Register([])), {"control", "Register"}),
@@ -94,7 +94,7 @@ def test_what_a_message_is_called(data, names):
 
 
 def test_letters_are_called_by_what_is_in_them():
-    from farcall.autograd.letters import encode_letters
+    from farcall.autograd.gradient_messages import encode_letters
     from farcall.protocol.gradients import PassDone, PassId, ReleaseContext
 
     flags, payload, _ = encode_letters([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)

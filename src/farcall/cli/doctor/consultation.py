@@ -14,7 +14,7 @@ from farcall.cli.doctor.hosts import Host, visit
 from farcall.cli.doctor.machine import look_at_machine, look_at_options
 from farcall.cli.doctor.store import look_at_store, meeting_place
 from farcall.options import RpcBackendOptions
-from farcall.runtime.addresses import choose_host
+from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.transport.interface import ListenFailed
 
 __all__ = ["consult", "receive_visits"]

@@ -29,7 +29,7 @@ from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.options import ENV_ADVERTISE, ENV_SECRET
 from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, RefusalReason, Refused, Role
-from farcall.runtime.doors import prove
+from farcall.runtime.link.listener import prove
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
 from farcall.transport.tcp import format_tcp, leads_to, parse_tcp

@@ -20,7 +20,7 @@ from farcall.channel.host import why_not_shared
 from farcall.channel.segment import Segment
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
-from farcall.runtime.addresses import choose_host, is_local, is_loopback
+from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Listener, Transport, TransportError
 from farcall.transport.tcp import format_tcp, parse_tcp

@@ -17,9 +17,9 @@ from time import monotonic
 
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import InitError
-from farcall.runtime.addresses import is_local, is_loopback
-from farcall.runtime.patience import in_bounded_time
-from farcall.runtime.stores import MeetingPlace, find_meeting_place
+from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.rendezvous.addresses import is_local, is_loopback
+from farcall.runtime.rendezvous.store import MeetingPlace, find_meeting_place
 
 __all__ = ["look_at_store", "meeting_place"]
 

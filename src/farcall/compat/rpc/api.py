@@ -26,8 +26,8 @@ from farcall.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIM
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout
-from farcall.remote.reference import RRef
-from farcall.remote.references import NodeReferences
+from farcall.rpc.references import NodeReferences
+from farcall.rpc.rref import RRef
 from farcall.serialize import use_rpc_pickler
 
 __all__ = [

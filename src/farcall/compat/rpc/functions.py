@@ -1,5 +1,5 @@
 """``torch.distributed.rpc.functions``: functions whose answer comes later than their return."""
 
-from farcall.remote.functions import async_execution
+from farcall.rpc.functions import async_execution
 
 __all__ = ["async_execution"]

@@ -22,7 +22,7 @@ from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.rpc.worker_info import WorkerInfo
-from farcall.remote.reference import RRef as PyRRef
+from farcall.rpc.rref import RRef as PyRRef
 from farcall.torchscript import bridging
 
 __all__ = [

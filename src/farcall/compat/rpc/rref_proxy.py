@@ -7,8 +7,8 @@ from typing import Any
 from farcall.compat.rpc import api
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.remote import proxy
-from farcall.remote.reference import RRef
+from farcall.rpc import proxy
+from farcall.rpc.rref import RRef
 
 __all__: list[str] = []
 

@@ -38,7 +38,7 @@ _WAYS = {
     "_validate_device_maps": _DEVICES,
     "_init_process_group": "use torch.distributed.init_process_group",
     "_invoke_rpc": _CALL,
-    "_run_function": "functions are run by farcall's executor (farcall.runtime.executor)",
+    "_run_function": "functions are run by farcall's executor (farcall.runtime.calls.executor)",
     "_handle_exception": "an error raised on the other side is raised by the call itself, with its type",
     "_start_record_function": "use farcall.profile",
     "_local_invoke": _CALL,

@@ -22,7 +22,7 @@ import threading
 from typing import Final
 from urllib.parse import urlsplit
 
-from farcall.runtime.addresses import is_loopback
+from farcall.runtime.rendezvous.addresses import is_loopback
 
 __all__ = ["Access", "Denied"]
 

@@ -16,7 +16,7 @@ from farcall.observe.observer import Heard
 from farcall.observe.rates import Row, busiest, errors_of, latency_between
 from farcall.observe.snapshot import QUEUED, STARTING, ThreadKey, ThreadView, WorkerSnapshot, find_troubles
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.changes import MEMBER_EVENTS
+from farcall.runtime.membership.events import MEMBER_EVENTS
 
 __all__ = ["channels", "events", "functions", "functions_between", "pairs", "point", "troubles", "waiting", "workers"]
 

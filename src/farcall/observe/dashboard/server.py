@@ -25,7 +25,7 @@ from farcall.errors import InitError
 from farcall.observe.dashboard.access import Access, Denied
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.observer import Observer
-from farcall.runtime.addresses import is_loopback
+from farcall.runtime.rendezvous.addresses import is_loopback
 
 __all__ = ["Dashboard"]
 

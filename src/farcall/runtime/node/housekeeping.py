@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from time import monotonic
 
-from farcall.runtime.lending import retire_from
-from farcall.runtime.node.company import Company
-from farcall.runtime.node.foundation import Foundation
+from farcall.runtime.node.cluster_links import ClusterLinks
+from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.shared_memory import retire_from
 
 __all__ = ["Housekeeping"]
 
@@ -20,7 +20,7 @@ TRIM_EVERY_S = 10.0
 class Housekeeping:
     """One node's."""
 
-    def __init__(self, foundation: Foundation, company: Company) -> None:
+    def __init__(self, foundation: Resources, company: ClusterLinks) -> None:
         self._foundation = foundation
         self._company = company
         self._next_trim = monotonic() + TRIM_EVERY_S

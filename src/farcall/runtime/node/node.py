@@ -1,9 +1,9 @@
 """One member of a cluster: the composition root that wires its parts together, starts and stops them.
 
 It holds no protocol of its own, and what it is made of is listed in this folder's ``__init__.py``; here are the wires,
-and the order in which things start and end. Several nodes may live in one process. States: `life.py`. ``start`` and
-``shutdown`` belong to threads of the program, ``_on_expelled`` to the I/O thread, ``_end`` to whoever moved the node
-out of its last state.
+and the order in which things start and end. Several nodes may live in one process. States: `lifecycle.py`. ``start``
+and ``shutdown`` belong to threads of the program, ``_on_expelled`` to the I/O thread, ``_end`` to whoever moved the
+node out of its last state.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
 from farcall.protocol.observing import Ask
-from farcall.runtime import shield
-from farcall.runtime.admission import Admission
-from farcall.runtime.calls import CallTable
-from farcall.runtime.changes import Changes
-from farcall.runtime.chronicle import Chronicle
-from farcall.runtime.devices import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
-from farcall.runtime.entry import Entry
-from farcall.runtime.executor import Executor
-from farcall.runtime.leaving import Leaving, Withdrawing, Work
-from farcall.runtime.members import MemberRecord, new_incarnation
-from farcall.runtime.node import process
-from farcall.runtime.node.arrivals import Arrivals
-from farcall.runtime.node.company import Company
-from farcall.runtime.node.face import Face
-from farcall.runtime.node.foundation import Foundation
+from farcall.runtime.calls.admission import Admission
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.calls.serving import Server
+from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
+from farcall.runtime.io import sigint
+from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.membership.events import MemberEvents
+from farcall.runtime.membership.shutdown import Leaving, Withdrawing, Work
+from farcall.runtime.membership.turnover import Turnover
+from farcall.runtime.node import current as process
+from farcall.runtime.node.cluster_links import ClusterLinks
+from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.housekeeping import Housekeeping
-from farcall.runtime.node.turnover import Turnover
-from farcall.runtime.onlooker import Onlooker, Onlookers
-from farcall.runtime.reconnect import Reconnecting
-from farcall.runtime.rendezvous import Membership, find_meeting_place, join
-from farcall.runtime.role import abdicate
-from farcall.runtime.serving import Server
-from farcall.runtime.stores import MeetingPlace
+from farcall.runtime.node.node_api import NodeApi
+from farcall.runtime.node.resources import Resources
+from farcall.runtime.observing.event_log import EventLog
+from farcall.runtime.observing.observer_connection import ObserverConnection, ObserverConnections
+from farcall.runtime.rendezvous.entry import Entry
+from farcall.runtime.rendezvous.records import MemberRecord, new_incarnation
+from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
+from farcall.runtime.rendezvous.store import MeetingPlace
 
 __all__ = ["Node"]
 
@@ -54,7 +54,7 @@ LINGER_S = 1.0
 """How long the others may take to read the last things that were sent to them, after a graceful shutdown."""
 
 
-class Node(Face):
+class Node(NodeApi):
     """One member. Use it as a context manager, or call ``start`` and ``shutdown``."""
 
     def __init__(
@@ -74,8 +74,8 @@ class Node(Face):
         self._exiting = False
         self._incarnation = new_incarnation()
         self._entry: Entry | None = None
-        self.chronicle: Chronicle = Chronicle()
-        self.on_question: Callable[[Onlooker, Ask], None] | None = None
+        self.event_log: EventLog = EventLog()
+        self.on_question: Callable[[ObserverConnection, Ask], None] | None = None
         """Told, on the I/O thread, of each question of an observer. Set by the layer above."""
         self.devices: NodeDevices | None = None
         """Where the options, or a peer, say something about devices; else no device is ever looked at."""
@@ -99,27 +99,27 @@ class Node(Face):
 
     def start(self) -> None:
         """Meet the other members and connect to each; raises within the options' start timeout."""
-        if not self._life.move("new", "starting"):
+        if not self._lifecycle.move("new", "starting"):
             raise RuntimeError(f"node {self._name!r} was started before; make a new one")
         self.started_at: float = monotonic()
         deadline = monotonic() + self.options.start_deadline_s
-        shield.seal()  # until the `try` below, which closes what is made here
-        self._shielded = shield.install()
+        sigint.seal()  # until the `try` below, which closes what is made here
+        self._shielded = sigint.install()
         try:
-            self._foundation = Foundation(self._name, self.options, self._before_idle, self._own_thread)
+            self._foundation = Resources(self._name, self.options, self._before_idle, self._own_thread)
         except BaseException:
-            self._life.end()
+            self._lifecycle.end()
             self._let_go()
             raise
         self._loop = self._foundation.loop
-        self._onlookers = Onlookers(self._name, self._loop, lambda: self.on_question)
+        self._onlookers = ObserverConnections(self._name, self._loop, lambda: self.on_question)
         process.STARTED.add(self)  # not before: a forked child closes all that is there of it
         self.pool: SegmentPool | None = self._foundation.pool
         self.executor: Executor = self._foundation.executor
         self.admission: Admission = self._foundation.admission
         self.calls: CallTable = self._make_calls()
         try:
-            shield.unseal()
+            sigint.unseal()
             place = find_meeting_place(self._rank, self._world_size, self.options.init_method)
             self.is_static: bool = not place.is_dynamic
             addresses = self._foundation.open_door(place.host)
@@ -137,12 +137,12 @@ class Node(Face):
         if self.is_static and self.devices is not None and self.options.names_devices:
             for peer in self.others():
                 self.devices.meet(peer)
-        self._life.move("starting", "running")
+        self._lifecycle.move("starting", "running")
         self.executor.start()
         self.watch.begin()
-        verdict = self._life.verdict
+        verdict = self._lifecycle.verdict
         if verdict is not None:  # expelled before it was up
-            if self._life.move("running", "leaving"):
+            if self._lifecycle.move("running", "leaving"):
                 self._end(verdict)
             raise verdict
         places = " and ".join(self.addresses)
@@ -167,23 +167,23 @@ class Node(Face):
         self.membership = membership
         self.info: WorkerInfo = WorkerInfo(self._name, membership.me.rank)
         self.server: Server = Server(self.info, self.executor, self._own_thread)
-        self.server.chronicle = self.calls.chronicle = self.chronicle
-        self._changes = Changes(self.executor)
+        self.server.event_log = self.calls.event_log = self.event_log
+        self._changes = MemberEvents(self.executor)
         self._leaving = self._way_out(membership, Work(self.calls, self.server, self.executor, self._unsettled))
         self._turnover = Turnover(
             self._name,
-            self._life,
+            self._lifecycle,
             self._loop,
             self.admission,
             self.calls,
             self._leaving,
             self._changes,
-            self.chronicle,
+            self.event_log,
             self._entry,
             self._joined_hooks,
             self._gone_hooks,
         )
-        self.arrivals: Arrivals = Arrivals(
+        self.dispatcher: Dispatcher = Dispatcher(
             self._name,
             self._loop,
             self.admission,
@@ -196,13 +196,13 @@ class Node(Face):
             self._in_order,
             self._letters,
         )
-        self._company = Company(
+        self._company = ClusterLinks(
             membership,
             self.is_static,
             self.options,
             self._foundation,
-            self.arrivals.on_message,
-            self.arrivals.on_frame,
+            self.dispatcher.on_message,
+            self.dispatcher.on_frame,
             self._turnover.on_gone,
             self._turnover.fail_unsent,
         )
@@ -272,10 +272,10 @@ class Node(Face):
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
-        if not self._life.move("running", "leaving"):
-            self._life.wait_ended(2 * STOP_S)  # if it was expelled
+        if not self._lifecycle.move("running", "leaving"):
+            self._lifecycle.wait_ended(2 * STOP_S)  # if it was expelled
             return
-        abdicate()
+        stop_reading()
         agreed = False
         late: tuple[str, ...] = ()
         try:
@@ -285,7 +285,7 @@ class Node(Face):
                     self._entry.withdraw()
                 self.membership.close()  # before all agree: afterwards a new store may be opened at its port
                 late = self._leaving.enter(timeout_s)
-                agreed = not late and self._life.verdict is None
+                agreed = not late and self._lifecycle.verdict is None
                 if agreed:
                     for hook in self._agreed_hooks:
                         hook()
@@ -294,8 +294,8 @@ class Node(Face):
                         self._leaving.enter(LEAVE_S, LEAVE_S)  # those who did not know yet may have asked for something
         finally:
             self._end(Cancelled(f"{self._name} shut down before the answer came"), linger=agreed)
-        if self._life.verdict is not None:
-            raise self._life.verdict
+        if self._lifecycle.verdict is not None:
+            raise self._lifecycle.verdict
         if late:
             raise ShutdownTimeout(
                 f"{self._name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self._leaving.late_names
@@ -308,25 +308,25 @@ class Node(Face):
 
     def _on_expelled(self, why: str) -> None:
         """On the I/O thread: the others hold this node for dead, and that is final."""
-        if self._life.is_over():
+        if self._lifecycle.is_over():
             return
         verdict = Expelled(
             f"{self._name} was declared dead by the other members ({why}): it can do no more here; call shutdown(), "
             "then init_rpc to join again"
         )
         logger.error("%s", verdict)
-        self._life.verdict = verdict
+        self._lifecycle.verdict = verdict
         self._myself.ended = verdict
         self.calls.end(verdict)
-        if not self._life.expel(self._end):
+        if not self._lifecycle.expel(self._end):
             self._leaving.abort()  # whoever starts or leaves ends it
 
     def _end(self, why: RpcError, linger: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
-        shield.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
+        sigint.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
         try:
-            self._life.end()
-            self._stop_all(self._life.verdict or why, linger)
+            self._lifecycle.end()
+            self._stop_all(self._lifecycle.verdict or why, linger)
         finally:
             self._let_go()
 
@@ -334,11 +334,11 @@ class Node(Face):
         """Nothing is left that a forked child would have to close, or Ctrl-C could tear."""
         process.STARTED.discard(self)
         if self._shielded:
-            shield.uninstall()
-        shield.unseal()
+            sigint.uninstall()
+        sigint.unseal()
 
     def _stop_all(self, why: RpcError, linger: bool) -> None:
-        company: Company | None = getattr(self, "_company", None)  # None: the start failed before it was made
+        company: ClusterLinks | None = getattr(self, "_company", None)  # None: the start failed before it was made
         if self._entry is not None:
             self._entry.close()
         if company is not None:
@@ -369,7 +369,7 @@ class Node(Face):
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of what belongs to the parent, without telling anybody."""
-        self._life.fork()
+        self._lifecycle.fork()
         if hasattr(self, "membership") and self.membership.store is not None:
             # Its threads exist in the parent only, and its destructor would wait for them for good.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))

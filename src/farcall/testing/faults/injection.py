@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from farcall.options import faults_by_default
 from farcall.protocol.frames import Arrived
-from farcall.runtime.peers import Peer
+from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.packets import Message
 from farcall.testing.faults.rules import (
     Cut,

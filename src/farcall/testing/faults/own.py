@@ -12,9 +12,9 @@ from time import monotonic
 
 from farcall.errors import Delivery, NetworkError, RpcError
 from farcall.protocol.frames import REQUEST, Arrived
-from farcall.runtime.peers import Peer
+from farcall.runtime.peers.peer import Peer
+from farcall.testing.faults.delay_line import Lane
 from farcall.testing.faults.injection import Faults
-from farcall.testing.faults.lane import Lane
 from farcall.testing.faults.packets import OwnMessage
 from farcall.testing.faults.rules import OF_CONNECTIONS, Direction, Fail
 from farcall.transport.interface import WAIT_SLICE_S

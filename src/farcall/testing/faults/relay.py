@@ -24,8 +24,8 @@ from collections.abc import Callable
 from time import monotonic
 
 from farcall.errors import NetworkError
+from farcall.testing.faults.delay_line import NEVER, Lane
 from farcall.testing.faults.injection import Faults
-from farcall.testing.faults.lane import NEVER, Lane
 from farcall.testing.faults.packets import Packet, Splitter
 from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
 from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from farcall.errors import Expelled, NotInitialized, RpcError
-from farcall.runtime.node.life import Life
+from farcall.runtime.node.lifecycle import Lifecycle
 
 
 @pytest.fixture
-def life() -> Life:
-    return Life("w0")
+def life() -> Lifecycle:
+    return Lifecycle("w0")
 
 
-def started(life: Life) -> Life:
+def started(life: Lifecycle) -> Lifecycle:
     assert life.move("new", "starting")
     assert life.move("starting", "running")
     return life
@@ -31,7 +31,7 @@ def started(life: Life) -> Life:
     ],
 )
 def test_calls_can_be_made_while_it_runs_or_leaves(
-    life: Life, moves: tuple[str, ...], is_running: bool, is_over: bool
+    life: Lifecycle, moves: tuple[str, ...], is_running: bool, is_over: bool
 ) -> None:
     for state in moves:
         if state == "ended":
@@ -46,13 +46,13 @@ def test_calls_can_be_made_while_it_runs_or_leaves(
         assert life.state in str(life.why_ended)
 
 
-def test_a_node_is_started_once(life: Life) -> None:
+def test_a_node_is_started_once(life: Lifecycle) -> None:
     started(life)
     assert not life.move("new", "starting")
     assert life.state == "running"
 
 
-def test_who_is_expelled_while_it_runs_is_ended_by_a_thread_of_its_own(life: Life) -> None:
+def test_who_is_expelled_while_it_runs_is_ended_by_a_thread_of_its_own(life: Lifecycle) -> None:
     started(life)
     life.verdict = verdict = Expelled("declared dead")
     ended: list[RpcError] = []
@@ -66,7 +66,7 @@ def test_who_is_expelled_while_it_runs_is_ended_by_a_thread_of_its_own(life: Lif
 
 
 @pytest.mark.parametrize("before", ["starting", "leaving"])
-def test_who_is_expelled_while_somebody_starts_or_ends_it_is_ended_by_that_one(life: Life, before: str) -> None:
+def test_who_is_expelled_while_somebody_starts_or_ends_it_is_ended_by_that_one(life: Lifecycle, before: str) -> None:
     life.move("new", "starting")
     if before == "leaving":
         life.move("starting", "running")
@@ -79,6 +79,6 @@ def test_who_is_expelled_while_somebody_starts_or_ends_it_is_ended_by_that_one(l
     assert ended == []
 
 
-def test_a_forked_child_has_no_node(life: Life) -> None:
+def test_a_forked_child_has_no_node(life: Lifecycle) -> None:
     started(life).fork()
     assert (life.state, life.is_running, life.is_over()) == ("forked", False, True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.runtime import shield
-from farcall.runtime.node import Node, foundation, process
+from farcall.runtime.io import sigint
+from farcall.runtime.node import Node
+from farcall.runtime.node import current as process
+from farcall.runtime.node import resources as foundation
 
 
 def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,11 +16,11 @@ def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.M
 
     monkeypatch.setattr(foundation, "Loop", no_loop)
     node = Node("w0", 0, 1)
-    users = shield._state.users
+    users = sigint._state.users
     with pytest.raises(OSError, match="too many"):
         node.start()
-    assert shield.of_thread().sealed == 0, "Ctrl-C would be held back for good"
-    assert shield._state.users == users
+    assert sigint.of_thread().sealed == 0, "Ctrl-C would be held back for good"
+    assert sigint._state.users == users
     assert node not in process.STARTED, "a forked child would close what there is not"
     assert node.state == "ended"
     node.shutdown()

@@ -1,0 +1,61 @@
+"""`async_execution`: functions whose answer comes later than their return.
+
+Public as ``farcall.functions``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from farcall.runtime.calls.serving import ASYNC_MARK
+from farcall.serialize.rebuild import find_script_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
+    """Mark ``fn``, which returns a ``torch.futures.Future``: the caller gets the future's value, when it is there.
+
+    The thread that ran ``fn`` is free meanwhile. Works together with ``@staticmethod`` and ``@classmethod``, in either
+    order, and on methods used through a reference.
+    """
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(async_execution(fn.__func__))
+    if isinstance(fn, torch.jit.ScriptFunction):
+        return AsyncScriptFunction(fn)
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return fn(*args, **kwargs)
+
+    setattr(wrapper, ASYNC_MARK, wrapper)
+    return wrapper
+
+
+class AsyncScriptFunction:
+    """A TorchScript function that returns a future. It has no name of its own, and is sent as that of its function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        setattr(self, ASYNC_MARK, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.function(*args, **kwargs)
+        if not isinstance(result, torch._C.Future):
+            raise RuntimeError(
+                f"Async functions must return an IValue of Future type, but got {type(result).__name__} from "
+                f"{self.function.qualified_name}"
+            )
+        return result
+
+    def __reduce__(self) -> Any:
+        return _find, (str(self.function.qualified_name),)
+
+
+def _find(qualified_name: str) -> AsyncScriptFunction:
+    return AsyncScriptFunction(find_script_function(qualified_name))

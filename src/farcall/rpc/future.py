@@ -1,0 +1,308 @@
+"""The future that `rpc_async` returns: torch's own, plus ``await`` and a wait that reads the answer itself.
+
+Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
+that Python callbacks were attached to, or whose value names classes, is completed by a worker thread, and only others
+by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
+reader, under the watch of `standby.py`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from collections.abc import Callable, Generator, Sequence
+from threading import get_ident
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from farcall.errors import RpcError
+from farcall.protocol.frames import LARGE_BYTES, Arrived
+from farcall.rpc.answer import read_answer
+from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.devices.streams import Stamp, stamp
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.observing.profiling import PROFILING, is_profiled
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import RECORDING, has_devices
+
+if TYPE_CHECKING:
+    from farcall.runtime.node import Node
+
+T = TypeVar("T")
+S = TypeVar("S")
+# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data:
+# then a worker does what the reader could have done.)
+_NAMES_A_CLASS = pickle.STACK_GLOBAL
+
+_make_future = torch._C.Future.__init__
+
+
+class Future(torch.futures.Future[T], PendingCall):
+    """The outcome of one `rpc_async` call."""
+
+    settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
+    """How a future is given its value: so that TorchScript can use it, where that is in use."""
+    thread_id: int  # of whoever waits
+
+    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+        _make_future(self, [])
+        self._stamp: Stamp | None = None
+        self._node = node
+        self._frame: Arrived | None = None
+        self._has_callbacks = False
+        self._waiters: list[Gate] = []
+        self.peer = peer
+        self.what = what
+        self.timeout_s = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id = 0
+
+    def __repr__(self) -> str:
+        # Never the value itself: it may be large, and its own repr may be anything.
+        if not self.done():
+            state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
+        else:
+            try:
+                state = f"done, {type(super().wait()).__name__}"
+            except BaseException as error:
+                state = f"failed, {type(error).__name__}: {error}"
+        return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {state}>"
+
+    def wait(self) -> T:
+        """Block until the call is done; return its result or raise its error."""
+        if not self.done():
+            self.thread_id = get_ident()
+            with self._node.calls.waiting():
+                if not self.arrived:
+                    self.peer.help_until(self, self.deadline)
+                if not self.done():
+                    # Not torch's own wait: it does not listen to Ctrl-C.
+                    finished = Gate()
+                    self._waiters.append(finished)
+                    if not self.done():
+                        finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()  # the current streams do, the host does not
+        return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
+        _check_callable(callback)
+        derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
+        self._has_callbacks = True
+        super().add_done_callback(_in_present_context(derived.completing(_profiled(callback))))
+        return derived
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
+        _check_callable(callback)
+        self._has_callbacks = True
+        super().add_done_callback(_in_present_context(_profiled(callback)))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            done = loop.create_future()
+
+            def wake(_: torch.futures.Future[T]) -> None:
+                try:
+                    loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+                except RuntimeError:
+                    pass  # the loop was closed: nobody waits any more
+
+            self.add_done_callback(wake)
+            yield from done
+        return self.wait()
+
+    # ------------------------------------------------------------------ as a pending call
+
+    def on_answer(self, frame: Arrived) -> None:
+        """The answer came: complete now, or on a worker if that means user code or long work."""
+        self.arrived = True
+        payload = frame[5]
+        if self._has_callbacks or len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in payload:
+            self._frame = frame
+            self._node.executor.submit(_Completion(self))
+        else:
+            self.peer.watch()  # chains that torch makes in C++ are the user's code, too
+            self.complete(frame)
+
+    def complete(self, frame: Arrived) -> None:
+        """Read the answer and become done."""
+        devices = self._node.devices
+        if devices is None or self.thread_id == get_ident() or not has_devices(frame[5]):
+            self._complete(frame)  # this thread waits for it: on its own streams
+        else:
+            devices.answers.run(lambda: self._complete(frame))
+
+    def _complete(self, frame: Arrived) -> None:
+        try:
+            value = read_answer(frame, self.peer)
+        except BaseException as error:
+            self.fail(error)
+        else:
+            if self._node.device_list and has_devices(frame[5]):
+                self._stamp = stamp(value, self._node.device_list)
+            self.settle(self, value)
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Become done with an error."""
+        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future:
+        # neither those that read the error, nor those of whoever waits, to each of whom a copy is raised.
+        error.__traceback__ = None
+        self._set_unwrap_func(_raise_copy)
+        torch._C.Future.set_result(self, error)
+        self._wake()
+
+    def _wake(self) -> None:
+        # After the result is set: a waiter appends its gate first and then looks at done().
+        for finished in self._waiters:
+            finished.open()
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
+        self.arrived = True
+        self._node.executor.submit(_Completion(self, error))
+
+
+class DerivedFuture(torch.futures.Future[T]):
+    """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        """``devices``: those of a node, on which the result may be."""
+        super().__init__()
+        self._devices = devices
+        self._stamp: Stamp | None = None
+
+    def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
+        """A callback that completes this future with what ``callback`` returns or raises."""
+
+        def run(done: Any) -> None:
+            try:
+                value = callback(done)
+            except BaseException as error:
+                self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
+            else:
+                if self._devices:
+                    self._stamp = stamp(value, self._devices)
+                self.set_result(value)
+
+        return run
+
+    def wait(self) -> T:
+        """Block until it is done; return its result or raise its error."""
+        if not self.done():
+            finished = Gate()
+            super().add_done_callback(lambda _: finished.open())
+            stop_reading()
+            finished.wait()
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().wait()
+
+    def value(self) -> T:
+        """The result of a future that is done, or its error, raised."""
+        if self._stamp is not None:
+            self._stamp.wait()
+        return super().value()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """A future of ``callback(self)``."""
+        _check_callable(callback)
+        derived: DerivedFuture[S] = DerivedFuture(self._devices)
+        self.add_done_callback(derived.completing(_profiled(callback)))
+        return derived
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"incompatible function arguments. A callback must be callable, not {type(callback).__name__}")
+
+
+def _as_runtime_error(error: BaseException) -> BaseException:
+    """``error``, as a RuntimeError too: that is what torch makes of any error of a callback. Its own type is kept."""
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
+        return error
+    kind = type(error)
+    try:
+        both: type[Exception] = type(kind.__name__, (kind, RuntimeError), {"__module__": kind.__module__})
+        fresh = both(*error.args)
+        if str(fresh) != str(error):
+            return error
+    except Exception:
+        return error  # its class cannot be made so easily
+    fresh.__cause__ = error
+    return fresh
+
+
+def _profiled(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """``callback``, to be profiled as this thread is. What it does is known before a future is told of its result."""
+    return PROFILING.carry(callback) if is_profiled() or PROFILING.everywhere else callback
+
+
+def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """``callback``, to be run in the distributed autograd context that this thread is in, if any."""
+    recording = RECORDING.get()
+    if recording is None:
+        return callback
+
+    def run(future: Any) -> S:
+        outside = recording.enter()
+        try:
+            return callback(future)
+        finally:
+            RECORDING.set(outside)
+
+    return run
+
+
+def _raise_copy(error: BaseException) -> NoReturn:
+    try:
+        fresh = copy.copy(error)
+        fresh.__cause__ = error.__cause__
+        if type(fresh) is not type(error) or str(fresh) != str(error):
+            fresh = error
+    except Exception:
+        fresh = error  # its class cannot be made so easily
+    raise fresh
+
+
+class _Completion:
+    """The end of a future, as a task for a worker thread."""
+
+    __slots__ = ("error", "future")
+
+    quick = False
+
+    def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
+        self.future = future
+        self.error = error
+
+    def run(self, more: bool) -> None:
+        future = self.future
+        if self.error is not None:
+            future.fail(self.error)
+        else:
+            frame, future._frame = future._frame, None
+            assert frame is not None
+            future.complete(frame)
+
+    def drop(self) -> None:
+        self.run(False)  # whoever waits for the future must not wait for good

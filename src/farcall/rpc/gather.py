@@ -1,0 +1,175 @@
+"""All-gather and barrier over calls, with one leader per group.
+
+Each member calls `_contribute` on the leader (the smallest name); that function answers, to everyone, when all
+contributions are there. So a gather costs each member one call, and its result travels in the answer.
+
+A gather is named by its group and its number in that group, counted by each member for itself: two gathers of a group
+cannot be confused, and different groups go on independently. A group is one of lives, not of names: with a member that
+came back under its name all count anew. The leader bounds each gather: when the time of the first
+contribution is up, or when a member is lost that has not contributed, all who wait get an error that names who did
+not come. The last such errors are kept, so that whoever comes too late gets the same one, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch
+
+from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.functions import async_execution
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.node import Node, node_of_thread
+from farcall.runtime.peers.peer import Peer
+
+T = TypeVar("T")
+Group = tuple[tuple[str, str], ...]
+"""The names of its members and their incarnations, by name."""
+
+GRACE_S = 5.0
+"""How much longer a member waits than the leader, whose error says more than a plain timeout."""
+KEPT_FAILURES = 64
+
+
+class _Gather:
+    """One gather at its leader."""
+
+    __slots__ = ("contributions", "deadline", "future", "group")
+
+    def __init__(self, group: Group, deadline: float) -> None:
+        self.group = group
+        self.deadline = deadline
+        self.contributions: dict[str, Any] = {}
+        self.future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
+
+    def __str__(self) -> str:
+        missing = ", ".join(name for name, _ in self.group if name not in self.contributions)
+        return f"a gather of {len(self.group)} workers; missing: {missing}"
+
+
+class _Gathers:
+    """The gathers of one node: those it leads, and how many of each group it has begun. A ticker of the loop."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._led: dict[tuple[Group, int], _Gather] = {}
+        self._begun: dict[Group, int] = {}
+        self._failed: dict[tuple[Group, int], RpcError] = {}
+        node.add_ticker(self)
+        node.on_peer_gone(self.on_peer_gone)
+
+    def next_number(self, group: Group) -> int:
+        with self._lock:
+            number = self._begun.get(group, 0)
+            self._begun[group] = number + 1
+            return number
+
+    def contribute(
+        self, group: Group, number: int, name: str, value: Any, timeout_s: float
+    ) -> torch.futures.Future[dict[str, Any]]:
+        deadline = monotonic() + timeout_s if timeout_s else NEVER
+        me = self._node.me
+        if group[0] != (me.info.name, me.incarnation):
+            raise PeerDead(f"{me.info.name} was started anew since {name} heard of it", Delivery.NOT_SENT)
+        with self._lock:
+            failure = self._failed.get((group, number))
+            if failure is not None:
+                raise failure
+            gather = self._led.get((group, number))
+            if gather is None:
+                gather = self._led[group, number] = _Gather(group, deadline)
+            if name in gather.contributions:
+                raise RpcError(f"{name} reported to the same gather twice")
+            gather.contributions[name] = value
+            complete = len(gather.contributions) == len(group)
+            if complete:
+                del self._led[group, number]
+        if complete:
+            gather.future.set_result({name: gather.contributions[name] for name, _ in group})
+        else:
+            if deadline != NEVER:
+                self._node.attend_by(deadline)
+            # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
+            for member, incarnation in group:
+                if member not in gather.contributions and self._node.is_gone(member, incarnation):
+                    self._on_member_lost(member, incarnation)
+        return gather.future
+
+    def tick(self, now: float) -> float:
+        """Fail what is overdue."""
+        nearest = NEVER
+        with self._lock:
+            for key, gather in list(self._led.items()):
+                if gather.deadline <= now:
+                    self._fail(key, RpcTimeout(f"timed out in {gather}"))
+                else:
+                    nearest = min(nearest, gather.deadline)
+        return nearest
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """Who is gone does not contribute any more: do not let the others wait for it."""
+        self._on_member_lost(peer.info.name, peer.incarnation)
+
+    def _on_member_lost(self, name: str, incarnation: str) -> None:
+        with self._lock:
+            for key, gather in list(self._led.items()):
+                if (name, incarnation) in gather.group and name not in gather.contributions:
+                    self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
+
+    def _fail(self, key: tuple[Group, int], error: RpcError) -> None:
+        """Under the lock: end a gather. A worker thread tells, since that runs what waits for the future."""
+        gather = self._led.pop(key)
+        while len(self._failed) >= KEPT_FAILURES:
+            del self._failed[next(iter(self._failed))]
+        self._failed[key] = error
+        self._node.executor.submit(_Unfinished(gather, error))
+
+
+class _Unfinished:
+    """Tells those who came to a gather who did not. A task of the executor."""
+
+    quick = False
+
+    def __init__(self, gather: _Gather, error: RpcError) -> None:
+        self._gather = gather
+        self._error = error
+
+    def run(self, more: bool) -> None:
+        self._gather.future.set_exception(self._error)  # type: ignore[arg-type]
+
+    def drop(self) -> None:
+        """The node ended first, and with it the calls of all who wait."""
+
+
+@async_execution
+def _contribute(
+    group: Group, number: int, name: str, value: Any, timeout_s: float
+) -> torch.futures.Future[dict[str, Any]]:
+    """On the leader: take one contribution; the future completes when all are there."""
+    node = node_of_thread()
+    assert node is not None
+    return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
+
+
+def gather(node: Node, value: T, names: Iterable[str] | None, timeout_s: float) -> dict[str, T]:
+    """Give ``value`` and get everyone's, by name. Raises if this node is not among ``names``."""
+    members = {info.name for info in node.workers()}
+    chosen = members if names is None else set(names)
+    if node.info.name not in chosen:
+        raise RpcError(f"{node.info.name} is not one of the workers of this gather: {', '.join(sorted(chosen))}")
+    unknown = chosen - members
+    if unknown:
+        raise RpcError(f"these are no workers of this cluster: {', '.join(sorted(unknown))}")
+    group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
+    number = node.part(_Gathers).next_number(group)
+    waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
+    contribution = (group, number, node.info.name, value, timeout_s)
+    # Not to be refused: the others would wait for it in vain, and it cannot be given again under the same number.
+    result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)
+    return result

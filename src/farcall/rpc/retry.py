@@ -1,0 +1,346 @@
+"""`Retry`: calling again where the network failed a call, for functions that may run twice.
+
+farcall runs a request at most once. A broken connection is mended below all calls (`runtime/reconnect.py`), so what is
+left to fail is a large message that was on its way when a connection broke, a peer that is dead, and one that refuses
+calls because too many wait there (`runtime/admission.py`). Whoever knows that a function may run twice can say so with
+``retry=``, call by call; everybody else gets the error.
+
+    what is known of the failed call         tried again
+    not sent, or refused: it did not run     yes
+    unknown                                  yes
+    executed: its answer was lost, or it     if ``executed`` is True
+    failed with a NetworkError of its own
+
+Each attempt resolves the destination and encodes the arguments anew. All of them share the call's timeout.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import Arrived
+from farcall.protocol.notes import KEEP
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request
+from farcall.rpc.creation import Creation
+from farcall.rpc.future import Future
+from farcall.rpc.references import NodeReferences
+from farcall.rpc.rref import RRef
+from farcall.rpc.sending import send
+from farcall.runtime.calls.notes import request_notes
+from farcall.runtime.calls.pending import PendingCall
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.node import Node
+from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import RECORDING, Annotated
+
+__all__ = ["Retry", "async_with", "remote_with", "sync_with"]
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How often, and when, to call again a function that may run more than once.
+
+    Args:
+        attempts: how often to call in all.
+        backoff_s: pause before the second attempt; each further one is ``factor`` times as long.
+        factor: see there.
+        longest_backoff_s: but no longer than this.
+        jitter: by what part, at most, a pause is shortened at random, so that many callers do not come back at once.
+        executed: call again even where the function ran and its answer was lost.
+    """
+
+    attempts: int = 3
+    backoff_s: float = 0.1
+    factor: float = 2.0
+    longest_backoff_s: float = 5.0
+    jitter: float = 0.5
+    executed: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
+            raise ValueError(f"attempts must be a whole number, at least 1, not {self.attempts!r}")
+        if not (self.backoff_s >= 0 and self.longest_backoff_s >= 0 and self.factor >= 1):
+            raise ValueError(
+                "backoff_s and longest_backoff_s must not be negative, and factor must be at least 1, not "
+                f"{self.backoff_s!r}, {self.longest_backoff_s!r} and {self.factor!r}"
+            )
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter must be from 0 to 1, not {self.jitter!r}")
+
+    def pause_s(self, attempt: int, error: BaseException, deadline: float) -> float | None:
+        """How long to wait after the ``attempt``-th call failed with ``error``; None: it was the last."""
+        if attempt >= self.attempts or not isinstance(error, NetworkError):
+            return None
+        # One that was raised there says what became of a call that the function made: the function itself ran.
+        delivery = Delivery.EXECUTED if hasattr(error, "remote_traceback") else error.delivery
+        if delivery is Delivery.EXECUTED and not self.executed:
+            return None
+        longest = min(self.longest_backoff_s, self.backoff_s * self.factor ** (attempt - 1))
+        pause = longest * (1.0 - self.jitter * random.random())
+        return pause if monotonic() + pause < deadline else None
+
+
+Destination = str | int | WorkerInfo
+Function = Callable[..., Any]
+Arguments = Sequence[Any] | None
+Keywords = Mapping[str, Any] | None
+
+
+def sync_with(
+    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+) -> Any:
+    """`call_sync`, tried again."""
+    check_retry(retry)
+    timeout_s, deadline = _bounds(node, timeout_s)
+    for attempt in itertools.count(1):
+        try:
+            return call_sync(node, to, func, args, kwargs, timeout_s and max(1e-3, deadline - monotonic()))
+        except NetworkError as error:
+            pause_s = retry.pause_s(attempt, error, deadline)
+            if pause_s is None:
+                raise
+        with node.calls.waiting():
+            Gate().wait(pause_s)
+    raise AssertionError("unreachable")
+
+
+class RetryingFuture(Future[Any]):
+    """A future whose call is made again when the network fails it."""
+
+    peer: Peer  # of the last attempt
+    profile: CallProfile | None = None
+    started_at: float
+
+    def __init__(
+        self,
+        retry: Retry,
+        node: Node,
+        to: Destination,
+        func: Function,
+        args: Arguments,
+        kwargs: Keywords,
+        timeout: float,
+    ) -> None:
+        super().__init__(node, node.peer(to), func, timeout)
+        self._retry = retry
+        self._to = to
+        self._attempt = 0
+        self._request = (func, args, kwargs)
+        self._recording = RECORDING.get()
+
+    def send(self) -> None:
+        """Make the call; what the network does to it ends this future, or leads to another attempt."""
+        self._attempt += 1
+        peer = self.peer = self._node.peer(self._to)
+        profile = self.profile = None
+        if is_profiled() or PROFILING.everywhere:
+            profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
+        function, payload, buffers = encode_request(peer, *self._request)
+        self.arrived = False
+        self.started_at = monotonic()  # attempts are counted, and timed, one by one
+        send(self._node.calls, self, profile, function, payload, buffers)
+
+    def fail(self, error: BaseException) -> None:
+        """Become done with an error, unless there is another attempt."""
+        pause_s = self._retry.pause_s(self._attempt, error, self.deadline) if self._node.running else None
+        if pause_s is None:
+            self._request = (self.what, None, None)
+            super().fail(error)
+        else:
+            self._node.part(Pauses).after(pause_s, self._again, super().fail)
+
+    def _again(self) -> None:
+        outside = None if self._recording is None else self._recording.enter()
+        try:
+            self.send()
+        except BaseException as error:
+            super().fail(error)
+        finally:
+            if self._recording is not None:
+                RECORDING.set(outside)
+
+
+def async_with(
+    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+) -> Future[Any]:
+    """`call_async`, tried again. Errors of the arguments are raised here."""
+    check_retry(retry)
+    future = RetryingFuture(retry, node, to, func, args, kwargs, _bounds(node, timeout_s)[0])
+    future.send()
+    return future
+
+
+class RetryingCreation(Creation):
+    """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
+
+    __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry")
+
+    started_at: float  # of the last attempt
+
+    def __init__(self, retry: Retry, request: tuple[Function, Arguments, Keywords], *creation: Any) -> None:
+        super().__init__(*creation)
+        self._retry = retry
+        self._request = request
+        self._attempt = 1
+        self._origin = ""
+        self._gates: list[Gate] = []
+        self._recording = RECORDING.get()
+
+    def attach(self, call: PendingCall) -> None:
+        """Wait until the owner has answered: a use that is sent before a second attempt would find no value."""
+        if not self.arrived:
+            done = Gate()
+            self._gates.append(done)
+            if not self.arrived:
+                with self._references.node.calls.waiting():
+                    in_time = done.wait(-1 if call.deadline == NEVER else max(0.0, call.deadline - monotonic()))
+                if not in_time:
+                    raise RpcTimeout(
+                        f"{call.peer.info.name} has not yet created the value that the call is for, "
+                        f"and {call.timeout_s:g} s are over",
+                        Delivery.NOT_SENT,
+                    )
+        super().attach(call)
+
+    def on_answer(self, frame: Arrived) -> None:
+        super().on_answer(frame)
+        if self.arrived:  # else it was refused, and is to be made again
+            self._open_gates()
+
+    def _open_gates(self) -> None:
+        for gate in self._gates:
+            gate.open()
+
+    def _give_up(self, error: RpcError) -> None:
+        super().on_failure(error)
+        self._open_gates()
+
+    def on_failure(self, error: RpcError) -> None:
+        if self.profile is not None:
+            self.profile.ended()  # what is profiled is the first attempt
+        pause_s = self._retry.pause_s(self._attempt, error, self.deadline)
+        node = self._references.node
+        if pause_s is None or self.peer.broken or not node.running:
+            self._give_up(error)
+        else:
+            node.part(Pauses).after(pause_s, self._again, self._give_up)
+
+    def _again(self) -> None:
+        self._attempt += 1
+        node = self._references.node
+        outside = None if self._recording is None else self._recording.enter()
+        buffers: Sequence[memoryview] = ()
+        try:
+            function, payload, buffers = encode_request(self.peer, *self._request)
+            notes = request_notes(self.peer, buffers, self.fork, self._origin)
+            self.started_at = monotonic()
+            node.calls.send(self, function, notes, payload, buffers, KEEP)
+        except BaseException as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
+            self.on_failure(
+                error
+                if isinstance(error, RpcError)
+                else RpcError(f"the call to {self.peer.info.name} could not be sent again: {error}")
+            )
+        finally:
+            if self._recording is not None:
+                RECORDING.set(outside)
+
+
+def remote_with(
+    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+) -> RRef[Any]:
+    """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
+    check_retry(retry)
+    peer = node.peer(to)
+    timeout_s = _bounds(node, timeout_s)[0]
+    request = (func, args, kwargs)
+    function, payload, buffers = encode_request(peer, *request)
+    return node.part(NodeReferences).create(
+        peer,
+        func,
+        function,
+        payload,
+        buffers,
+        timeout_s,
+        make=lambda *creation: RetryingCreation(retry, request, *creation),
+    )
+
+
+def check_retry(retry: object) -> None:
+    """Raise where ``retry`` is no `Retry`."""
+    if not isinstance(retry, Retry):
+        raise TypeError(f"retry must be a farcall.Retry, not {type(retry).__name__}")
+
+
+def _bounds(node: Node, timeout_s: float) -> tuple[float, float]:
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    return timeout_s, monotonic() + timeout_s if timeout_s else NEVER
+
+
+class Pauses:
+    """What a node does later: a ticker of its I/O thread, which hands it to workers."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._order = itertools.count()
+        self._waiting: list[tuple[float, int, Callable[[], None], Callable[[RpcError], None]]] = []
+        self._lock = threading.Lock()
+        node.wait_for(lambda: len(self._waiting))
+        node.on_end(self._end)
+        node.add_ticker(self)
+
+    def after(self, pause_s: float, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
+        """Have a worker ``act`` in ``pause_s``, or ``give_up`` if the node ends first. From any thread."""
+        when = monotonic() + pause_s
+        with self._lock:
+            heapq.heappush(self._waiting, (when, next(self._order), act, give_up))
+        self._node.attend_by(when)
+
+    def tick(self, now: float) -> float:
+        while True:
+            with self._lock:
+                if not self._waiting or self._waiting[0][0] > now:
+                    return self._waiting[0][0] if self._waiting else NEVER
+                _, _, act, give_up = heapq.heappop(self._waiting)
+                self._node.executor.submit(_Act(act, give_up))
+
+    def _end(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for _, _, _, give_up in waiting:
+            give_up(_ended())
+
+
+def _ended() -> Cancelled:
+    return Cancelled("the node shut down before the call was made again")
+
+
+class _Act:
+    """A task of the executor."""
+
+    __slots__ = ("_act", "_give_up")
+
+    quick = False
+
+    def __init__(self, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
+        self._act = act
+        self._give_up = give_up
+
+    def run(self, more: bool) -> None:
+        self._act()
+
+    def drop(self) -> None:
+        self._give_up(_ended())

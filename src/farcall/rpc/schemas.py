@@ -1,0 +1,80 @@
+"""Are these the arguments of that TorchScript function or operator? Found out before anything is sent, by its schema.
+
+Owns the way from an operator's Python function (``torch.add``) to the one overload that its arguments mean. The rules
+and the texts of errors are torch's own.
+
+Python is more generous with operators than their schemas are: sizes may be separate numbers, and some keywords exist
+only there. Such a call goes by the function's path, and so does one with several results, which Python names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch.jit import ScriptFunction
+
+from farcall.rpc.functions import AsyncScriptFunction
+from farcall.serialize import encode_function, installed_pickler, policy
+
+__all__ = ["name_function"]
+
+_ONLY_IN_PYTHON = frozenset(("requires_grad", "out", "names", "pin_memory"))
+# Values of these types match or do not whatever they are, so that what was found once holds.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
+_MOST_REMEMBERED = 4096
+
+_check: Any = torch._C._check_schema_allow_fake_script_object
+_resolve: Any = torch._C._jit_resolve_packet
+# By the function's id and the types of its arguments. The function is held, so that its id stays its own.
+_named: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
+
+
+def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes | None:
+    """The bytes that name ``func`` for these arguments, or None if it goes with them.
+
+    Raises:
+        RuntimeError: ``func`` has a schema, and these are not its arguments.
+    """
+    kind = func.__class__
+    if kind is BuiltinFunctionType or kind is ScriptFunction:
+        types = (*map(type, args), *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
+        key = (id(func), types, *kwargs) if kwargs else (id(func), types)
+        known = _named.get(key)
+        if known is not None and known[0] is func and policy._installed is None:
+            return known[1]
+        name = (_name_script if kind is ScriptFunction else _name_overload)(func, args, kwargs or {})
+        if name is not None:
+            if _PLAIN.issuperset(types):
+                if len(_named) >= _MOST_REMEMBERED:
+                    _named.clear()
+                _named[key] = (func, name)
+            return name
+    elif kind is AsyncScriptFunction:
+        _check(func.function.schema, *args, **(kwargs or {}))
+    return encode_function(func)
+
+
+def _name_script(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    _check(func.schema, *args, **kwargs)
+    return encode_function(func)
+
+
+def _name_overload(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
+    if installed_pickler() is not None or getattr(func, "__module__", None) == "math":
+        return None
+    name: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
+    if name is None or not name.startswith("aten::"):
+        return None
+    if _ONLY_IN_PYTHON.intersection(kwargs) or (args and all(isinstance(one, int) for one in args)):
+        return None
+    overload = _resolve(name, *args, **kwargs) or "default"
+    path = f"aten.{name.removeprefix('aten::')}.{overload}"
+    operator: Any = torch.ops
+    for part in path.split("."):
+        operator = getattr(operator, part, None)
+    if operator is None or len(operator._schema.returns) != 1:
+        return None
+    return b"b" + path.encode()

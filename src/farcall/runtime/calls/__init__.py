@@ -1,0 +1,1 @@
+"""Calls made here and calls served here."""

@@ -1,0 +1,330 @@
+"""Threads for user functions.
+
+Owns the worker threads and the queue before them. Knows nothing of frames or links: a task is a callable, and says
+whether it is *quick* (its function took microseconds when it last ran).
+
+Thread rules
+- ``submit`` may be called from any thread and never blocks.
+- What the I/O thread submits is handed to a worker just before that thread sleeps (``before_sleep``): a worker woken
+  earlier would only wait for the interpreter.
+- At most one idle worker is woken for a burst of quick tasks: waking sixteen threads to run sixteen no-ops makes
+  them fight for the interpreter. A worker that takes a task not known to be quick first wakes another
+  worker for what is left. A wrong guess costs TICK_S at most: the I/O thread looks in (``tick``).
+- The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
+  and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
+  or computed anything (functions that block in ways we cannot see), one thread is added, up to MOST_EXTRA_THREADS.
+- Workers beyond ``size`` end after they were idle for IDLE_END_S.
+
+A worker is in one of these states:
+
+    state    means                                 leaves by
+    idle     asleep on its own lock                submit or tick wakes it -> hunting; too long -> ended
+    hunting  about to look at the queue            takes a quick task: stays hunting; another task -> running
+    running  inside a user function                the function ends -> hunting; it waits for a call -> parked
+    parked   waiting for a nested call             the call is done -> running
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic, process_time
+from typing import Protocol
+
+from farcall.runtime.io.loop import NEVER
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+TICK_S = 0.002
+STALLED_S = 0.05
+IDLE_END_S = 10.0
+MOST_EXTRA_THREADS = 1000
+
+
+class Task(Protocol):
+    """One user function to run; never raises."""
+
+    @property
+    def quick(self) -> bool: ...
+
+    def run(self, more: bool) -> None:
+        """Run it. ``more``: other tasks wait behind this one, so its answer need not be flushed at once."""
+
+    def drop(self) -> None:
+        """The executor stopped before it could run: tell whoever waits for it. On any thread."""
+
+
+class _Worker:
+    __slots__ = ("executor", "hunting", "lock", "parked", "thread")
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor: Executor = executor
+        self.lock: threading.Lock = threading.Lock()
+        self.lock.acquire()
+        self.hunting: bool = True
+        self.parked: bool = False
+        self.thread: threading.Thread | None = None
+
+
+class Executor:
+    """A pool of daemon threads that grows when every thread waits."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        attend_by: Callable[[float], None],
+        on_io_thread: Callable[[], bool] = lambda: False,
+        before_idle: Callable[[], object] = lambda: None,
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self._size = size
+        self._attend_by = attend_by
+        self._on_io_thread = on_io_thread
+        self._before_idle = before_idle
+        self._on_thread_start = on_thread_start
+        self._tasks: deque[Task] = deque()
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._hunters = 0
+        self._parked = 0
+        self._finished = 0
+        self._started = False
+        self._stopping = False
+        self._seen_finished = -1
+        self._seen_at = 0.0
+        self._seen_used_s = 0.0
+        self._local = threading.local()
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that no worker has taken yet."""
+        return len(self._tasks)
+
+    @property
+    def busy(self) -> int:
+        """Workers inside user functions, the parked ones included."""
+        with self._lock:
+            return len(self._workers) - len(self._idle) - self._hunters
+
+    @property
+    def size(self) -> int:
+        """How many threads are kept for functions that do not wait for calls."""
+        return self._size
+
+    @property
+    def parked(self) -> int:
+        """Workers that wait for nested calls."""
+        return self._parked
+
+    @property
+    def threads(self) -> int:
+        """Live worker threads."""
+        return len(self._workers)
+
+    def start(self) -> None:
+        """Begin to run tasks; those submitted before are kept until now."""
+        with self._lock:
+            self._started = True
+        if self._tasks:
+            self._rouse()
+
+    def submit(self, task: Task) -> None:
+        """Queue ``task``."""
+        self._tasks.append(task)
+        if self._on_io_thread():
+            return  # before_sleep sees to it
+        if self._hunters == 0:
+            self._rouse()
+        else:
+            self._attend_by(monotonic() + TICK_S)
+
+    def before_sleep(self) -> bool:
+        """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
+        if self._tasks:
+            self._attend_by(monotonic() + TICK_S)
+            if self._hunters == 0:
+                self._rouse()
+            return True
+        return self._hunters > 0
+
+    def _rouse(self) -> None:
+        """Wake an idle worker, or start one if the pool may grow."""
+        with self._lock:
+            if self._stopping or not self._started:
+                stopped = self._stopping
+            elif self._idle:
+                stopped = False
+                worker = self._idle.pop()
+                worker.hunting = True
+                self._hunters += 1
+                worker.lock.release()
+            elif len(self._workers) - self._parked < self._size:
+                stopped = False
+                self._spawn()
+            else:
+                stopped = False
+                self._attend_by(monotonic() + TICK_S)
+        if stopped:
+            self._drop_tasks()
+
+    def _drop_tasks(self) -> None:
+        """After the end nobody runs what is queued, but whoever waits for it must not wait for good."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            try:
+                task.drop()
+            except Exception:
+                logger.exception("a task could not be dropped; please report this")
+
+    def _spawn(self) -> None:
+        worker = _Worker(self)
+        worker.thread = threading.Thread(
+            target=self._work, args=(worker,), name=f"farcall-worker-{self._name}", daemon=True
+        )
+        self._workers.add(worker)
+        self._hunters += 1
+        worker.thread.start()
+
+    def tick(self, now: float) -> float:
+        """On the I/O thread: rouse workers for tasks that wait too long."""
+        if not self._tasks or not self._started:
+            self._seen_finished = -1
+            return NEVER
+        if self._finished != self._seen_finished:
+            self._seen_finished = self._finished
+            self._seen_at = now
+            self._seen_used_s = process_time()
+        elif now - self._seen_at >= STALLED_S:
+            # Nothing has ended for a while. If nothing is computed either, every thread may be blocked in a way that we
+            # cannot see.
+            used_s = process_time() - self._seen_used_s
+            computing = used_s > 0.5 * (now - self._seen_at)
+            self._seen_at = now
+            self._seen_used_s += used_s
+            with self._lock:
+                room = len(self._workers) < self._size + MOST_EXTRA_THREADS
+                if not self._idle and not self._stopping and not computing and room:
+                    self._spawn()
+        self._rouse()
+        return now + TICK_S
+
+    def _work(self, worker: _Worker) -> None:
+        self._local.worker = worker
+        self._on_thread_start()
+        tasks = self._tasks
+        while True:
+            try:
+                task = tasks.popleft()
+            except IndexError:
+                if not self._rest(worker):
+                    return
+                continue
+            if not task.quick:
+                with self._lock:
+                    worker.hunting = False
+                    self._hunters -= 1
+                    wake_another = bool(tasks) and self._hunters == 0
+                if wake_another:
+                    self._rouse()
+            try:
+                task.run(bool(tasks))
+            except BaseException:
+                logger.exception("a task failed outside the user's function; please report this")
+            del task  # or its arguments would live until the next task
+            self._finished += 1
+            if not worker.hunting:
+                with self._lock:
+                    worker.hunting = True
+                    self._hunters += 1
+
+    def _rest(self, worker: _Worker) -> bool:
+        """Sleep until there is work. False: the thread is to end."""
+        self._before_idle()
+        with self._lock:
+            if self._stopping:
+                self._discard(worker)
+                return False
+            if self._tasks:
+                return True
+            worker.hunting = False
+            self._hunters -= 1
+            self._idle.append(worker)
+        surplus = len(self._workers) > self._size
+        while not worker.lock.acquire(True, IDLE_END_S if surplus else -1):
+            with self._lock:
+                if worker in self._idle:
+                    self._idle.remove(worker)
+                    self._workers.discard(worker)
+                    return False
+                # Somebody took us off the list and is about to release the lock.
+        return True
+
+    def _discard(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        if worker.hunting:
+            worker.hunting = False
+            self._hunters -= 1
+
+    def current_worker(self) -> _Worker | None:
+        """The worker that the calling thread is, if it is one of ours."""
+        return getattr(self._local, "worker", None)
+
+    def park(self, worker: _Worker) -> None:
+        """``worker`` begins to wait for a nested call: somebody else must be able to take what is queued."""
+        with self._lock:
+            worker.parked = True
+            self._parked += 1
+            if worker.hunting:
+                worker.hunting = False
+                self._hunters -= 1
+        self._before_idle()
+        if self._tasks and self._hunters == 0:
+            self._rouse()
+
+    def unpark(self, worker: _Worker) -> None:
+        """The nested call is done."""
+        with self._lock:
+            worker.parked = False
+            self._parked -= 1
+
+    def interrupt(self) -> None:
+        """Raise SystemExit in the functions that run, at their next step in Python.
+
+        For the end of the process: a thread that comes back from torch after the interpreter has ended is unwound
+        through C++ code that does not allow it, and takes the process down with SIGABRT (before Python 3.14).
+        """
+        for worker in list(self._workers):
+            thread = worker.thread
+            if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+    def stop(self, timeout_s: float) -> list[str]:
+        """End idle workers and wait for the others; the names of those still inside user functions are returned."""
+        with self._lock:
+            self._stopping = True
+            idle, self._idle = self._idle, []
+            for worker in idle:
+                worker.hunting = True
+                self._hunters += 1
+                worker.lock.release()
+            workers = list(self._workers)
+        self._drop_tasks()
+        deadline = monotonic() + timeout_s
+        stuck = []
+        for worker in workers:
+            thread = worker.thread
+            if thread is None or thread is threading.current_thread():
+                continue
+            thread.join(max(0.0, deadline - monotonic()))
+            if thread.is_alive():
+                stuck.append(thread.name)
+        return stuck

@@ -1,0 +1,388 @@
+"""Calls that wait for their answer: the pending table and its deadlines.
+
+Knows nothing of functions, arguments or results: `rpc/call.py` makes the requests and reads the answers.
+
+Thread rules
+- A pending call is claimed by whoever pops it from the table: the reader of its answer, the ticker at its deadline, the
+  caller that gives up, or the end of its link. Popping is atomic, so exactly one of them completes it; a late answer
+  finds nothing and is dropped.
+- ``_next_deadline`` is only ever lowered under the lock, when a call has a nearer deadline than all before it; so
+  calls with the same timeout never take the lock nor wake the I/O thread.
+- A thread that calls a peer which has said that its queue is full waits for room before it sends (`admission.py`),
+  unless calls are to be refused instead. The call is not in the table yet, but it counts as under way.
+- A thread about to wait first stops being a reader (`stop_reading`) and, if it runs a user function, stops counting as
+  a busy worker (`Executor.park`); then it reads the link itself if nobody else does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
+from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.notes import REFUSABLE
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.observing import event_log
+from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
+from farcall.runtime.observing.profiling import CallProfile
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import Annotated
+
+EXPLAIN_S = 0.5
+"""An error is never held up for longer than this to say more."""
+
+
+class PendingCall:
+    """One request whose answer has not come yet; subclasses say what its outcome does.
+
+    ``arrived`` is set, by the thread that claimed the call, before its outcome is handed out.
+    """
+
+    arrived: bool
+    cancellable = True
+    """Need the function not begin once nobody waits for this call any more?"""
+    peer: Peer
+    what: Callable[..., Any]
+    started_at: float
+    deadline: float
+    timeout_s: float
+    call_id: int
+    profile: CallProfile | None = None
+    counters: Counters
+    """Where its end is counted; set when it is sent."""
+    thread_id: int = 0
+    """The thread that waits for it, as far as that is known."""
+
+    def on_answer(self, frame: Arrived) -> None:
+        """The answer came."""
+        raise NotImplementedError
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come."""
+        raise NotImplementedError
+
+
+class SyncCall(PendingCall):
+    """A call whose caller sleeps on a lock until it is done."""
+
+    __slots__ = (
+        "arrived",
+        "call_id",
+        "deadline",
+        "error",
+        "frame",
+        "lock",
+        "peer",
+        "started_at",
+        "tally",
+        "thread_id",
+        "timeout_s",
+        "what",
+    )
+
+    def __init__(self, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+        self.peer: Peer = peer
+        self.what: Callable[..., Any] = what
+        self.timeout_s: float = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id: int = 0
+        self.thread_id: int = get_ident()
+        self.frame: Arrived | None = None
+        self.error: RpcError | None = None
+        self.lock: threading.Lock = threading.Lock()
+        self.lock.acquire()
+
+    def on_answer(self, frame: Arrived) -> None:
+        self.frame = frame
+        self.arrived = True
+        self.lock.release()
+
+    def on_failure(self, error: RpcError) -> None:
+        self.error = error
+        self.arrived = True
+        self.lock.release()
+
+
+class Waiting:
+    """The calling thread waits."""
+
+    __slots__ = ("_executor", "_worker")
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        stop_reading()
+        worker = self._executor.current_worker()
+        self._worker = None if worker is None or worker.parked else worker
+        if self._worker is not None:
+            self._executor.park(self._worker)
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._executor.unpark(self._worker)
+
+
+class CallTable:
+    """The calls of one node that wait for an answer."""
+
+    def __init__(self, loop: Loop, executor: Executor, when_overloaded: str = "wait") -> None:
+        self._loop = loop
+        self._executor = executor
+        self._flags = REFUSABLE if when_overloaded == "fail" else 0
+        self._ended: RpcError | None = None
+        self._held: dict[int, PendingCall] = {}  # those that wait before they are sent, by id()
+        self._pending: dict[int, PendingCall] = {}
+        self._next_id = itertools.count(1).__next__
+        self._lock = threading.Lock()
+        self._next_deadline = NEVER
+        self.last_id: int = 0
+        self.event_log: event_log.EventLog = event_log.EventLog()
+        self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
+        """Finds out, from any thread, what the callee does with a call whose time is up, and calls the second argument
+        with it, once, on the I/O thread, within EXPLAIN_S. Set by the layer above."""
+
+    def __len__(self) -> int:
+        return len(self._pending) + len(self._held)
+
+    def register(self, call: PendingCall, function: bytes = b"") -> int:
+        """Give ``call`` its id and put it into the table."""
+        try:
+            call.counters = call.peer.called[function]
+        except KeyError:
+            call.counters = counters_of(call.peer.called, function)
+        call.call_id = call_id = self._next_id()
+        self._pending[call_id] = call
+        self.last_id = call_id  # after the line above: whoever sees the old number may believe the table
+        return call_id
+
+    def watch_deadline(self, call: PendingCall) -> None:
+        """Have the I/O thread fail ``call`` at its deadline. Not needed where the caller itself waits."""
+        if call.deadline < self._next_deadline:
+            with self._lock:
+                if call.deadline < self._next_deadline:
+                    self._next_deadline = call.deadline
+            self._loop.attend_by(call.deadline)
+
+    def claim(self, call_id: int) -> PendingCall | None:
+        """Take a call out of the table; whoever gets it completes it."""
+        return self._pending.pop(call_id, None)
+
+    def tick(self, now: float) -> float:
+        """On the I/O thread: fail the calls whose time is up."""
+        if now < self._next_deadline:
+            return self._next_deadline
+        with self._lock:
+            self._next_deadline = NEVER
+            nearest = NEVER
+            overdue = []
+            for call in list(self._pending.values()):
+                if call.deadline <= now:
+                    overdue.append(call)
+                elif call.deadline < nearest:
+                    nearest = call.deadline
+            self._next_deadline = min(self._next_deadline, nearest)
+        for call in overdue:
+            if self.claim(call.call_id) is not None:
+                error = self.timed_out(call)
+                if self.explain is None:
+                    call.on_failure(error)
+                else:
+                    self.explain(call, partial(_fail_explained, call, error))
+                if call.cancellable:
+                    call.peer.cancel(call.call_id)
+        return nearest
+
+    def waiting(self) -> Waiting:
+        """Around every wait for a call: the thread stops being a reader or a busy worker meanwhile."""
+        return Waiting(self._executor)
+
+    def exchange(
+        self,
+        call: SyncCall,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        refusable: bool = True,
+    ) -> None:
+        """Send the request of ``call`` and block until it is done; at its deadline, fail it.
+
+        ``refusable``: the callee may refuse it if that was chosen for this node's calls.
+        """
+        if call.peer.full is not None:
+            self._wait_for_room(call)
+        stop_reading()
+        worker = self._executor.current_worker()
+        if worker is not None:
+            self._executor.park(worker)
+        peer = call.peer
+        try:
+            call_id = self.register(call, function)
+            flags = self._flags if refusable else 0
+            peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline, False, call)
+            if not call.arrived:
+                if peer.broken:
+                    self._fail_lost(call)
+                remaining = call.deadline - monotonic()
+                bound = -1 if remaining == NEVER else max(0.0, min(remaining, threading.TIMEOUT_MAX))
+                if not call.lock.acquire(True, bound):
+                    if self.claim(call.call_id) is not None:
+                        raise self._explained(call)
+                    call.lock.acquire()  # claimed a moment ago by another thread, which is about to release it
+        except BaseException:
+            # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
+            # Python function: another Ctrl-C may come.
+            self._pending.pop(call.call_id, None)
+            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+            peer.cancel(call.call_id)
+            raise
+        finally:
+            if worker is not None:
+                self._executor.unpark(worker)
+
+    def send(
+        self,
+        call: PendingCall,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        flags: int = 0,
+    ) -> None:
+        """Send the request of ``call``, whose outcome somebody else waits for; a failure leaves nothing behind."""
+        if call.peer.full is not None:
+            self._wait_for_room(call)
+        try:
+            call_id = self.register(call, function)
+            call.peer.send(REQUEST, flags | self._flags, call_id, function, notes, payload, buffers, call.deadline)
+            if call.peer.broken:
+                self._fail_lost(call)
+            self.watch_deadline(call)
+        except (NetworkError, RpcTimeout):
+            if self.claim(call.call_id) is None:
+                # Its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough. But only
+                # this thread knows what was to go with it.
+                if buffers.__class__ is Annotated:
+                    buffers.withdraw()
+                return
+            self._loop.attend_by(0.0)
+            raise
+        except BaseException:
+            self._pending.pop(call.call_id, None)  # as above
+            self._loop.attend_by(0.0)
+            raise
+
+    def _wait_for_room(self, call: PendingCall) -> None:
+        """The callee has said that too many calls wait there: wait with this one until it has room again."""
+        if self._flags or _in_event_loop():
+            return  # it is to be refused instead; or waiting here would hold up all that runs on that loop
+        full = call.peer.full
+        try:
+            self._held[id(call)] = call
+            with self.waiting():
+                while full is not None and not call.peer.broken:
+                    if not full.wait(call.deadline):
+                        raise RpcTimeout(
+                            f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
+                            f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
+                            f"{full.queued} calls waited there for a thread when it said so, and its "
+                            f"max_queued_calls is {full.limit}",
+                            Delivery.NOT_SENT,
+                        )
+                    full = call.peer.full
+            if self._ended is not None:
+                raise self._ended
+            if call.peer.broken:
+                raise call.peer.lost(Delivery.NOT_SENT)
+        finally:
+            self._held.pop(id(call), None)
+            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+
+    def _fail_lost(self, call: PendingCall) -> None:
+        """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""
+        if self.claim(call.call_id) is not None:
+            call.counters[LOST] += 1
+            call.on_failure(call.peer.lost(Delivery.UNKNOWN))
+
+    def timed_out(self, call: PendingCall) -> RpcTimeout:
+        """The error for a call whose deadline has passed."""
+        call.counters[TIMED_OUT] += 1
+        self.event_log.note(event_log.TIMED_OUT, call.peer.info.name, name_of(call.what), f"after {call.timeout_s:g} s")
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
+            f"{call.peer.info.name} has not answered {name_of(call.what)}()"
+        )
+
+    def _explained(self, call: SyncCall) -> RpcTimeout:
+        """The same, with what the callee does; the calling thread, which is not the I/O thread, waits for that."""
+        error = self.timed_out(call)
+        if self.explain is not None:
+            told = Gate()
+            texts: list[str] = []
+
+            def take(text: str) -> None:
+                texts.append(text)
+                told.open()
+
+            self.explain(call, take)
+            told.wait(EXPLAIN_S)
+            _add(error, "".join(texts))
+        return error
+
+    def end(self, why: RpcError) -> None:
+        """The node ends: fail every call; who waits for room fails when it is told of some."""
+        self._ended = why
+        self.fail_all(lambda call: why)
+
+    def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
+        """Fail every call to ``peer`` (or to anybody); how many there were."""
+        failed = 0
+        for call in list(self._pending.values()):
+            if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
+                failed += 1
+                call.counters[LOST] += 1
+                call.on_failure(error(call))
+        return failed
+
+    def snapshot(self) -> list[PendingCall]:
+        """The calls waiting now, oldest first."""
+        return list(self._pending.values())
+
+
+def name_of(what: Callable[..., Any]) -> str:
+    """What a function is called in messages to users."""
+    found = getattr(what, "__qualname__", None)
+    name = found if isinstance(found, str) and found else type(what).__name__
+    return name.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _add(error: RpcTimeout, text: str) -> None:
+    if text:
+        error.args = (f"{error}; {text}",)
+
+
+def _fail_explained(call: PendingCall, error: RpcTimeout, text: str) -> None:
+    _add(error, text)
+    call.on_failure(error)

@@ -1,0 +1,488 @@
+"""The callee's side: a request becomes a user function's run, and its outcome an answer.
+
+Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
+cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
+
+A request whose function was quick when it last ran is run by the I/O thread itself (`standby.py`), all others by
+workers.
+
+A function answers in one of these ways, found out from what it returned:
+
+    plain value                            answered at once
+    future, from an async_execution func   answered when the future completes, by the thread that completes it
+    coroutine, from an async def           run on the node's event loop, answered when it ends
+    `Later`, from farcall's own functions  asked again, on a worker, when it says so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from farcall.errors import RpcError, SerializationError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.notes import KEEP, Notes, ProfileWanted, encode_notes
+from farcall.runtime.calls.executor import Executor, Task
+from farcall.runtime.calls.notes import notes_of
+from farcall.runtime.devices.streams import Lane, StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.observing import event_log
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
+from farcall.runtime.observing.profiling import PROFILING, RunProfile
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import (
+    RECORDING,
+    Annotated,
+    Encoded,
+    Recording,
+    decode,
+    decode_function,
+    discard,
+    encode,
+    encode_failure,
+    encode_recorded,
+    has_devices,
+    in_one_line,
+)
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+QUICK_S = 100e-6
+"""A function that took less than this when it last ran is expected to be quick again."""
+
+PARDON_RUNS = 64
+MOST_PARDON_RUNS = 4096
+"""How often, times 4 for each ban, a function must be quick on a worker before it may run on the I/O thread again."""
+
+FORGOTTEN_S = 10.0
+"""A ban that is older than this counts for nothing: what was slow was the machine, or that was long ago."""
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which `async_execution` marks a function."""
+
+
+class Later:
+    """The result of a function that cannot answer yet: ``finish()`` can, once ``subscribe``'s argument was called."""
+
+    __slots__ = ("finish", "subscribe")
+
+    def __init__(self, subscribe: Callable[[Callable[[], None]], None], finish: Callable[[], Any]) -> None:
+        self.subscribe: Callable[[Callable[[], None]], None] = subscribe
+        self.finish: Callable[[], Any] = finish
+
+
+class MarkedResult:
+    """What a function marked by `async_execution` returned, passed on by a function that is not."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value: Any = value
+
+
+class StoredFailure(Exception):
+    """Raised to answer with a failure that was encoded before."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.encoded = encoded
+
+
+class Server:
+    """Runs requests and answers them."""
+
+    def __init__(
+        self, worker: WorkerInfo, executor: Executor, on_thread_start: Callable[[], None] = lambda: None
+    ) -> None:
+        self.worker = worker
+        self._executor = executor
+        self._on_thread_start = on_thread_start
+        self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
+        self.unanswered: dict[tuple[int, int], Request] = {}
+        self.event_log: event_log.EventLog = event_log.EventLog()
+        self.on_failure: Callable[[BaseException], None] | None = None
+        """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
+        # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
+        self._banned: dict[bytes, int] = {}
+        self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
+        self._corked: set[Peer] = set()
+        self.lanes: StreamPool | None = None
+        """The streams that functions run on, in a node with devices."""
+        self.devices: Sequence[torch.device] = ()
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._event_thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._next_number = itertools.count(1).__next__
+        self.last_accepted: int = 0
+        self.on_answered: Callable[[], None] | None = None
+        """Called after each answer; set once the node is leaving."""
+        self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
+        """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
+        self.wrap: Callable[[Request], Task] | None = None
+        """Makes what is run for a request, where that is not the request itself; set by the layer above."""
+
+    @property
+    def active(self) -> list[Request]:
+        """Requests that have come and are not answered yet."""
+        return list(self.unanswered.values())
+
+    def find(self, peer: Peer, call_id: int) -> Request | None:
+        """The request of that number, if it is not answered yet."""
+        return self.unanswered.get((peer.member, call_id))
+
+    @property
+    def awaited(self) -> int:
+        """How many requests are unanswered, less those that have no thread and nobody who waits for their answer.
+
+        A function that returned a future which never completes must not hold up a shutdown after its caller gave up.
+        """
+        return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
+
+    def accept(self, peer: Peer, frame: Arrived) -> None:
+        """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
+        request = self.kept_request(self, peer, frame) if frame[1] & KEEP else Request(self, peer, frame)
+        self.unanswered[peer.member, frame[2]] = request
+        self.last_accepted = self._next_number()  # after the line above, see CallTable.register
+        function = frame[3]
+        task: Task = request if self.wrap is None else self.wrap(request)
+        if self._quick.get(function) == 2 and function not in self._banned:
+            kept = peer.run_inline(task if self.lanes is None else StreamTask(task, self.lanes))
+            if kept is not None:
+                if not kept:
+                    self._ban(function)
+                    self.flush()  # this thread is nobody now, and the one that took over may be asleep already
+                return
+        request.queued_at = perf_counter()
+        self.submit(task)
+
+    def submit(self, task: Task) -> None:
+        """Have a worker run ``task``; in a node with devices, on streams of its own."""
+        self._executor.submit(task if self.lanes is None else StreamTask(task, self.lanes))
+
+    def _ban(self, function: bytes) -> None:
+        """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
+        bans, banned_at = self._bans.get(function, (0, 0.0))
+        now = perf_counter()
+        bans = min(bans + 1, 8) if now - banned_at < FORGOTTEN_S else 1
+        self._bans[function] = bans, now
+        self._banned[function] = min(PARDON_RUNS << (2 * bans), MOST_PARDON_RUNS)
+
+    def _was_quick(self, function: bytes) -> None:
+        """A banned function was quick on a worker."""
+        left = self._banned.get(function, 1) - 1
+        if left > 0:
+            self._banned[function] = left
+        else:
+            self._banned.pop(function, None)
+
+    def cancel(self, peer: Peer, call_id: int) -> None:
+        """The caller no longer waits: do not begin what has not begun."""
+        request = self.unanswered.get((peer.member, call_id))
+        if request is not None:
+            request.cancelled = True
+            if self.on_answered is not None:
+                self.on_answered()  # a shutdown may be waiting for nothing else
+
+    def flush(self) -> bool:
+        """Send the answers that were held back to travel together."""
+        while self._corked:
+            try:
+                peer = self._corked.pop()
+            except KeyError:
+                break
+            peer.flush()
+        return False
+
+    def answered(self, request: Request) -> None:
+        """Book-keeping at the end of a request."""
+        self.unanswered.pop((request.peer.member, request.frame[2]), None)
+        if self.on_answered is not None:
+            self.on_answered()
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
+        """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
+        lanes = self.lanes
+        lane = None if lanes is None else lanes.keep()
+        if lanes is not None and lane is not None:
+            coroutine, done = StreamCoroutine(coroutine, lane), _on_lane(lanes, lane, done)
+        with self._lock:
+            if self._event_loop is None:
+                self._event_loop = asyncio.new_event_loop()
+                self._event_loop.call_soon(self._on_thread_start)
+                self._event_thread = threading.Thread(
+                    target=self._event_loop.run_forever,
+                    name=f"farcall-asyncio-{self.worker.name}",
+                    daemon=True,
+                )
+                self._event_thread.start()
+        asyncio.run_coroutine_threadsafe(coroutine, self._event_loop).add_done_callback(done)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the event loop, cancelling what still runs on it."""
+        with self._lock:
+            loop, thread = self._event_loop, self._event_thread
+            self._event_loop = self._event_thread = None
+        if loop is None or thread is None:
+            return
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=timeout_s)
+            loop.stop()
+
+        ending = asyncio.run_coroutine_threadsafe(end(), loop)
+        thread.join(timeout_s)
+        ending.cancel()
+        if not thread.is_alive():
+            loop.close()
+
+
+class Request:
+    """One request, from its arrival to its answer. A task of the executor."""
+
+    __slots__ = (
+        "cancelled",
+        "deferred",
+        "frame",
+        "function_name",
+        "peer",
+        "profile",
+        "queued_at",
+        "recording",
+        "server",
+        "started_at",
+        "thread_id",
+        "wanted",
+    )
+
+    def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
+        # The distributed autograd context that the function runs in, and that records its result.
+        self.recording: Recording | None = None
+        self.wanted: ProfileWanted | None = None  # what its caller, being profiled, wants to know
+        if frame[6].__class__ is Annotated:
+            self.recording, self.wanted = frame[6].recording, frame[6].profile
+        self.profile: RunProfile | None = None
+        self.server: Server = server
+        self.peer: Peer = peer
+        self.frame: Arrived = frame
+        self.cancelled: bool = False
+        self.deferred: bool = False  # it returned, and will answer later
+        self.function_name: str = ""
+        self.queued_at: float = 0.0  # if a worker was to run it
+        self.started_at: float = 0.0
+        self.thread_id: int = 0
+
+    @property
+    def quick(self) -> bool:
+        return self.server._quick.get(self.frame[3], 0) > 0
+
+    def run(self, more: bool) -> None:
+        """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
+        server = self.server
+        if self.cancelled:
+            self.drop()
+            return
+        recording = self.recording
+        outside = None if recording is None else recording.enter()
+        if self.wanted is not None or PROFILING.everywhere:
+            self.profile = PROFILING.begin_run(server.worker, self.wanted)
+        _, _, _, function, _, payload, buffers = self.frame
+        self.thread_id = threading.get_ident()
+        started = self.started_at = perf_counter()
+        if not self.quick:
+            server.flush()  # what is held back must not wait behind a function that may take long
+        try:
+            if function:
+                func = decode_function(function)
+                args, kwargs = decode(payload, buffers, self.peer) if payload else ((), None)
+            else:
+                func, args, kwargs = decode(payload, buffers, self.peer)
+            if server.lanes is not None and has_devices(payload):
+                started = perf_counter()  # the copies that a device makes say nothing about the function
+            self.function_name = getattr(func, "__qualname__", "") or repr(func)
+            # The request keeps no buffer: an argument that the function drops is freed at once.
+            self.frame = (*self.frame[:5], b"", ())
+            if buffers:
+                buffers.clear()  # the reader's frames further up the stack hold the same list
+            del buffers, payload
+            # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
+            if self.profile is not None:
+                outcome = [self.profile.run(func, args, kwargs)]
+            else:
+                outcome = [func(*args, **kwargs) if kwargs else func(*args)]
+            del args, kwargs
+            if _answers_later(func, outcome[0]):
+                self._answer_later(func, outcome[0])
+                return
+        except BaseException as error:
+            self._fail(error)
+            return
+        finally:
+            took_s = perf_counter() - started
+            try:
+                counters = self.peer.served[function]
+            except KeyError:
+                counters = counters_of(self.peer.served, function)
+            counters[bisect_right(BOUNDS_S, took_s)] += 1
+            if function:
+                if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
+                    server._quick[function] = 2
+                    if function in server._banned:
+                        server._was_quick(function)
+                else:  # once is forgiven: this thread may have been off its core, or collecting garbage
+                    server._quick[function] = server._quick.get(function, 0) >> 1
+            if recording is not None:
+                RECORDING.set(outside)
+        self.answer(outcome, more)
+
+    def drop(self) -> None:
+        """The node ended first, or nobody waits for the answer any more."""
+        discard(self.frame[5], self.peer)
+        if self.recording is not None and isinstance(self.frame[6], Annotated):
+            self.frame[6].decline(self.peer)
+        self.server.answered(self)
+
+    def answer(self, outcome: list[Any], more: bool = False) -> None:
+        """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
+        server = self.server
+        try:
+            if self.recording is None:
+                payload, buffers = encode(outcome[0], self.peer)
+            else:
+                payload, buffers = encode_recorded(self.recording, outcome[0], self.peer)
+        except Exception as error:
+            self._fail(error)
+            return
+        outcome.clear()
+        hold_back = more and self.quick and not buffers
+        self._send(RESPONSE, payload, buffers, hold_back)
+        if hold_back:
+            # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
+            server._corked.add(self.peer)
+
+    def _fail(self, error: BaseException) -> None:
+        if type(error) is StoredFailure:
+            payload, buffers = error.encoded
+        else:
+            if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
+                # Ours, about a message, not the user's: the caller must learn whose side it is about.
+                error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
+            counters_of(self.peer.served, self.frame[3])[FAILED] += 1
+            if self.server.on_failure is not None:
+                self.server.on_failure(error)
+            payload, buffers = encode_failure(error, self.server.worker, self.peer)
+            self.server.event_log.note(
+                event_log.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
+            )
+        self._send(FAILURE, payload, buffers, False)
+
+    def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
+        # To its caller an answer belongs to a context only if gradients may come back for it.
+        notes = b""
+        profiled = b"" if self.profile is None else self.profile.finish(self.function_name)
+        if buffers.__class__ is Annotated and (buffers.message_id or buffers.notes):
+            notes = notes_of(buffers, profiled=profiled)
+        elif profiled:
+            notes = encode_notes(Notes(profiled=profiled))
+        try:
+            self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
+        except RpcError as error:
+            if buffers.__class__ is Annotated:
+                buffers.withdraw()
+            logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
+        finally:
+            self.server.answered(self)
+
+    def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
+        self.deferred = True
+        if result.__class__ is Later:
+            finish = result.finish
+            result.subscribe(lambda: self.server.submit(_Resumption(self, finish)))
+            return
+        if result.__class__ is MarkedResult:
+            result = result.value
+        if inspect.iscoroutine(result):
+            self.server.run_coroutine(result if self.profile is None else self.profile.steps(result), self._on_done)
+        elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
+            result.add_done_callback(self._on_done)
+        else:
+            raise RuntimeError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                f"{self.function_name} returned {type(result).__name__} (the decorator is functions.async_execution)"
+            )
+
+    def _on_done(self, future: Any) -> None:
+        try:
+            value = future.value() if isinstance(future, torch._C.Future) else future.result()
+        except BaseException as error:
+            self._fail(error)
+            return
+        self.answer([value])
+
+
+class _Resumption:
+    """A request that can be answered now; a task of the executor."""
+
+    __slots__ = ("_finish", "_request")
+
+    quick = False
+
+    def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
+        self._request = request
+        self._finish = finish
+
+    def run(self, more: bool) -> None:
+        request = self._request
+        recording = request.recording
+        outside = None if recording is None else recording.enter()
+        try:
+            profile = request.profile
+            outcome = [self._finish() if profile is None else profile.run(self._finish)]
+            if _answers_later(self._finish, outcome[0]):
+                request._answer_later(self._finish, outcome[0])
+                return
+        except BaseException as error:
+            request._fail(error)
+            return
+        finally:
+            if recording is not None:
+                RECORDING.set(outside)
+        request.answer(outcome, more)
+
+    def drop(self) -> None:
+        self._request.drop()
+
+
+def _on_lane(lanes: StreamPool, lane: Lane, done: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``done``, run on the lane, which is left then."""
+
+    def run(finished: Any) -> None:
+        try:
+            with lane:
+                done(finished)
+        finally:
+            lanes.leave(lane)
+
+    return run
+
+
+def _answers_later(func: Callable[..., Any], result: Any) -> bool:
+    return result.__class__ in (Later, MarkedResult) or inspect.iscoroutine(result) or is_async_execution(func)
+
+
+def is_async_execution(func: Callable[..., Any]) -> bool:
+    """Did `async_execution` mark ``func``, or what it is a partial of?"""
+    return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))

@@ -1,0 +1,1 @@
+"""GPUs and other devices of a node."""

@@ -1,0 +1,242 @@
+"""On which streams of the devices calls run: one lane, a stream of each device, for each call that is under way.
+
+The rules a program can rely on:
+- A call sees what its caller had put onto its current stream: decoding waits for that, by events.
+- A function runs with a lane's streams as the current ones, from the reading of its arguments to the writing of its
+  answer. Calls that overlap have different lanes; a call that begins after another one has returned sees all that
+  this one had put onto its streams, so that a model that was stepped by one call is used by the next.
+- A result is ready on the stream of whoever waits for it.
+
+Sequential calls use the same lane again, the warmest first: memory that torch keeps is kept by stream. And no event is
+needed then; one is recorded where a call begins, or ends, on another lane than the call that ended last.
+
+    a lane   by            becomes
+    idle     take          taken: it waits for the calls that have ended, wherever they ran
+    taken    leave         idle
+    taken    keep          taken until ``leave`` is called for it: by what goes on after the thread (a coroutine)
+
+Nothing here is made, and no device is looked at, in a node without devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from farcall.channel.device_api import StreamId, current_stream, current_stream_id
+
+__all__ = ["Lane", "Stamp", "StreamCoroutine", "StreamPool", "StreamTask", "stamp"]
+
+MOST_LANES = 32
+"""torch has no more streams of a device."""
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+T = TypeVar("T")
+_C: Any = torch._C
+
+
+class Lane:
+    """A stream of each device. A context manager: on these streams; the current device stays what it is."""
+
+    __slots__ = ("_before", "_device", "_ids", "kept", "streams")
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self.streams: Sequence[torch.cuda.Stream] = streams
+        self.kept: bool = False
+        self._ids: list[StreamId] = [(s.stream_id, s.device_index, s.device_type) for s in streams]
+        self._before: list[StreamId] = []
+        self._device = 0
+
+    def __enter__(self) -> Lane:
+        # Through torch's inner functions: those that programs use take ten times as long, and this is once a call.
+        self._device = _C._cuda_getDevice()
+        self._before = [_C._cuda_getCurrentStream(device) for _, device, _ in self._ids]
+        self._set(self._ids)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._set(self._before)
+
+    def _set(self, ids: Iterable[StreamId]) -> None:
+        index = self._device
+        for stream_id, index, kind in ids:
+            _C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)  # and its device
+        if index != self._device:
+            _C._cuda_setDevice(self._device)
+
+    def follow(self, other: Lane) -> None:
+        """Have this lane wait for what is on the other one now."""
+        for mine, theirs in zip(self.streams, other.streams, strict=False):
+            if not theirs.query():
+                mine.wait_event(theirs.record_event())
+
+
+class _Taken(threading.local):
+    lane: Lane | None = None
+
+
+class StreamPool:
+    """The lanes of one node. ``ordered``: calls that begin see the work of those that have ended."""
+
+    def __init__(self, devices: Callable[[], Sequence[torch.device]], ordered: bool = True) -> None:
+        self._devices = devices
+        self._ordered = ordered
+        self._lock = threading.Lock()
+        self._idle: list[Lane] = []  # the warmest last
+        self._last: Lane | None = None  # the lane whose work is behind that of all calls that have ended
+        self._taken = _Taken()
+
+    def take(self) -> Lane:
+        """A lane for one call."""
+        devices = self._devices()
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = None
+        if lane is None or len(lane.streams) != len(devices):  # a map came since
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            lane = Lane([torch.cuda.Stream(device) for device in devices])  # type: ignore[no-untyped-call]
+        last = self._last
+        if last is not None and last is not lane:
+            lane.follow(last)
+        return lane
+
+    def leave(self, lane: Lane) -> None:
+        """The call is over on the host; what it has put onto the streams may not be done."""
+        lane.kept = False
+        if self._ordered and self._last is not lane:
+            with self._lock:
+                if self._last is not None:
+                    lane.follow(self._last)
+                self._last = lane
+        if len(self._idle) < MOST_LANES:
+            self._idle.append(lane)
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on a lane of its own; without one where there is no device, or none that works."""
+        if not self._devices():
+            return function()  # maps may name the CPU alone
+        try:
+            lane = self.take()
+        except Exception:
+            # Whoever waits for the call must hear of it: that says what uses the device, in the call itself.
+            logger.exception("no streams can be had")
+            return function()
+        before, self._taken.lane = self._taken.lane, lane
+        try:
+            with lane:
+                return function()
+        finally:
+            self._taken.lane = before
+            if not lane.kept:
+                self.leave(lane)
+
+    def keep(self) -> Lane | None:
+        """The lane that the calling thread runs on, to be left by somebody else later."""
+        lane = self._taken.lane
+        if lane is not None:
+            lane.kept = True
+        return lane
+
+
+class StreamTask:
+    """A task of the executor, run on a lane."""
+
+    __slots__ = ("_lanes", "_task")
+
+    def __init__(self, task: Any, lanes: StreamPool) -> None:
+        self._task = task
+        self._lanes = lanes
+
+    @property
+    def quick(self) -> bool:
+        return bool(self._task.quick)
+
+    def run(self, more: bool) -> None:
+        self._lanes.run(lambda: self._task.run(more))
+
+    def drop(self) -> None:
+        self._task.drop()
+
+
+class StreamCoroutine(Coroutine[Any, Any, T]):
+    """A coroutine, each step of which runs on the lane."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], lane: Lane) -> None:
+        self._coroutine = coroutine
+        self._lane = lane
+
+    def send(self, value: Any) -> Any:
+        with self._lane:
+            return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with self._lane:
+            return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        with self._lane:
+            self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        raise TypeError("it is run as a task")
+
+
+class Stamp:
+    """When a value on devices is ready: what was on the current streams then. ``wait`` costs the host nothing."""
+
+    __slots__ = ("_events", "_tensors")
+
+    def __init__(self, devices: Iterable[int], tensors: list[torch.Tensor]) -> None:
+        self._events = [
+            (device, current_stream_id(device), current_stream(device).record_event()) for device in devices
+        ]
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Have the current streams wait for it, and its memory be kept until they are done with it."""
+        for device, made_on, event in self._events:
+            if current_stream_id(device) != made_on:
+                current_stream(device).wait_event(event)
+        for tensor in self._tensors:
+            tensor.record_stream(current_stream(tensor.get_device()))
+
+
+def stamp(value: Any, devices: Sequence[torch.device]) -> Stamp | None:
+    """The stamp of a value made just now; None: it is known to have nothing on a device.
+
+    In tensors, modules and containers what is on devices is found. Other objects are not looked into: they may have
+    something on any of the node's ``devices``.
+    """
+    found: list[torch.Tensor] = []
+    if _find(value, found):
+        return Stamp({tensor.get_device() for tensor in found}, found) if found else None
+    return Stamp({*(device.index for device in devices), *(tensor.get_device() for tensor in found)}, found)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _find(value: Any, found: list[torch.Tensor]) -> bool:
+    """Add the tensors on devices in ``value`` to ``found``; False: there may be others."""
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda and value.layout is torch.strided:
+            found.append(value)
+        return value.is_cpu or value.layout is torch.strided
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, list | tuple):
+        return False not in [_find(part, found) for part in value]
+    if isinstance(value, dict):
+        return _find([*value.values()], found)
+    if isinstance(value, torch.nn.Module):
+        _find([*value.parameters(), *value.buffers()], found)
+    return False

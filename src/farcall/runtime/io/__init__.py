@@ -1,0 +1,1 @@
+"""The I/O thread, its timers, and waiting without harm."""

@@ -1,0 +1,341 @@
+"""The I/O thread: sockets, timers and everything that must never wait for user code.
+
+Owns the poller and one thread. Knows nothing of frames, calls or peers: it calls handlers.
+
+Thread rules
+- Handlers, ``call_soon`` functions and tickers run on the I/O thread, and none of them may block or run user code.
+- ``call_soon``, ``attend_by``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread.
+- ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread
+  that waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
+  elsewhere ``can_silence`` is False and the I/O thread reads everything.
+- A ticker is asked when a time it named, or somebody named with ``attend_by``, has come:
+  ``tick(now) -> when it wants to be asked again, or infinity``. Before each sleep the ``before_sleep`` hooks run:
+  what they wake finds the interpreter free, which it would not if it were woken in the middle of our work.
+- Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
+  the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
+  thread does the same to a user function that was expected to be quick and is not (`standby.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol, TypeVar
+
+from farcall.runtime.io.busy_wait import BusyWait
+from farcall.runtime.io.standby import Standby
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+READ = 1
+WRITE = 2
+NEVER = float("inf")
+
+EventHandler = Callable[[int], None]
+_A = TypeVar("_A")
+_R = TypeVar("_R")
+_get_ident = threading.get_ident
+_io = threading.local()
+
+
+def loop_of_thread() -> Loop | None:
+    """The loop whose I/O thread is calling, if it is one."""
+    loop: Loop | None = getattr(_io, "loop", None)
+    return loop if loop is not None and loop.on_thread() else None
+
+
+class Ticker(Protocol):
+    """Something with deadlines, asked when one has come."""
+
+    def tick(self, now: float) -> float: ...
+
+
+class _Epoll:
+    """Poller over epoll: interest may be changed from any thread while another one sleeps in it."""
+
+    can_silence = True
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._flags = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
+
+    def add(self, descriptor: int, events: int) -> None:
+        self._epoll.register(descriptor, self._flags[events])
+
+    def modify(self, descriptor: int, events: int) -> None:
+        self._epoll.modify(descriptor, self._flags[events])
+
+    def remove(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        # epoll counts whole milliseconds and Python rounds up, so this never wakes early.
+        found = self._epoll.poll(-1 if timeout_s == NEVER else timeout_s)
+        if not found:
+            return []
+        return [
+            (fd, (READ if flags & ~select.EPOLLOUT else 0) | (WRITE if flags & select.EPOLLOUT else 0))
+            for fd, flags in found
+        ]
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Selector:
+    """Poller for systems without epoll. Interest changes take effect at the next sleep, so the loop is woken."""
+
+    can_silence = False
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._interest: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, descriptor: int, events: int) -> None:
+        with self._lock:
+            self._interest[descriptor] = events
+
+    modify = add
+
+    def remove(self, descriptor: int) -> None:
+        with self._lock:
+            self._interest.pop(descriptor, None)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        with self._lock:
+            wanted = {fd: events for fd, events in self._interest.items() if events}
+        registered = self._selector.get_map()
+        for fd in [key.fd for key in list(registered.values()) if key.fd not in wanted]:
+            self._selector.unregister(fd)
+        for fd, events in wanted.items():
+            if fd not in registered:
+                self._selector.register(fd, events)
+            elif registered[fd].events != events:
+                self._selector.modify(fd, events)
+        found = self._selector.select(None if timeout_s == NEVER else timeout_s)
+        return [(key.fd, events) for key, events in found]
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+class Loop:
+    """One I/O thread with its poller."""
+
+    def __init__(self, name: str, busy_wait_s: float = 0.0) -> None:
+        self._spin = BusyWait(busy_wait_s)
+        self._poller: _Epoll | _Selector = _Epoll() if hasattr(select, "epoll") else _Selector()
+        self.can_silence: bool = self._poller.can_silence
+        self._handlers: dict[int, EventHandler] = {}
+        self._interest: dict[int, int] = {}
+        self._interest_lock = threading.Lock()
+        self._soon: deque[Callable[[], object]] = deque()
+        self._tickers: list[Ticker] = []
+        self._before_sleep: list[Callable[[], bool]] = []
+        self._next_wake = 0.0
+        self._running = True
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller.add(self._wake_read, READ)
+        self._name = f"farcall-io-{name}"
+        self._ident = 0
+        self._former: list[threading.Thread] = []
+        self.on_thread_start: Callable[[], None] = lambda: None
+        """Called first on each thread that becomes the I/O thread."""
+        self.standby: Standby = Standby(name)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+
+    def start(self) -> None:
+        """Start the I/O thread."""
+        self._thread.start()
+
+    def on_thread(self) -> bool:
+        """Is the caller the I/O thread?"""
+        return _get_ident() == self._ident
+
+    def hand_over(self) -> None:
+        """Let a fresh thread be the I/O thread from now on; the old one ends when it comes back to the loop."""
+        self.retire()
+        self._former = [thread for thread in self._former if thread.is_alive()] + [self._thread]
+        self._ident = 0
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def retire(self) -> None:
+        """The calling thread is not the I/O thread any more, even if its successor has not been named yet."""
+        if getattr(_io, "loop", None) is self:
+            _io.loop = None
+
+    def add_ticker(self, ticker: Ticker) -> None:
+        """Ask ``ticker`` from now on, and once at the beginning."""
+        self._tickers.append(ticker)
+        self.attend_by(0.0)
+
+    def before_sleep(self, hook: Callable[[], bool]) -> None:
+        """Call ``hook`` on the I/O thread before each sleep; it must be quick.
+
+        It says whether other threads have work to do now: then this one leaves the interpreter to them.
+        """
+        self._before_sleep.append(hook)
+
+    def watch(self, descriptor: int, handler: EventHandler, events: int = READ) -> None:
+        """Call ``handler(events)`` on the I/O thread whenever ``descriptor`` is ready."""
+        with self._interest_lock:
+            self._handlers[descriptor] = handler
+            self._interest[descriptor] = events
+            self._poller.add(descriptor, events)
+        self._woken_if_needed()
+
+    def forget(self, descriptor: int) -> None:
+        """Stop watching; to be called before the descriptor is closed."""
+        with self._interest_lock:
+            if self._handlers.pop(descriptor, None) is not None:
+                del self._interest[descriptor]
+                if self._wake_read >= 0:
+                    self._poller.remove(descriptor)
+        self._woken_if_needed()
+
+    def silence(self, descriptor: int) -> None:
+        """Stop reporting readability: the calling thread reads it itself for a while."""
+        self._change(descriptor, 0, READ)
+
+    def listen(self, descriptor: int) -> None:
+        """Report readability again."""
+        self._change(descriptor, READ, 0)
+
+    def want_write(self, descriptor: int, wanted: bool) -> None:
+        """Report, or stop reporting, that the descriptor takes more bytes."""
+        self._change(descriptor, WRITE if wanted else 0, 0 if wanted else WRITE)
+
+    def _change(self, descriptor: int, add: int, drop: int) -> None:
+        with self._interest_lock:
+            before = self._interest.get(descriptor)
+            if before is None or self._wake_read < 0:
+                return
+            after = (before | add) & ~drop
+            if after != before:
+                self._interest[descriptor] = after
+                self._poller.modify(descriptor, after)
+        self._woken_if_needed()
+
+    def _woken_if_needed(self) -> None:
+        if not self.can_silence:
+            self.wake()
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the I/O thread as soon as possible."""
+        self._soon.append(function)
+        self.wake()
+
+    def attend_by(self, when: float) -> None:
+        """Make sure that tickers are asked no later than ``when``."""
+        if when < self._next_wake:
+            self._next_wake = when
+            self.wake()
+
+    def wake(self) -> None:
+        """End the loop's sleep. Needs no lock, so destructors and signal handlers may call it."""
+        if _get_ident() == self._ident:
+            return  # awake already: it looks again before it sleeps
+        try:
+            os.write(self._wake_write, b"\0")
+        except (BlockingIOError, OSError):
+            pass  # a full pipe wakes as well, and a closed one has nobody to wake
+
+    def look_for(self, limit_s: float) -> None:
+        """Look for so long before sleeping, where looking is allowed at all."""
+        self._spin.look_for(limit_s)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread and close the poller. Idempotent."""
+        self._running = False
+        self.wake()
+        self.standby.stop()
+        for thread in self._former:
+            if thread is not threading.current_thread():
+                thread.join(0.5)
+        if self._thread.is_alive() and not self.on_thread():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.error("the I/O thread %s did not end within %s s", self._thread.name, timeout_s)
+                return
+        self._close()
+
+    def _close(self) -> None:
+        if self._wake_read >= 0:
+            self._poller.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors; the thread exists in the parent only."""
+        self._running = False
+        self._close()
+
+    def _run(self) -> None:
+        self._ident = _get_ident()
+        _io.loop = self
+        self.on_thread_start()
+        while self._running and _io.loop is self:
+            now = monotonic()
+            if now >= self._next_wake:
+                # First infinity, then the scan: whoever names a nearer time in between also wakes us (attend_by),
+                # and what was named before is seen by the scan.
+                self._next_wake = NEVER
+                wake_at = NEVER
+                for ticker in self._tickers:
+                    wake_at = min(wake_at, self._guarded(ticker.tick, now, NEVER))
+                if wake_at < self._next_wake:
+                    self._next_wake = wake_at
+                if _io.loop is not self:
+                    return  # a ticker's callback blocked, and handed over
+            others_work = False
+            try:
+                for hook in self._before_sleep:
+                    others_work = hook() or others_work
+            except Exception:
+                logger.exception("an I/O handler failed; please report this")
+            timeout_s = 0.0 if self._soon else max(0.0, self._next_wake - now)
+            if others_work or timeout_s == 0.0:
+                found = self._poller.poll(timeout_s)
+            else:
+                found = self._spin.wait(self._poller.poll, now, timeout_s)
+            for descriptor, events in found:
+                if descriptor == self._wake_read:
+                    self._drain_wakes()
+                    continue
+                handler = self._handlers.get(descriptor)
+                if handler is not None:
+                    try:
+                        handler(events)
+                    except Exception:
+                        logger.exception("an I/O handler failed; please report this")
+                    if _io.loop is not self:
+                        return  # handed over: what else the poller said, it says again to the new thread
+            while self._soon and _io.loop is self:
+                function = self._soon.popleft()
+                self._guarded(lambda _: function(), None, None)  # noqa: B023 - run at once
+
+    def _drain_wakes(self) -> None:
+        try:
+            while len(os.read(self._wake_read, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def _guarded(self, function: Callable[[_A], _R], argument: _A, otherwise: _R) -> _R:
+        """A handler that raises is a bug of ours; it must not end the thread that everybody depends on."""
+        try:
+            return function(argument)
+        except Exception:
+            logger.exception("an I/O handler failed; please report this")
+            return otherwise

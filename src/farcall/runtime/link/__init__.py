@@ -1,0 +1,1 @@
+"""The way to one peer: its connections, and what goes over them."""

@@ -1,0 +1,302 @@
+"""How two members get connected: dialling with a handshake, and letting in those who dial.
+
+Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is
+passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most.
+
+Accepting runs on the I/O thread; dialling on the thread that starts the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from farcall.errors import HandshakeRefused
+from farcall.protocol.handshake import (
+    NONCE_BYTES,
+    Established,
+    Handshake,
+    Identity,
+    RefusalReason,
+    Refused,
+    Role,
+    is_observer,
+    refuse,
+)
+from farcall.protocol.resumption import resumption_of
+from farcall.runtime.io.loop import NEVER, Loop
+from farcall.transport.address import dial, listen
+from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+HANDSHAKE_S = 10.0
+MAX_GUESTS = 256
+MAX_TOLD = 100
+"""How many different refusals are logged and remembered: strangers choose the words in some of them."""
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+class _Guest:
+    """Somebody who connected and has not proved anything yet."""
+
+    __slots__ = ("arrived_at", "deadline", "handshake", "transport")
+
+    def __init__(self, transport: Transport, handshake: Handshake, arrived_at: float) -> None:
+        self.transport = transport
+        self.handshake = handshake
+        self.arrived_at = arrived_at
+        self.deadline = arrived_at + HANDSHAKE_S
+
+
+class Returning(Protocol):
+    """Who decides about members that come back to a session (`reconnect.py`)."""
+
+    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+        """What to send behind our proof; raises ``HandshakeRefused``."""
+
+    def on_resumed(self, transport: Transport, established: Established) -> None:
+        """That is on its way; the connection is yours."""
+
+
+class PeerListener:
+    """The addresses a node listens on."""
+
+    def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
+        self._loop = loop
+        self._listeners: list[Listener] = []
+        self._guests: set[_Guest] = set()
+        self._told: set[str] = set()
+        self.refusals: dict[str, str] = {}
+        """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
+        self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
+        """Gets whoever proved that it may look on."""
+        failure: ListenFailed | None = None
+        for address in addresses:
+            try:
+                self._listeners.append(listen(address))
+            except ListenFailed as error:
+                # One way that cannot be set up here (a sandbox without unix sockets) is no reason not to start.
+                failure = error
+                logger.warning("cannot be reached over %s: %s", address.partition(":")[0], error)
+            except BaseException:
+                self.close()
+                raise
+        if failure is not None and not self._listeners:
+            raise failure
+        self.addresses: list[str] = [listener.address for listener in self._listeners]
+
+    def open(
+        self,
+        me: Identity,
+        secret: bytes,
+        admit: Callable[[Identity], str | None],
+        on_member: Callable[[Transport, Established], None],
+        returning: Returning | None = None,
+    ) -> None:
+        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; others go to ``on_member``.
+
+        Those who come back to a session go to ``returning``.
+        """
+        self._me = me
+        self._secret = secret
+        self._admit = admit
+        self._on_member = on_member
+        self._returning = returning
+        for listener in self._listeners:
+            descriptor = listener.fileno()
+            if descriptor is None:
+                listener.watch(lambda listener=listener: self._loop.call_soon(lambda: self._accept(listener)))  # type: ignore[misc]
+            else:
+                self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
+
+    def become(self, me: Identity) -> None:
+        """Say to those who come from now on that this is who we are."""
+        self._me = me
+
+    def _accept(self, listener: Listener) -> None:
+        while True:
+            try:
+                transport = listener.accept()
+            except TransportError as error:
+                logger.error("cannot accept connections any more: %s", error)
+                return
+            if transport is None:
+                return
+            if len(self._guests) >= MAX_GUESTS:
+                self._tell("too many connections that prove nothing", transport)
+                transport.close()
+                continue
+            handshake = Handshake(Role.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
+            guest = _Guest(transport, handshake, monotonic())
+            self._guests.add(guest)
+            self._loop.attend_by(guest.deadline)
+            descriptor = transport.fileno()
+            if descriptor is None:
+                transport.watch(lambda guest=guest: self._loop.call_soon(lambda: self._hear(guest)), None)  # type: ignore[misc]
+            else:
+                self._loop.watch(descriptor, lambda _, guest=guest: self._hear(guest))  # type: ignore[misc]
+
+    def _hear(self, guest: _Guest) -> None:
+        """On the I/O thread: a guest said something."""
+        if guest not in self._guests:
+            return
+        buffer = bytearray(16 * 1024)
+        try:
+            count = guest.transport.receive_into(memoryview(buffer))
+            if count is None:
+                return
+            if count == 0:
+                raise DialFailed("it closed the connection before it proved anything")
+            reply, established = guest.handshake.receive(memoryview(buffer)[:count])
+            if established is not None:
+                reply += self._welcome(guest, established.peer)
+            if reply and guest.transport.send((reply,)) < len(reply):
+                raise DialFailed("it does not read")
+        except (HandshakeRefused, TransportError) as error:
+            claim = guest.handshake.peer_claim
+            if claim is not None and len(self.refusals) < MAX_TOLD:
+                self.refusals[claim.name] = str(error)
+            if isinstance(error, Refused) and error.farewell:
+                try:
+                    guest.transport.send((error.farewell,))
+                except TransportError:
+                    pass
+            self._dismiss(guest, str(error))
+            return
+        if established is not None:
+            self._guests.discard(guest)
+            self._let_go(guest.transport)
+            if is_observer(established.peer):
+                self.on_observer(guest.transport, established)
+            elif resumption_of(established.peer) is None:
+                self._on_member(guest.transport, established)
+            elif self._returning is not None:
+                self._returning.on_resumed(guest.transport, established)
+
+    def _welcome(self, guest: _Guest, peer: Identity) -> bytes:
+        """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
+        if is_observer(peer):  # first of all: it has another key, and is no member whatever else it says
+            return b""
+        if resumption_of(peer) is None:
+            why_not = self._admit(peer)
+            if why_not is not None:
+                raise HandshakeRefused(why_not)
+            return b""
+        if self._returning is None:
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.name} comes back, and nobody is expected to")
+        return self._returning.admit(peer, guest.arrived_at)
+
+    def _let_go(self, transport: Transport) -> None:
+        descriptor = transport.fileno()
+        if descriptor is None:
+            transport.watch(None, None)
+        else:
+            self._loop.forget(descriptor)
+
+    def _dismiss(self, guest: _Guest, reason: str) -> None:
+        self._guests.discard(guest)
+        self._tell(reason, guest.transport)
+        self._let_go(guest.transport)
+        guest.transport.close()
+
+    def _tell(self, reason: str, transport: Transport) -> None:
+        """Log a refusal, each reason once: a port scanner must not fill the disk."""
+        level = logging.DEBUG
+        if reason not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(reason)
+            level = logging.WARNING
+        logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
+
+    def tick(self, now: float) -> float:
+        """On the I/O thread: show out those who take too long."""
+        nearest = NEVER
+        for guest in list(self._guests):
+            if guest.deadline <= now:
+                self._dismiss(guest, f"it did not prove itself within {HANDSHAKE_S:g} s")
+            else:
+                nearest = min(nearest, guest.deadline)
+        return nearest
+
+    def close(self) -> None:
+        """Stop listening, and drop who has not proved anything."""
+        for guest in list(self._guests):
+            self._guests.discard(guest)
+            self._let_go(guest.transport)
+            guest.transport.close()
+        for listener in self._listeners:
+            descriptor = listener.fileno()
+            if descriptor is not None and descriptor >= 0:
+                self._loop.forget(descriptor)
+            listener.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors; names and files belong to the parent."""
+        for guest in self._guests:
+            guest.transport.close_after_fork()
+        for listener in self._listeners:
+            listener.close_after_fork()
+
+
+def dial_member(
+    name: str, addresses: Sequence[str], me: Identity, secret: bytes, deadline: float
+) -> tuple[Transport, Established]:
+    """Connect to ``name`` over the first of ``addresses`` that works, trying again until ``deadline``.
+
+    Raises ``HandshakeRefused`` at once where trying again cannot help, else ``DialFailed`` when time is up.
+    """
+    pause_s = _FIRST_PAUSE_S
+    told: set[str] = set()
+    while True:
+        failure: TransportError | None = None
+        for address in addresses:
+            try:
+                transport = dial(address, max(0.05, deadline - monotonic()))
+            except TransportError as error:
+                failure = error
+                if address not in told:
+                    told.add(address)
+                    logger.info("%s cannot be reached over %s: %s", name, address, error)
+                continue
+            try:
+                return transport, prove(transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S))
+            except TransportError as error:
+                failure = error
+                transport.close()
+            except BaseException:
+                transport.close()
+                raise
+        if monotonic() + pause_s >= deadline:
+            assert failure is not None
+            raise failure
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+
+def prove(transport: Transport, name: str | None, me: Identity, secret: bytes, deadline: float) -> Established:
+    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
+    handshake = Handshake(Role.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    name = name or "the peer"
+    outgoing = handshake.start()
+    buffer = bytearray(64 * 1024)
+    while True:
+        while outgoing:
+            taken = transport.send((outgoing,))
+            outgoing = outgoing[taken:]
+            if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
+                raise DialFailed(f"{name} does not read while {handshake.state.value}")
+        if not transport.wait_readable(max(0.0, deadline - monotonic())):
+            raise DialFailed(f"{name} does not answer while {handshake.state.value}")
+        count = transport.receive_into(memoryview(buffer))
+        if count is None:
+            continue
+        if count == 0:
+            raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
+        outgoing, established = handshake.receive(memoryview(buffer)[:count])
+        if established is not None:
+            return established

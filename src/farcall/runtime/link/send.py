@@ -1,0 +1,423 @@
+"""The writing half of a link: bytes out of many threads, in order, without a hop.
+
+Owns the write lock, what is queued and what the kernel did not take; `send_queue.py` has those who wait. Knows
+nothing of what frames mean.
+
+- Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
+  Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
+- A frame with large pieces is written by its own thread, piece by piece, under the lock, until the kernel has all of
+  it: no copy is made, and the caller may change its tensors as soon as the call returns. That is also the
+  back-pressure.
+- What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
+  ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
+- An error of the transport breaks the connection: ``on_error`` is told. Until there is another one (``attach``) the
+  link is *down*, which to senders looks like a kernel that takes nothing: small frames queue up, and who has a large
+  one waits. One that was being written when the connection broke cannot have arrived: it is written again as a whole.
+- Every frame goes to ``kept`` of the session, in the order of the wire and before its first byte leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from farcall.errors import Delivery, PeerDead, RpcTimeout
+from farcall.protocol.frames import HEADER, REQUEST, Piece
+from farcall.protocol.session import Kept, Session, Unkept
+from farcall.runtime.io import sigint
+from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.link.send_queue import SendQueue, bounded
+from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
+
+
+class _Interrupted(Exception):
+    """The connection broke, and there may be another one."""
+
+
+class _Nobodys:
+    """A large frame that nobody misses."""
+
+    __slots__ = ()
+
+    def lost(self) -> Sequence[Kept]:
+        return ()
+
+    def pieces(self) -> Sequence[Piece]:
+        return ()
+
+
+NOBODYS: Unkept = _Nobodys()
+
+
+class Outgoing(SendQueue):
+    """What one link has to send."""
+
+    __slots__ = (
+        "_blocked",
+        "_dead",
+        "_descriptor",
+        "_kept",
+        "_on_error",
+        "_outbox",
+        "_transport",
+        "_unsent",
+        "_write_lock",
+        "bytes_sent",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        loop: Loop,
+        backlog_limit_bytes: int,
+        on_error: Callable[[Exception, Transport], None],
+        dead: Callable[[Delivery], PeerDead],
+        kept: deque[Kept],
+    ) -> None:
+        """``dead`` gives the error for what is sent after the end."""
+        super().__init__(name, loop, backlog_limit_bytes)
+        self.bytes_sent: int = 0
+        self._transport = transport
+        self._descriptor = transport.fileno()
+        self._on_error = on_error
+        self._dead = dead
+        self._kept = kept
+        self._outbox: deque[bytes] = deque()
+        self._unsent: deque[memoryview] = deque()
+        self._blocked = False  # the I/O thread is to write what the kernel did not take
+        self._write_lock = threading.Lock()
+
+    def send(self, data: bytes, deadline: float = NEVER, more: bool = False, urgent: bool = False) -> None:
+        """Send one small frame.
+
+        ``more``: another one follows at once from this thread; it, or ``flush``, sends both.
+        ``urgent``: never wait for room (control messages).
+        """
+        if self._closed:
+            raise self._dead(Delivery.NOT_SENT)
+        if self._full and not urgent:
+            self.wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
+        self._outbox.append(data)
+        if not more:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is in the outbox; never waits."""
+        mine = sigint.of_thread()
+        mine.depth += 1
+        try:
+            while self._outbox and not self._blocked:
+                if not self._write_lock.acquire(False):
+                    return  # the holder looks at the outbox again after it let go
+                try:
+                    self._drain()
+                finally:
+                    self._write_lock.release()
+        finally:
+            mine.depth -= 1
+            if mine.held is not None:
+                sigint.deliver()
+
+    def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER, unkept: Unkept = NOBODYS) -> None:
+        """Send one frame of large pieces, waiting until the kernel has all of it; ``unkept`` is kept in its place."""
+        mine = [memoryview(piece) for piece in pieces if len(piece)]
+        while not self._try_pieces(mine, deadline, unkept):
+            pass  # the connection broke in the middle: the peer has not got all of it, and the memory is still ours
+
+    def _try_pieces(self, mine: list[memoryview], deadline: float, unkept: Unkept) -> bool:
+        self._lock_for_writing(deadline)
+        try:
+            self._unsent.extend(map(memoryview, self._take_outbox()))
+            self._unsent.extend(mine)
+            self._kept.append(unkept)
+            try:
+                if not self._write_out(deadline):
+                    raise RpcTimeout(
+                        f"{self._name} did not take a message of {_size(mine)} bytes in time: it is stopped, or too "
+                        "busy to read"
+                    )
+            except _Interrupted:
+                self._unkeep(unkept)
+                return False
+            except BaseException as error:
+                if self._take_back(mine):
+                    self._unkeep(unkept)
+                    # Also of Ctrl-C: who catches it takes back what was to go with the message.
+                    error.delivery = Delivery.NOT_SENT  # type: ignore[attr-defined]
+                raise
+            return True
+        finally:
+            self._unlock_after_writing()
+
+    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> None:
+        """Send one small frame and, with its first byte, a descriptor.
+
+        If the connection breaks it is lost, and ``unkept`` told so, even before its first byte: the descriptor is the
+        caller's, who may close it.
+        """
+        self._lock_for_writing(deadline)
+        try:
+            self._unsent.extend(map(memoryview, self._take_outbox()))
+            self._kept.append(unkept)
+            taken = 0
+            while not taken and self._write_out(deadline):
+                taken = self._transport.send((data,), (descriptor,))
+                self.bytes_sent += taken
+                if 0 < taken < len(data):
+                    self._unsent.append(memoryview(data)[taken:])
+                if not taken:
+                    if monotonic() >= deadline:
+                        break
+                    self._wait_writable(WAIT_SLICE_S)
+            if not taken:
+                self._unkeep(unkept)
+                raise RpcTimeout(
+                    f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
+                )
+        except TransportError as error:
+            self._on_error(error, self._transport)
+        except _Interrupted:
+            pass
+        finally:
+            self._unlock_after_writing()
+
+    def _unkeep(self, unkept: Unkept) -> None:
+        """Under the write lock: the frame kept last was not sent."""
+        if self._kept and self._kept[-1] is unkept:
+            self._kept.pop()
+
+    def _lock_for_writing(self, deadline: float) -> None:
+        """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
+        mine = sigint.of_thread()
+        mine.depth += 1
+        try:
+            while True:
+                if not self._write_lock.acquire(False):
+                    stop_reading()  # a reader that waits for a writer: the peer may be waiting for us to read
+                    while not self._write_lock.acquire(True, bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
+                        if monotonic() >= deadline:
+                            raise RpcTimeout(
+                                f"{self._name} did not take the bytes queued before this message in time: it is "
+                                "stopped, or too busy to read",
+                                Delivery.NOT_SENT,
+                            )
+                        sigint.pause(mine)
+                if self._closed:
+                    self._write_lock.release()
+                    raise self._dead(Delivery.NOT_SENT)
+                if not self._down:
+                    break
+                self._write_lock.release()
+                self._wait_for_connection(deadline)
+        except BaseException:
+            sigint.leave()
+            raise
+        if self._blocked:
+            self._set_blocked(False)  # this thread goes on with what the I/O thread was to send
+
+    def _wait_for_connection(self, deadline: float) -> None:
+        stop_reading()
+        self.wait_while(lambda: self._down and not self._closed, deadline)
+        if self._down and not self._closed and monotonic() >= deadline:
+            raise RpcTimeout(f"{self._name} could not be reached again in time", Delivery.NOT_SENT)
+
+    def _unlock_after_writing(self) -> None:
+        if self._down:
+            pass  # what is unsent was kept; the next connection begins with it
+        elif self._unsent and not self._closed:
+            self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
+        else:
+            self.has_room()
+        self._write_lock.release()
+        self.flush()
+        sigint.leave()
+
+    def _write_out(self, deadline: float) -> bool:
+        """Under the write lock: send all that is unsent, waiting for room. False: the deadline came first."""
+        try:
+            while self._unsent:
+                if not self._send_some():
+                    remaining = deadline - monotonic()
+                    if remaining <= 0:
+                        return False
+                    self._full = True  # who queues small frames meanwhile must not do so without bound
+                    self._wait_writable(min(WAIT_SLICE_S, remaining))
+        except TransportError as error:
+            self._on_error(error, self._transport)
+            raise _Interrupted from error
+        return True
+
+    def _wait_writable(self, timeout_s: float) -> None:
+        """Inside a shielded section: wait for the kernel; Ctrl-C may end this wait."""
+        stop_reading()
+        mine = sigint.of_thread()
+        depth, mine.depth = mine.depth, 0
+        try:
+            if mine.held is not None:
+                sigint.deliver()
+            self._transport.wait_writable(timeout_s)
+        finally:
+            mine.depth = depth
+
+    def _take_back(self, mine: list[memoryview]) -> bool:
+        """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread.
+
+        That one needs a copy of what is left: the caller, told of a timeout, may change its tensors.
+        """
+        if len(self._unsent) >= len(mine) and _size(self._unsent) >= _size(mine):
+            for _ in mine:
+                self._unsent.pop()
+            return True
+        self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
+        return False
+
+    def _send_some(self) -> bool:
+        """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
+        unsent = self._unsent
+        taken = self._transport.send([unsent[index] for index in range(min(len(unsent), 64))])
+        self.bytes_sent += taken
+        if not taken:
+            return False
+        while unsent and taken >= len(unsent[0]):
+            taken -= len(unsent.popleft())
+        if taken:
+            unsent[0] = unsent[0][taken:]
+        return True
+
+    def _drain(self) -> None:
+        """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
+        try:
+            before = self.bytes_sent
+            fresh = False
+            while self._outbox or self._unsent:
+                if not self._unsent:
+                    fresh = True
+                    outbox = self._outbox
+                    if len(outbox) == 1:
+                        data = outbox.popleft()
+                        self._kept.append(data)
+                    else:
+                        data = b"".join(self._take_outbox())
+                    taken = self._transport.send_bytes(data)
+                    self.bytes_sent += taken
+                    if taken == len(data):
+                        continue
+                    self._unsent.append(memoryview(data)[taken:])
+                if not self._send_some():
+                    self._set_blocked(True)
+                    # Without a poller that reports "writable" as long as it is true, room made before the line above
+                    # was reported to nobody: look once more.
+                    if self._descriptor is None and self._send_some():
+                        self._set_blocked(False)
+                        continue
+                    self._count_queued(None if fresh else self.bytes_sent - before)
+                    return
+            if self._full:
+                self.has_room()
+        except TransportError as error:
+            self._on_error(error, self._transport)
+
+    def _take_outbox(self) -> list[bytes]:
+        """Under the write lock: what is queued, which from now on counts as written."""
+        outbox = self._outbox
+        taken = [outbox.popleft() for _ in range(len(outbox))]
+        self._kept.extend(taken)
+        return taken
+
+    def _set_blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        if blocked:
+            self._full = True
+        if self._descriptor is not None:
+            self._loop.want_write(self._descriptor, blocked)
+
+    def _count_queued(self, sent_bytes: int | None) -> None:
+        """The kernel is full: how much is queued now, after ``sent_bytes`` of it went (None: count anew)."""
+        if sent_bytes is None:
+            self._queued_bytes = _size(self._unsent) + sum(map(len, tuple(self._outbox)))
+        else:
+            self._queued_bytes = max(0, self._queued_bytes - sent_bytes)
+        if self._queued_bytes <= self._backlog_limit:
+            self.wake_waiting()
+
+    def write(self) -> None:
+        """On the I/O thread: the kernel has room again."""
+        if self._blocked and not self._down and self._write_lock.acquire(False):
+            try:
+                # Unblocked first: who appends to the outbox from now on will try to flush.
+                self._set_blocked(False)
+                self._drain()
+            finally:
+                self._write_lock.release()
+            self.flush()
+
+    def pause(self) -> None:
+        """The connection is broken: nothing is written until there is another one. From any thread, without a lock."""
+        self._down = True
+        self._blocked = True
+        self._full = True
+        self.wake_waiting()  # some of them wait for the end
+
+    def detach(self) -> None:
+        """On the I/O thread: the broken connection is nobody's business any more."""
+        with self._write_lock:
+            self.pause()
+            self._descriptor = None
+            self._unsent.clear()
+            self._queued_bytes = sum(map(len, tuple(self._outbox)))
+
+    def attach(self, transport: Transport, session: Session, received: int) -> None:
+        """On the I/O thread: go on over ``transport``, with what the peer, which has ``received`` frames, lacks."""
+        with self._write_lock:
+            self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
+            self._queued_bytes += _size(self._unsent)
+            self._transport = transport
+            self._descriptor = transport.fileno()
+            self._down = False
+            self._set_blocked(False)
+            sigint.enter()
+            try:
+                self._drain()
+            finally:
+                sigint.leave()
+        self.flush()
+        self.wake_waiting()
+
+    def queued_calls(self) -> frozenset[int]:
+        """The calls whose requests wait here and were never written."""
+        heads = (HEADER.unpack_from(data) for data in tuple(self._outbox))
+        return frozenset(head[4] for head in heads if head[2] == REQUEST)
+
+    def end_sending(self, deadline: float) -> None:
+        """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
+        if self._down:
+            return
+        if self._write_lock.acquire(True, bounded(deadline - monotonic())):
+            try:
+                self._unsent.extend(map(memoryview, self._take_outbox()))
+                if not self._closed and self._write_out(deadline):
+                    self._transport.end_sending()
+            except _Interrupted:
+                pass  # the peer was faster
+            finally:
+                self._write_lock.release()
+
+    def close(self) -> None:
+        """Nothing is sent any more; whoever waits for room learns it."""
+        self._closed = True
+        self.wake_waiting()
+
+    def forget(self) -> None:
+        """After ``close``: drop what is queued, once nobody writes."""
+        with self._write_lock:
+            self._descriptor = None
+            self._unsent.clear()
+            self._outbox.clear()
+
+
+def _size(pieces: Sequence[memoryview] | deque[memoryview]) -> int:
+    return sum(len(piece) for piece in pieces)

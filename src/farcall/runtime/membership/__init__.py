@@ -1,0 +1,1 @@
+"""Who is a member, who hears of it, and the way out."""

@@ -1,0 +1,230 @@
+"""Watching over the members: drives the membership machine with what really happens on this node.
+
+Owns the machine, its clock and who wants to hear of changes. The machine decides; links are made, used and ended by
+`table.py`, which carries its effects out. Everything here runs on the I/O thread, but for what says otherwise.
+
+Before the machine looks at the time it is told whose links have brought anything since (``Heard``): that costs a
+look at every link each time something is due, and nothing per frame.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator
+from time import monotonic
+from typing import Protocol
+
+from farcall.options import RpcBackendOptions
+from farcall.protocol import membership
+from farcall.protocol.membership import MembershipMachine, MembershipOptions, Record, State, Status, Update
+from farcall.protocol.membership.messages import Gossip, Message
+from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.link.link import Link
+from farcall.runtime.rendezvous.records import MemberRecord, incarnation_of, life_of
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+__all__ = ["FailureDetector", "Reach", "as_member", "as_record", "chosen"]
+
+
+def as_record(member: MemberRecord) -> Record:
+    """A member as the machine has it."""
+    return Record(life_of(member.incarnation), member.name, member.rank, member.addresses, member.host_token)
+
+
+def as_member(record: Record) -> MemberRecord:
+    """A member as the rendezvous has it."""
+    return MemberRecord(record.name, record.rank, record.addresses, record.host_token, incarnation_of(record.life))
+
+
+def chosen(options: RpcBackendOptions) -> MembershipOptions:
+    """What the user chose about failure detection."""
+    return MembershipOptions(
+        options.probe_interval_s, options.probe_timeout_s, options.suspicion_s, options.indirect_probes
+    )
+
+
+class Reach(Protocol):
+    """Who carries out what the machine says; on the I/O thread, and without waiting."""
+
+    def send_news(self, life: int, message: Message) -> None:
+        """Send it if that life can be reached."""
+
+    def links(self) -> Iterator[tuple[int, Link]]:
+        """All links, and whose they are."""
+
+    def on_joined(self, record: Record) -> None: ...
+
+    def on_admitted(self) -> None: ...
+
+    def on_suspected(self, record: Record, suspected: bool) -> None: ...
+
+    def on_silent(self, life: int) -> None: ...
+
+    def on_left(self, record: Record) -> None: ...
+
+    def on_died(self, record: Record, why: str) -> None: ...
+
+    def on_expelled(self, why: str) -> None: ...
+
+
+class FailureDetector:
+    """This node's part in the membership protocol. A ticker of the loop."""
+
+    def __init__(
+        self, me: Record, members: Iterable[Record] | None, options: MembershipOptions, loop: Loop, reach: Reach
+    ) -> None:
+        """``members``: those of the first hour; None: this node has to join."""
+        self._machine = MembershipMachine(me, members, options, random.Random(), monotonic())
+        self._loop = loop
+        self._reach = reach
+        self._received: dict[int, tuple[Link, int]] = {}
+        self._running = False
+        self._stopped = False
+        self._settled = Gate()
+        self.why_refused: str | None = None
+
+    # ------------------------------------------------------------------ from other threads
+
+    def begin(self) -> None:
+        """All links stand: look at the time from now on. From any thread."""
+        self._running = True
+        self._loop.attend_by(0.0)
+
+    def join_through(self, life: int, timeout_s: float, is_lost: Callable[[], bool]) -> bool:
+        """Ask the life ``life``, to which there is a link, to let this node in; False if nothing came of it.
+
+        Raises nothing: see ``why_refused``. From the thread that starts the node.
+        """
+        deadline = monotonic() + timeout_s
+        self.begin()
+        self._loop.call_soon(lambda: self.feed(membership.LocalJoin(life)))
+        while not self.is_member and self.why_refused is None:
+            remaining_s = deadline - monotonic()
+            if remaining_s <= 0 or is_lost():
+                break
+            self._settled.wait(min(0.05, remaining_s))
+        return self.is_member
+
+    @property
+    def is_member(self) -> bool:
+        """Is this node one of those that belong together?"""
+        return self._machine.state in (State.MEMBER, State.LEAVING)
+
+    def leave(self, timeout_s: float) -> None:
+        """Tell the others that this node leaves, and wait until they know. From the thread that shuts down."""
+        self._loop.call_soon(lambda: self.feed(membership.LocalLeave()))
+        deadline = monotonic() + timeout_s
+        while self.is_member and monotonic() < deadline:
+            self._settled.wait(0.05)
+
+    def stop(self) -> None:
+        """Say and hear no more. From any thread."""
+        self._running = False
+        self._stopped = True
+
+    def is_trusted(self, life: int) -> bool:
+        """Do others hear from that one, as far as is known? From any thread."""
+        return self._machine.is_trusted(life, monotonic())
+
+    # ------------------------------------------------------------------ on the I/O thread
+
+    @property
+    def me(self) -> Record:
+        """This node; with its admission number, once it has one."""
+        return self._machine.table.my_record
+
+    @property
+    def is_lowest(self) -> bool:
+        """Has this node the lowest rank of all members?"""
+        return self._machine.table.lowest_rank().life == self._machine.me
+
+    def status_of(self, life: int) -> Status | None:
+        """What is known of a life; None: nothing."""
+        entry = self._machine.table.entries.get(life)
+        return None if entry is None else entry.status
+
+    def record_of(self, life: int) -> Record | None:
+        """Who a life is or was, if that is known."""
+        entry = self._machine.table.entries.get(life)
+        return None if entry is None else entry.record
+
+    def members(self) -> list[Record]:
+        """All members, oneself included."""
+        return self._machine.table.members()
+
+    def on_message(self, life: int, message: Message) -> None:
+        """A membership message came over a link of ``life``."""
+        self.feed(membership.Received(life, message))
+
+    def on_goodbye(self, life: int) -> None:
+        """``life`` has said itself that it leaves."""
+        self.feed(membership.Received(life, Gossip((Update(life, Status.LEFT, 0),))))
+
+    def feed(self, event: membership.Event) -> None:
+        """Tell the machine what happened."""
+        if self._stopped:
+            return
+        self._carry_out(self._machine.handle(event, monotonic()))
+        deadline = self._machine.next_deadline()
+        if deadline is not None and self._running:
+            self._loop.attend_by(deadline)
+
+    def tick(self, now: float) -> float:
+        """Do what is due."""
+        if not self._running:
+            return NEVER
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._tell_heard()
+            self._carry_out(self._machine.handle_deadline(now))
+            deadline = self._machine.next_deadline()
+        return NEVER if deadline is None else deadline
+
+    def _tell_heard(self) -> None:
+        received: dict[int, tuple[Link, int]] = {}
+        for life, link in self._reach.links():
+            count = link.session.received
+            received[life] = (link, count)
+            if count and self._received.get(life) != (link, count):
+                self._carry_out(self._machine.handle(membership.Heard(life), monotonic()))
+        self._received = received
+
+    def _carry_out(self, effects: list[membership.Effect]) -> None:
+        reach = self._reach
+        dying = {effect.record.life for effect in effects if isinstance(effect, membership.MemberDied)}
+        for effect in effects:
+            if isinstance(effect, membership.Send) and effect.to in dying:
+                reach.send_news(effect.to, effect.message)  # while there is a link: it should know why it ends
+        for effect in effects:
+            match effect:
+                case membership.Send(life, message):
+                    if life not in dying:
+                        reach.send_news(life, message)
+                case membership.MemberJoined(record):
+                    reach.on_joined(record)
+                case membership.MemberSuspected(record):
+                    reach.on_suspected(record, True)
+                case membership.MemberRecovered(record):
+                    reach.on_suspected(record, False)
+                case membership.LinkSilent(life):
+                    reach.on_silent(life)
+                case membership.MemberLeft(record):
+                    reach.on_left(record)
+                case membership.MemberDied(record, why):
+                    reach.on_died(record, why)
+                case membership.Admitted(members):
+                    for record in members:
+                        reach.on_joined(record)
+                    reach.on_admitted()
+                    self._settled.open()
+                case membership.Refused(why):
+                    self.why_refused = why
+                    self._settled.open()
+                case membership.Departed():
+                    self._settled.open()
+                case membership.Expelled(why):
+                    self._settled.open()
+                    reach.on_expelled(why)

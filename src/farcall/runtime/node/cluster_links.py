@@ -1,0 +1,182 @@
+"""What a node has with the others: the peers, the links that break and come back, and the watch over who is a member.
+
+Made when it is known who the members are, or whom to ask; the I/O thread does not run yet then. Owns that part of the
+start and the end that concerns the others: being connected to them, the farewell, the end of the links. Hands what
+arrives on without looking at it. Used by the threads that start and end the node; what also runs elsewhere says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from farcall.errors import RpcError
+from farcall.ids import WorkerInfo
+from farcall.options import RpcBackendOptions
+from farcall.protocol import messages
+from farcall.protocol.frames import Arrived, Frame
+from farcall.protocol.handshake import Established
+from farcall.protocol.membership import LinkLost, LinkRefused, Status
+from farcall.runtime.io import sigint
+from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.membership.failure_detector import FailureDetector, as_record, chosen
+from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.loopback import LoopbackPeer
+from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.peers.table import PeerTable
+from farcall.runtime.rendezvous.entry import Entry
+from farcall.runtime.rendezvous.records import life_of
+from farcall.runtime.rendezvous.rendezvous import Membership
+from farcall.transport.interface import Transport
+
+__all__ = ["ClusterLinks"]
+
+
+class ClusterLinks:
+    """One node among the others."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        is_static: bool,
+        options: RpcBackendOptions,
+        foundation: Resources,
+        on_message: Callable[[Peer, Arrived], None],
+        on_frame: Callable[[RemotePeer, Frame], None],
+        on_gone: Callable[[RemotePeer, str], None],
+        fail_unsent: Callable[[int, str], None],
+    ) -> None:
+        """``on_message`` takes what this node sends to itself, ``on_frame`` what others send."""
+        me = membership.me
+        self._name = me.name
+        self._membership = membership
+        self._options = options
+        self._foundation = foundation
+        self._fail_unsent = fail_unsent
+        self._linked = sigint.Gate()
+        self._left: list[RemotePeer] = []  # those to whom goodbye was said
+        if options.faults is not None:
+            on_message = options.faults.wrap_delivery(on_message, me.name)
+        info = WorkerInfo(me.name, me.rank)
+        self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
+        identity = identity_of(membership)
+        self.reconnecting: Reconnecting = Reconnecting(
+            identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+        )
+        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
+        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
+        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
+        self.acquaintances: PeerTable = PeerTable(
+            self.myself,
+            is_static,
+            options,
+            foundation.loop,
+            foundation.pool,
+            foundation.memory,
+            self.reconnecting,
+            identity,
+            membership.secret,
+            lambda: self.watch,
+            foundation.write_later,
+            fail_unsent,
+            on_frame,
+            on_gone,
+            foundation.on_release,
+            self._wrapped,
+        )
+        self.watch: FailureDetector = FailureDetector(
+            as_record(me),
+            [as_record(member) for member in membership.members] if is_static else None,
+            chosen(options),
+            foundation.loop,
+            self.acquaintances,
+        )
+        """Another one once this node has founded a group."""
+
+    def is_over(self, incarnation: str) -> bool:
+        """Has that member left or died? From any thread."""
+        status = self.watch.status_of(life_of(incarnation))
+        return status is not None and status >= Status.DEAD
+
+    def _ways_to(self, peer: RemotePeer) -> list[str]:
+        record = self.watch.record_of(peer.life)
+        if record is None:
+            return []
+        return usable_ways(record.addresses, record.host_token, self._options.allowed_transports)
+
+    def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
+        """The transport for a link to ``info``: with the faults of the options, if any."""
+        if self._options.faults is None:
+            return transport
+        wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+        return wrapped
+
+    # ------------------------------------------------------------------ the start
+
+    def connect_all(self, deadline: float) -> None:
+        """In a group of fixed size: be connected to everybody."""
+        mesh = Mesh(self._membership, self._options, self.acquaintances.remotes, self._linked, self.is_over)
+        mesh.connect(self._foundation.door, self._on_connected, self.reconnecting, deadline)
+        self.reconnecting.starting = False
+
+    def _on_connected(self, transport: Transport, established: Established, dialled: bool) -> None:
+        """A proven peer is connected anew; also on the I/O thread."""
+        self.acquaintances.connected(transport, established, dialled)
+        self._linked.open()
+
+    def join(self, entry: Entry) -> None:
+        """In a group whose members come and go: be let in, or found it."""
+        foundation = self._foundation
+        entry.enter(
+            foundation.door, foundation.loop, self.acquaintances, self.reconnecting, self.watch, self._set_watch
+        )
+        self.reconnecting.starting = False
+
+    def _set_watch(self, watch: FailureDetector) -> None:
+        self.watch = watch
+
+    # ------------------------------------------------------------------ the end
+
+    def forget_device_segments(self) -> None:
+        """All work is done everywhere: let go of the memory of others' devices while they still wait for us."""
+        for peer in self.acquaintances.everyone():
+            if peer.devices is not None:
+                peer.devices.forget_segments()
+
+    def say_goodbye(self, linger_s: float) -> None:
+        """Tell all that this is no accident, and give them ``linger_s`` to read what was sent to them."""
+        self._left = self.acquaintances.everyone()
+        for peer in self._left:
+            peer.leaving = True
+        self.reconnecting.stop()
+        self.acquaintances.stop()
+        for peer in self._left:
+            peer.control(messages.Goodbye("shutdown"))
+        if linger_s:
+            deadline = monotonic() + linger_s
+            for peer in self._left:
+                peer.link.outgoing.end_sending(deadline)
+            for peer in self._left:
+                peer.link.wait_closed(deadline)
+
+    def cut(self, why: RpcError) -> None:
+        """End the links, and let go whoever waits for room in somebody's queue."""
+        for peer in self._left:
+            peer.link.close()
+            peer.on_queue_has_room()
+        self.myself.ended = why
+        self.myself.on_queue_has_room()
+
+    def close(self) -> None:
+        """Give back what the peers hold. After the I/O thread has stopped."""
+        for peer in self.acquaintances.everyone():
+            peer.link.close()  # also those who have come in meanwhile
+            peer.close()
+        for peer in self._left:
+            peer.close()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors."""
+        self.acquaintances.close_after_fork()
+        self.reconnecting.close_after_fork()

@@ -1,0 +1,255 @@
+"""What arrives at a node, and what it is handed to: requests, answers, letters and control messages.
+
+Owns the order in which a message is looked at: is there room, what rides along with it, whose is it. Holds no protocol:
+each control message is a row in a table, which the layers above add theirs to (`node_api.py`).
+
+Frames come on the thread that reads the link, which must not block: the I/O thread, or one that waits for an answer and
+helps. Control messages are handled on the I/O thread, but for those in ``in_order``, whose handlers have locks of their
+own. This is the path of every call: plain attributes, no layer in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, MutableMapping, MutableSet
+from time import monotonic
+from typing import Any, get_args
+
+from farcall.channel.shared_memory import SegmentRefused
+from farcall.errors import RpcError
+from farcall.protocol import messages
+from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
+from farcall.protocol.membership.messages import Message
+from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, ProfileWanted, Refusal, decode_notes, encode_refusal
+from farcall.runtime.calls.admission import Admission
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.calls.serving import Server
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.membership.failure_detector import FailureDetector
+from farcall.runtime.membership.shutdown import Leaving, Withdrawing
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED
+from farcall.runtime.observing.profiling import PROFILING
+from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.serialize import Annotated, discard
+
+__all__ = ["Dispatcher"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+Controls = MutableMapping[type[Any], Callable[[RemotePeer, Any], None]]
+
+HANDLED_ANYWHERE = (
+    messages.BlocksReleased,
+    messages.ClockAsked,
+    messages.FramesReceived,
+    messages.QueueFull,
+    messages.QueueHasRoom,
+    messages.SegmentAccepted,
+    messages.SegmentOffered,
+)
+"""Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
+NEWS = get_args(Message)
+"""Control messages about who is a member."""
+FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
+"""Control messages that are also taken from who is no member here, or not yet."""
+
+
+class Dispatcher:
+    """What arrives at one node."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: Loop,
+        admission: Admission,
+        calls: CallTable,
+        server: Server,
+        leaving: Leaving | Withdrawing,
+        watch: Callable[[], FailureDetector],
+        hold: Callable[[RemotePeer, Frame], None],
+        controls: Controls,
+        in_order: MutableSet[type[Any]],
+        letters: Mapping[int, Callable[[Peer, Arrived], None]],
+    ) -> None:
+        """``hold`` keeps what somebody sends who is no member yet.
+
+        ``controls``, ``in_order`` and ``letters`` are tables that may grow later; the node's own rows are added here.
+        """
+        self._name = name
+        self._loop = loop
+        self._admission = admission
+        self._max_queued = admission.limit
+        self._calls = calls
+        self._server = server
+        self._unanswered = server.unanswered
+        self._leaving = leaving
+        self._watch = watch
+        self._hold = hold
+        self._controls = controls
+        self._in_order = in_order
+        self._letters = letters
+        self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
+        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above.
+
+        A request with the flag REFUSED will not be run, and creates nothing.
+        """
+        self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
+        """The same message, with its distributed autograd context. Set by the layer above."""
+        in_order |= set(HANDLED_ANYWHERE)
+        for kind, handle in self._own_controls().items():
+            controls.setdefault(kind, handle)
+
+    def _own_controls(self) -> Controls:
+        return {
+            messages.SegmentOffered: RemotePeer.on_segment_offered,
+            messages.SegmentAccepted: RemotePeer.on_segment_accepted,
+            messages.SegmentRefused: RemotePeer.on_segment_refused,
+            messages.SegmentRetired: RemotePeer.on_segment_retired,
+            messages.BlocksReleased: RemotePeer.on_blocks_released,
+            messages.QueueFull: RemotePeer.on_queue_full,
+            messages.QueueHasRoom: RemotePeer.on_queue_has_room,
+            messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
+            messages.Goodbye: self._on_goodbye,
+            messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
+            messages.Pong: lambda peer, message: None,
+            messages.FramesReceived: lambda peer, message: peer.link.session.on_acknowledged(message.count),
+            messages.ClockAsked: lambda peer, message: peer.control(
+                messages.ClockTold(message.sent_ns, PROFILING.clock_ns())
+            ),
+            messages.ClockTold: lambda peer, message: None,
+            **dict.fromkeys(get_args(DepartureMessage), self._on_departure),
+            **dict.fromkeys(NEWS, self._on_news),
+        }
+
+    def on_frame(self, peer: RemotePeer, frame: Frame) -> None:
+        """Route one frame. On the thread that reads the link: it must not block."""
+        if frame[0] == CONTROL:
+            self._on_control(peer, frame)
+            return
+        if not peer.known:
+            self._hold(peer, frame)
+            return
+        if frame[6]:
+            try:
+                self.on_message(peer, peer.resolved(frame))
+            except SegmentRefused as error:
+                peer.link.abort(str(error))
+        else:
+            self.on_message(peer, frame)  # type: ignore[arg-type]  # no buffer, so no ticket
+
+    def on_message(self, peer: Peer, message: Arrived) -> None:
+        if (
+            message[0] == REQUEST
+            and len(self._unanswered) >= self._max_queued
+            and self._admission.refuses(peer, bool(message[1] & REFUSABLE))
+        ):
+            self.refuse(peer, message)
+            return
+        if message[4]:
+            notes = decode_notes(message[4])
+            noted = self._noted(peer, message, notes)
+            if noted is None:
+                return
+            message = noted
+        if message[0] == REQUEST:
+            self._server.accept(peer, message)
+            return
+        if message[0] == LETTER:
+            self._on_letter(peer, message)
+            return
+        call = self._calls.claim(message[2])
+        if call is not None:
+            call.counters[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
+            if message[0] == FAILURE:
+                call.counters[FAILED] += 1
+            if call.profile is not None:
+                # Before whoever waits goes on: it may be about to look at what was recorded.
+                call.profile.ended(notes.profiled if message[4] else b"", _size_of(message))
+            call.on_answer(message)
+            if self._leaving.entered:
+                self._leaving.poke()
+        else:  # too late
+            if isinstance(message[6], Annotated):
+                message[6].decline(peer)
+            discard(message[5], peer)
+
+    def _noted(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
+        """``message`` with what its notes stand for; None: nothing is to be done with it, or not now."""
+        if notes.created is not None or notes.forks:
+            noted = self.take_forks(peer, message, notes)
+            if noted is None:
+                return None
+            message = noted
+        if notes.context_id:
+            message = self.find_recording(message, notes)
+        return message if notes.profile is None else _with_profile(message, notes.profile)
+
+    def refuse(self, peer: Peer, message: Arrived) -> None:
+        """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
+        call_id = message[2]
+        if message[4]:
+            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]), decode_notes(message[4]))
+            if noted is None:
+                return  # it comes again, see redeliver
+            if isinstance(noted[6], Annotated):
+                noted[6].decline(peer)
+        try:
+            refusal = encode_refusal(Refusal(self._admission.queued, self._admission.limit))
+            peer.send(FAILURE, REFUSED, call_id, b"", b"", refusal, ())
+        except RpcError as error:
+            logger.info("%s: %s was not told that its call was refused: %s", self._name, peer.info.name, error)
+
+    def redeliver(self, peer: Peer, message: Arrived) -> None:
+        """On the I/O thread: take a message that ``take_forks`` has kept back."""
+        if message[0] == REQUEST and message[1] & REFUSED:
+            self.refuse(peer, message)
+        else:
+            self.on_message(peer, message)
+
+    def _on_letter(self, peer: Peer, message: Arrived) -> None:
+        handle = self._letters.get(message[2])
+        if handle is None:
+            logger.error("%s: %s sent a letter of an unknown subject, %d", self._name, peer.info.name, message[2])
+            return
+        handle(peer, message)
+
+    def _on_control(self, peer: RemotePeer, frame: Frame) -> None:
+        try:
+            message = messages.decode_message(frame[5])
+        except messages.ProtocolError as error:
+            peer.link.abort(str(error))
+            return
+        handle = self._controls[type(message)]
+        if not peer.known and not isinstance(message, FOR_STRANGERS):
+            self._hold(peer, frame)
+            return
+        if type(message) in self._in_order or self._loop.on_thread():
+            handle(peer, message)
+        else:
+            self._loop.call_soon(lambda: handle(peer, message))
+
+    def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
+        peer.leaving = True
+        if peer.known:
+            self._watch().on_goodbye(peer.life)
+
+    def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
+        self._leaving.on_message(peer.info.id, message)
+
+    def _on_news(self, peer: RemotePeer, message: Message) -> None:
+        self._watch().on_message(peer.life, message)
+
+
+def _with_profile(message: Arrived, wanted: ProfileWanted) -> Arrived:
+    """``message`` with what its profiled caller wants to know."""
+    buffers = message[6]
+    if not isinstance(buffers, Annotated):
+        buffers = Annotated(buffers, [])
+    buffers.profile = wanted
+    return (*message[:6], buffers)
+
+
+def _size_of(message: Arrived) -> int:
+    return len(message[5]) + sum(buffer.nbytes for buffer in message[6])

@@ -1,0 +1,171 @@
+"""The connections of observers, at the member that they ask: questions in, answers out.
+
+Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of what is asked:
+it hands each question on, and sends what it is given. What the kernel does not take is kept, up to MOST_UNSENT_BYTES:
+an observer that does not read is cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from farcall.protocol.handshake import Established
+from farcall.protocol.observing import MAX_QUESTION_BYTES, Ask, Message, MessageDecoder, ObservingError, encode_framed
+from farcall.runtime.io.loop import READ, WRITE, Loop
+from farcall.transport.interface import Transport, TransportError
+
+__all__ = ["ObserverConnection", "ObserverConnections"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+MOST_UNSENT_BYTES = 256 << 20
+_READ_BYTES = 16 * 1024
+
+
+OnQuestion = Callable[["ObserverConnection", Ask], None]
+
+
+class ObserverConnections:
+    """All observers that are connected to one node."""
+
+    def __init__(self, name: str, loop: Loop, on_question: Callable[[], OnQuestion | None]) -> None:
+        """``on_question()`` is who answers; None: nobody does, and nobody may look on."""
+        self._name = name
+        self._loop = loop
+        self._on_question = on_question
+        self._connected: set[ObserverConnection] = set()
+
+    def admit(self, transport: Transport, established: Established) -> None:
+        """Somebody who may look on is connected."""
+        on_question = self._on_question()
+        if on_question is None:
+            transport.close()
+            return
+        logger.info("%s: an observer is connected over %s", self._name, transport.describe())
+        onlooker = ObserverConnection(transport, self._loop, on_question, self._connected.discard)
+        self._connected.add(onlooker)
+        onlooker.start(established.leftover)
+
+    def close(self) -> None:
+        """The node has ended."""
+        for onlooker in list(self._connected):
+            onlooker.close(f"{self._name} ended")
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptors without telling the observers."""
+        for onlooker in self._connected:
+            onlooker.close_after_fork()
+
+
+class ObserverConnection:
+    """One observer that has proved itself."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        loop: Loop,
+        on_question: OnQuestion,
+        on_gone: Callable[[ObserverConnection], None],
+    ) -> None:
+        self._transport = transport
+        self._descriptor = transport.fileno()
+        self._loop = loop
+        self._on_question = on_question
+        self._on_gone = on_gone
+        self._decoder = MessageDecoder(MAX_QUESTION_BYTES)
+        self._buffer = bytearray(_READ_BYTES)
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._closed = False
+
+    def start(self, first_bytes: bytes) -> None:
+        """Begin to read; ``first_bytes`` came behind the handshake."""
+        if self._descriptor is None:
+            self._transport.watch(lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self._write))
+        else:
+            self._loop.watch(self._descriptor, self._on_event)
+        if first_bytes:
+            self._take(first_bytes)
+
+    def tell(self, message: Message) -> None:
+        """Send a message, if the observer is still there."""
+        if self._closed:
+            return
+        data = encode_framed(message)
+        self._unsent.append(memoryview(data))
+        self._unsent_bytes += len(data)
+        self._write()
+        if self._unsent_bytes > MOST_UNSENT_BYTES:
+            self.close("it does not read")
+
+    def close(self, reason: str) -> None:
+        """End the connection. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        logger.debug("an observer is gone (%s): %s", self._transport.describe(), reason)
+        if self._descriptor is None:
+            self._transport.watch(None, None)
+        else:
+            self._loop.forget(self._descriptor)
+        self._transport.close()
+        self._on_gone(self)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: let go of the descriptor without telling the observer."""
+        self._closed = True
+        self._transport.close_after_fork()
+
+    def _on_event(self, events: int) -> None:
+        if events & WRITE:
+            self._write()
+        if events & READ and not self._closed:
+            self._read()
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                count = self._transport.receive_into(memoryview(self._buffer))
+            except TransportError as error:
+                self.close(str(error))
+                return
+            if count is None:
+                return
+            if count == 0:
+                self.close("it closed the connection")
+                return
+            self._take(memoryview(self._buffer)[:count])
+
+    def _take(self, data: bytes | memoryview) -> None:
+        try:
+            messages = self._decoder.receive(data)
+        except ObservingError as error:
+            logger.warning("an observer broke the rules (%s): %s", self._transport.describe(), error)
+            self.close(str(error))
+            return
+        for message in messages:
+            if not isinstance(message, Ask):
+                logger.warning("an observer sent a %s (%s)", type(message).__name__, self._transport.describe())
+                self.close("it may only ask")
+                return
+            self._on_question(self, message)
+
+    def _write(self) -> None:
+        unsent = self._unsent
+        try:
+            while unsent and not self._closed:
+                taken = self._transport.send((unsent[0],))
+                if taken == 0:
+                    break
+                self._unsent_bytes -= taken
+                if taken == len(unsent[0]):
+                    unsent.popleft()
+                else:
+                    unsent[0] = unsent[0][taken:]
+        except TransportError as error:
+            self.close(str(error))
+            return
+        if self._descriptor is not None and not self._closed:
+            self._loop.want_write(self._descriptor, bool(unsent))

@@ -1,0 +1,425 @@
+"""Whom a call can go to. `Peer` is what every member is to the others, `RemotePeer` one behind a link.
+
+A peer takes whole messages and sees to it that they arrive. What a message means, it does not know. Each out-of-band
+buffer travels in a shared segment where that can be had (`shared_memory.py`), else inline. This node itself is a
+peer, too: `loopback.py`.
+
+Messages are sent from any thread; what comes back about shared memory is handled on the thread that reads the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+from farcall.errors import Delivery, PeerDead, RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol import messages
+from farcall.protocol.frames import (
+    CONTROL,
+    LARGE_BYTES,
+    REQUEST,
+    RESPONSE,
+    SHARED,
+    YOURS,
+    Arrived,
+    Frame,
+    Piece,
+    Ticket,
+    encode_frame,
+    encode_small,
+)
+from farcall.protocol.session import Unkept
+from farcall.runtime.calls.admission import Fullness
+from farcall.runtime.calls.executor import Task
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.reader import reading
+from farcall.runtime.link.link import Link
+from farcall.runtime.link.receive import Awaited
+from farcall.runtime.link.resend import unkept_for
+from farcall.runtime.observing.counters import FunctionCounters
+from farcall.runtime.peers.shared_memory import SharedMemorySender
+from farcall.runtime.rendezvous.records import life_of
+from farcall.serialize import Annotated, has_devices, withdraw
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+ORIGIN_BITS = 16
+SHARED_BYTES = 16 * 1024
+"""Buffers of at least this size are worth a place in a shared segment."""
+
+
+class Peer:
+    """A member that messages can be sent to."""
+
+    __slots__ = (
+        "__weakref__",
+        "called",
+        "devices",
+        "full",
+        "incarnation",
+        "info",
+        "life",
+        "member",
+        "origin",
+        "served",
+    )
+
+    devices: Any
+    """A `DeviceLink`, where a device map leads to this peer or from it; else None."""
+    info: WorkerInfo
+    incarnation: str
+    """Which start of that worker: another process may have its name and rank some day."""
+    life: int
+    """The same as a number."""
+    member: int
+    """Its number in references and gradients: the rank in a group of fixed size, else the incarnation."""
+    origin: int
+    """What the ids of its autograd contexts begin with: the rank, then 16 bits that tell incarnations apart."""
+    full: Fullness | None
+    """Has it said that too many calls wait there?"""
+
+    def __init__(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
+        """``is_static``: in a group of fixed size, where a rank is never given again."""
+        self.life = life = life_of(incarnation)
+        self.devices = None
+        self.info = info
+        self.incarnation = incarnation
+        self.member = info.id if is_static else life
+        if is_static:
+            self.origin = info.id << ORIGIN_BITS
+        else:  # any rank will do: two that share an origin by chance begin to count at different numbers
+            self.origin = (info.id & 0x7FFF) << ORIGIN_BITS | (life & ((1 << ORIGIN_BITS) - 1))
+        self.full = None
+        self.called: FunctionCounters = {}
+        """How calls to this peer ended."""
+        self.served: FunctionCounters = {}
+        """How functions ended that ran for this peer."""
+
+    def send(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        deadline: float = NEVER,
+        more: bool = False,
+        awaited: Awaited | None = None,
+    ) -> None:
+        """Send one message.
+
+        ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing
+        better to do than to help bring it about.
+        """
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send what ``more`` held back."""
+        raise NotImplementedError
+
+    def help_until(self, awaited: Awaited, deadline: float) -> None:
+        """Do what brings ``awaited`` about, as far as the calling thread can."""
+        raise NotImplementedError
+
+    def run_inline(self, task: Task) -> bool | None:
+        """Run ``task`` on the calling thread if that is the I/O thread (None: it is not); False: it was slow."""
+        return None
+
+    def cancel(self, call_id: int) -> None:
+        """Nobody waits for the answer to this call any more: it need not begin."""
+
+    def watch(self) -> None:
+        """The thread that reads this peer's link is about to run what may take long."""
+
+    def tell_full(self, queued: int, limit: int) -> None:
+        """Tell it that too many calls wait here; never waits."""
+        raise NotImplementedError
+
+    def tell_room(self) -> None:
+        """Tell it that they no longer do."""
+        raise NotImplementedError
+
+    def on_queue_full(self, message: messages.QueueFull) -> None:
+        """It says that too many calls wait there."""
+        if self.full is None:
+            self.full = Fullness(message.queued, message.limit)
+
+    def on_queue_has_room(self, message: messages.QueueHasRoom | None = None) -> None:
+        """It says that they no longer do; or it is gone, and those who wait for that are to find out."""
+        full, self.full = self.full, None
+        if full is not None:
+            full.end()
+
+    @property
+    def broken(self) -> bool:
+        """Can this peer no longer be reached?"""
+        return False
+
+    def lost(self, delivery: Delivery) -> RpcError:
+        """The error for a call to a peer that is ``broken``."""
+        raise NotImplementedError
+
+
+class RemotePeer(Peer):
+    """Another member, with its link and, on one host, the shared segments of both sides."""
+
+    __slots__ = (
+        "_fail_call",
+        "_here",
+        "_write_later",
+        "held",
+        "known",
+        "leaving",
+        "lending",
+        "link",
+        "segments",
+        "shared_bytes_received",
+        "shared_bytes_sent",
+    )
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: str,
+        is_static: bool,
+        write_later: Callable[[Callable[[], None]], None],
+        here: WorkerInfo,
+        fail_call: Callable[[int, str], None],
+    ) -> None:
+        """``write_later`` runs a write that may have to wait on some worker thread.
+
+        ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
+        """
+        super().__init__(info, incarnation, is_static)
+        self._write_later = write_later
+        self.known: bool = True
+        """Is it a member? Others are heard about membership only."""
+        self.held: list[Frame] = []
+        """What a stranger has sent that may only be read once it is a member."""
+        self.leaving: bool = False
+        """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
+        self.lending: SharedMemorySender | None = None
+        """The memory of this node that it may look into; None: shared memory is not in use."""
+        self.segments: SegmentMap | None = None
+        """The memory of the peer that this node looks into."""
+        self.link: Link
+        self._here = here
+        self._fail_call = fail_call
+        self.shared_bytes_sent: int = 0  # about: it is counted without a lock
+        self.shared_bytes_received: int = 0
+
+    def send(
+        self,
+        kind: int,
+        flags: int,
+        call_id: int,
+        function: bytes,
+        notes: bytes,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        deadline: float = NEVER,
+        more: bool = False,
+        awaited: Awaited | None = None,
+    ) -> None:
+        if self.leaving and kind == REQUEST:
+            raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
+        if self.segments is not None and self.segments.has_releases:
+            self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
+        if self.devices is not None and self.devices.has_releases:
+            self.send_device_releases(more=True)
+        if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
+            data = encode_small(kind, flags, call_id, function, notes, payload)
+        else:
+            if self.link.broken is not None:
+                raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
+            placed: list[memoryview | Ticket] = []
+            lending = self.lending
+            left = False
+            try:
+                if lending is None:
+                    placed.extend(buffers)
+                else:
+                    for index in range(len(buffers)):
+                        placed.append(lending.place(buffers, index, deadline, kind == RESPONSE))
+                pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
+                if lending is not None:
+                    for one in placed:
+                        if isinstance(one, Ticket):
+                            self.shared_bytes_sent += one.size_bytes
+                left = True
+                if buffers.__class__ is Annotated:
+                    buffers.left = True
+                if len(pieces) > 1:
+                    lent = self.devices is not None and has_devices(payload)
+                    withdraw_lent = partial(withdraw, payload, self) if lent else _nothing
+                    unkept = unkept_for(
+                        kind, call_id, notes, placed, pieces, self._here, self._fail_call, withdraw_lent
+                    )
+                    self._send_pieces(pieces, deadline, kind == REQUEST, unkept)
+                elif awaited is None:
+                    self.link.outgoing.send(bytes(pieces[0]), deadline, more)
+                else:
+                    self.link.exchange(bytes(pieces[0]), awaited, deadline)
+            except BaseException as error:
+                unsent = not left or getattr(error, "delivery", None) is Delivery.NOT_SENT
+                if unsent and lending is not None:
+                    lending.take_back(placed)
+                raise
+            if awaited is not None and len(pieces) > 1:
+                self.link.help_until(awaited, deadline)
+            return
+        if buffers.__class__ is Annotated:
+            buffers.left = True
+        if awaited is not None:
+            self.link.exchange(data, awaited, deadline)
+        else:
+            self.link.outgoing.send(data, deadline, more)
+
+    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, unkept: Unkept) -> None:
+        """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
+        if self.link.on_io_thread():
+            if is_request:
+                pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
+            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, unkept))
+        else:
+            self.link.outgoing.send_pieces(pieces, deadline, unkept)
+
+    def flush(self) -> None:
+        self.link.outgoing.flush()
+
+    def help_until(self, awaited: Awaited, deadline: float) -> None:
+        self.link.help_until(awaited, deadline)
+
+    def cancel(self, call_id: int) -> None:
+        # Who does not read is not helped by more to read; but who cannot be reached gets the request later.
+        if not self.link.outgoing.full or self.link.outgoing.down:
+            self.control(messages.CallCancelled(call_id))
+
+    def watch(self) -> None:
+        if reading.link is self.link:
+            self.link.watch()
+
+    def run_inline(self, task: Task) -> bool | None:
+        # Only while it reads this very link: what was kept back, and is delivered later, comes without that role.
+        return self.link.run_inline(task) if reading.link is self.link and self.link.on_io_thread() else None
+
+    @property
+    def broken(self) -> bool:
+        return self.link.broken is not None
+
+    def lost(self, delivery: Delivery) -> RpcError:
+        return self.link.dead(delivery)
+
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        """Send a control message, if the link still stands; never waits."""
+        if self.link.broken is None:
+            try:
+                self.link.outgoing.send(
+                    encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message)),
+                    more=more,
+                    urgent=True,
+                )
+            except RpcError:
+                pass  # it broke this moment, and whoever must know is told by the link
+
+    def tell_full(self, queued: int, limit: int) -> None:
+        self.control(messages.QueueFull(queued, limit))
+
+    def tell_room(self) -> None:
+        self.control(messages.QueueHasRoom())
+
+    # ------------------------------------------------------------------ shared memory
+
+    def share(self, pool: SegmentPool, segments: SegmentMap) -> None:
+        """Its first connection can carry descriptors: use shared memory from now on."""
+        self.segments = segments
+        self.lending = SharedMemorySender(self, pool, segments, self._write_later)
+
+    def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
+        """The peer has mapped a segment of ours."""
+        if self.lending is not None:
+            self.lending.on_accepted(message.segment_id)
+
+    def on_segment_refused(self, message: messages.SegmentRefused) -> None:
+        """The peer cannot map it."""
+        if self.lending is not None:
+            self.lending.on_refused(message.reason)
+
+    def on_blocks_released(self, message: messages.BlocksReleased) -> None:
+        """The peer no longer uses these blocks of ours."""
+        if self.lending is not None:
+            self.lending.on_released(message.blocks)
+
+    def on_segment_offered(self, message: messages.SegmentOffered) -> None:
+        """Map a segment of the peer's. On the thread that reads: its descriptor must go with the frame."""
+        # Several offers may have come with one read: each takes the first descriptor, in the order sent.
+        descriptor = self.link.take_descriptor()
+        try:
+            if descriptor is None:
+                raise SegmentRefused("its descriptor did not come along")
+            if self.segments is None:
+                os.close(descriptor)
+                raise SegmentRefused("shared memory is switched off here")
+            self.segments.attach(message.segment_id, descriptor, message.size_bytes)
+        except (SegmentRefused, OSError) as error:
+            self.control(messages.SegmentRefused(message.segment_id, str(error)))
+        else:
+            self.control(messages.SegmentAccepted(message.segment_id))
+
+    def on_segment_retired(self, message: messages.SegmentRetired) -> None:
+        """The peer no longer uses a segment of its own: unmap it."""
+        if self.segments is not None:
+            self.segments.detach(message.segment_id)
+
+    def send_releases(self, more: bool = False) -> None:
+        """Tell the peer which of its blocks we no longer use."""
+        if self.segments is not None:
+            released = self.segments.take_releases()
+            if released:
+                self.control(messages.BlocksReleased(released), more)
+
+    def send_device_releases(self, more: bool = False) -> None:
+        """Tell the peer which of its blocks of device memory we no longer need."""
+        released = self.devices.take_releases()
+        if released:
+            self.control(messages.DeviceBlocksReleased(released), more)
+
+    def resolved(self, frame: Frame) -> Arrived:
+        """``frame`` with tickets replaced by views of the peer's segments."""
+        kind, flags, call_id, function, notes, payload, buffers = frame
+        segments = self.segments
+        views: list[memoryview] = []
+        for buffer in buffers:
+            if isinstance(buffer, Ticket):
+                self.shared_bytes_received += buffer.size_bytes
+                if buffer.segment_id & YOURS and self.lending is not None:
+                    views.append(self.lending.returned(buffer))
+                    continue
+                if segments is None:
+                    raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
+                shared = bool(buffer.segment_id & SHARED)
+                views.append(segments.view(buffer.segment_id & ~SHARED, buffer.offset, buffer.size_bytes, shared))
+            else:
+                views.append(buffer)
+        return (kind, flags, call_id, function, notes, payload, views)
+
+    def close(self) -> None:
+        """The link is gone: take back what the peer held."""
+        self.on_queue_has_room()
+        if self.lending is not None:
+            self.lending.close()
+        if self.segments is not None:
+            self.segments.close()
+        if self.devices is not None:
+            self.devices.close()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,189 @@
+"""Memory of this node that one peer on the same host may look into: what is placed in it, offered, taken back.
+
+Owns what the peer knows of our segments, seen from one of them:
+
+    unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
+    offered   SegmentAccepted            -> accepted: tickets may name it
+    offered   SegmentRefused             -> the peer gets everything inline from now on
+    offered   the connection broke first -> unknown, if the peer has not got the offer (`resend.py`)
+
+A break changes nothing else: both processes live, and so do their mappings. Tickets and releases are small frames,
+which the session sends again where they were lost; blocks stay lent meanwhile. Only a death takes them back (`close`).
+
+Buffers are placed by whoever sends, on any thread; the pool has its own lock, and the set of accepted segments is used
+in single steps only. Where memory cannot be had, the buffer goes inline: that is never an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from farcall.channel.copying import copy_bytes
+from farcall.channel.interface import address_of
+from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool
+from farcall.errors import RpcTimeout
+from farcall.protocol import messages
+from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, SHARED, YOURS, Ticket, encode_small
+from farcall.runtime.io import sigint
+from farcall.runtime.io.loop import NEVER
+from farcall.runtime.link.resend import LostOffer
+
+if TYPE_CHECKING:
+    from farcall.runtime.peers.peer import RemotePeer
+
+__all__ = ["SHARED_BYTES", "SharedMemorySender", "retire_from"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+SHARED_BYTES = 16 * 1024
+"""Buffers of at least this size are worth a place in a shared segment."""
+
+
+class SharedMemorySender:
+    """What this node lends to one peer; to the pool, this is who holds it."""
+
+    __slots__ = ("_accepted", "_borrowed", "_is_wanted", "_peer", "_pool", "_write_later")
+
+    def __init__(
+        self,
+        peer: RemotePeer,
+        pool: SegmentPool,
+        borrowed: SegmentMap,
+        write_later: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """``borrowed``: the peer's own segments, whose blocks may be given back to it instead of a copy."""
+        self._peer = peer
+        self._pool = pool
+        self._borrowed = borrowed
+        self._write_later = write_later
+        self._is_wanted = True
+        self._accepted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<SharedMemorySender to {self._peer.info.name}>"
+
+    @property
+    def is_used(self) -> bool:
+        """Has the peer accepted any segment?"""
+        return bool(self._accepted)
+
+    def place(
+        self, buffers: Sequence[memoryview], index: int, deadline: float, may_give_back: bool
+    ) -> memoryview | Ticket:
+        """A ticket for a buffer's bytes in a segment, or the buffer itself if it must go inline."""
+        size = buffers[index].nbytes
+        if not self._is_wanted or size < SHARED_BYTES:
+            return buffers[index]
+        if may_give_back and isinstance(buffers, list):
+            given = self._borrowed.give_back(buffers, index)
+            if given is not None:
+                if given.last_use:
+                    given.gone()
+                    return Ticket(size, given.segment_id | YOURS, given.offset)
+                # Others here still look at the block; until it is copied it must not go back.
+                try:
+                    placed = self._copy_into_segment(buffers[index], deadline)
+                    return placed if isinstance(placed, Ticket) else memoryview(bytearray(placed))
+                finally:
+                    given.settled()
+        return self._copy_into_segment(buffers[index], deadline)
+
+    def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
+        pool = self._pool
+        size = buffer.nbytes
+        if pool.has_tensors:
+            found = pool.find(address_of(buffer), size)
+            if found is not None:
+                segment_id, offset = found
+                if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
+                    return Ticket(size, segment_id | SHARED, offset)
+        sigint.enter()  # or Ctrl-C would leave a block behind that nobody frees
+        try:
+            block = pool.allocate(size)
+            for segment_id, holders in pool.take_retired():
+                retire_from(holders, segment_id)
+            if block is None:
+                return buffer
+            try:
+                usable = self._usable(block.segment_id, deadline)
+            except BaseException:
+                pool.free(block)
+                raise
+            if not usable:
+                pool.free(block)
+                return buffer
+            copy_bytes(block.view, buffer)
+            pool.hand_over(block, self)
+            if self._peer.link.broken is not None:
+                pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
+            return Ticket(size, block.segment_id, block.offset)
+        finally:
+            sigint.leave()
+
+    def _usable(self, segment_id: int, deadline: float) -> bool:
+        """May tickets name this segment? If the peer does not know it yet, offer it."""
+        if segment_id in self._accepted:
+            return True
+        if self._peer.link.outgoing.down:
+            return False
+        offer = self._pool.offer(segment_id, self)
+        if offer is not None:
+            if self._peer.link.on_io_thread():
+                self._write_later(partial(self._send_offer, offer, NEVER))
+            else:
+                self._send_offer(offer, deadline)
+        return False
+
+    def _send_offer(self, offer: Offer, deadline: float) -> None:
+        message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
+        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
+        lost = LostOffer(partial(self._pool.withdraw_offer, offer.segment_id, self))
+        try:
+            self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
+        except RpcTimeout:
+            self._pool.withdraw_offer(offer.segment_id, self)  # to be offered again
+            raise
+
+    def on_accepted(self, segment_id: int) -> None:
+        """The peer has mapped a segment of ours."""
+        self._accepted.add(segment_id)
+
+    def on_refused(self, reason: str) -> None:
+        """The peer cannot map ours: everything goes inline from now on."""
+        logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
+        self._is_wanted = False  # but it may still hold blocks of other segments
+
+    def retire(self, segment_id: int) -> None:
+        """A segment of ours is gone."""
+        self._accepted.discard(segment_id)
+        self._peer.control(messages.SegmentRetired(segment_id))
+
+    # ------------------------------------------------------------------ what comes back
+
+    def take_back(self, placed: Sequence[memoryview | Ticket]) -> None:
+        """A message was not sent: what was lent for it is free again."""
+        tickets = [ticket for ticket in placed if isinstance(ticket, Ticket) and not ticket.segment_id & YOURS]
+        if tickets:
+            self._pool.release_batch([(ticket.segment_id & ~SHARED, ticket.offset) for ticket in tickets], self)
+
+    def on_released(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """The peer no longer uses these blocks of ours."""
+        self._pool.release_batch(blocks, self)
+
+    def returned(self, ticket: Ticket) -> memoryview:
+        """A block of ours that the peer gives back with what it was to send in it."""
+        return self._pool.take_back(ticket.segment_id ^ YOURS, ticket.offset, ticket.size_bytes, self)
+
+    def close(self) -> None:
+        """The peer is gone: take back what it held."""
+        self._pool.release_all(self)
+
+
+def retire_from(holders: Iterable[object], segment_id: int) -> None:
+    """Tell those who know a segment of the pool's that it is gone."""
+    for holder in holders:
+        if isinstance(holder, SharedMemorySender):
+            holder.retire(segment_id)

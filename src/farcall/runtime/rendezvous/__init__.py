@@ -1,0 +1,1 @@
+"""How members find each other."""

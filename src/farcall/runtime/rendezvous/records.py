@@ -1,0 +1,123 @@
+"""What members tell each other through the store, and what of it must agree.
+
+Plain values and their text form (JSON, so that a store can be looked at). Knows nothing of stores or waiting.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from farcall.errors import BadRank, DuplicateName, InitError
+from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
+
+__all__ = [
+    "Abandoned",
+    "Formed",
+    "MemberRecord",
+    "Slot",
+    "as_text",
+    "check_agreement",
+    "incarnation_of",
+    "life_of",
+    "new_incarnation",
+    "read_outcome",
+    "read_slot",
+    "read_table",
+]
+
+
+def new_incarnation() -> str:
+    """A name for one start of one node, as text: never used again, by anybody.
+
+    Never small: where members come and go, references are counted by lives, and where they do not, by ranks.
+    """
+    return incarnation_of(secrets.randbits(62) | 1 << 62)
+
+
+def life_of(incarnation: str) -> int:
+    """The same as a number, as `protocol/membership` has it."""
+    return int(incarnation, 16)
+
+
+def incarnation_of(life: int) -> str:
+    return f"{life:016x}"
+
+
+class MemberRecord(msgspec.Struct, frozen=True):
+    """What every member knows of one. ``addresses`` are as transports write them, the preferred one first."""
+
+    name: str
+    rank: int
+    addresses: tuple[str, ...]
+    host_token: str
+    incarnation: str
+    """`new_incarnation` of each start: tells a process from its successor."""
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A record as it lies in the store, with what must agree. ``cluster_id`` and ``secret`` are rank 0's."""
+
+    record: MemberRecord
+    world_size: int
+    has_secret: bool
+    cluster_id: str = ""
+    secret: str = ""
+    devices: DeviceWishes | None = None
+
+
+class Formed(msgspec.Struct, frozen=True, tag="formed"):
+    """Everybody agreed on this table. Without slots: and it is cleared up since."""
+
+    slots: tuple[Slot, ...]
+
+
+class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
+    """``name`` gave up."""
+
+    rank: int
+    name: str
+    missing: tuple[int, ...]
+
+
+read_slot: Callable[[bytes], Slot] = msgspec.json.Decoder(Slot).decode
+read_table: Callable[[bytes], tuple[Slot, ...]] = msgspec.json.Decoder(tuple[Slot, ...]).decode
+_OUTCOME: msgspec.json.Decoder[Formed | Abandoned] = msgspec.json.Decoder(Formed | Abandoned)
+read_outcome: Callable[[bytes], Formed | Abandoned] = _OUTCOME.decode
+
+
+def as_text(value: object) -> str:
+    """The text that goes into the store."""
+    return msgspec.json.encode(value).decode()
+
+
+def check_agreement(slots: Sequence[Slot]) -> None:
+    """Raise, alike at every member, where records contradict each other."""
+    by_name: dict[str, int] = {}
+    for slot in slots:
+        record = slot.record
+        if record.name in by_name:
+            raise DuplicateName(
+                f"worker name {record.name!r} is not unique: ranks {by_name[record.name]} and {record.rank} both use it"
+            )
+        by_name[record.name] = record.rank
+    _check_same(slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size")
+    _check_same(
+        slots,
+        lambda slot: "a secret" if slot.has_secret else "no secret",
+        InitError,
+        "give every process the same secret (option or FARCALL_SECRET), or none",
+    )
+    check_device_maps({slot.record.name: slot.devices for slot in slots})
+
+
+def _check_same(slots: Sequence[Slot], say: Callable[[Slot], str], error: type[InitError], remedy: str) -> None:
+    for slot in slots:
+        if say(slot) != say(slots[0]):
+            one, other = slots[0].record, slot.record
+            raise error(
+                f"rank {one.rank} ({one.name}) was given {say(slots[0])}, "
+                f"rank {other.rank} ({other.name}) {say(slot)}: {remedy}"
+            )

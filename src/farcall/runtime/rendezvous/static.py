@@ -1,0 +1,414 @@
+"""The meeting itself: how members agree on one table through a store that all can reach.
+
+Members meet in a *generation*, a numbered attempt with its own keys, so nothing of earlier ones is mistaken:
+
+    generation               the first generation that may still be open
+    <g>/slot/<rank>          a member's record; whoever sets it first holds the rank
+    <g>/beat/<rank>          counts up while its holder waits: tells a second process from a dead one's traces
+    <g>/table                rank 0's proposal, once every slot is filled
+    <g>/seen/<digest>/<rank> that rank has confirmed exactly that table
+    <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
+    <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
+
+A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
+take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from typing import NamedTuple, NoReturn
+
+from farcall.errors import BadRank, InitError, MissingPeers, RpcError
+from farcall.options import RpcBackendOptions
+from farcall.runtime.devices.maps import wishes_of
+from farcall.runtime.rendezvous.records import (
+    Abandoned,
+    Formed,
+    MemberRecord,
+    Slot,
+    as_text,
+    check_agreement,
+    read_outcome,
+    read_slot,
+    read_table,
+)
+from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+__all__ = ["Agreement", "StaticRendezvous"]
+
+_SECRET_BYTES = 32
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+_BEAT_S = 0.3
+_DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
+_FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
+_ABANDONED_FAREWELL_S = 0.5
+
+
+class Agreement(NamedTuple):
+    """What a meeting comes to."""
+
+    members: list[MemberRecord]
+    cluster_id: str
+    secret: bytes
+    generation: int
+    store: KeyStore
+
+
+class StaticRendezvous:
+    """One member's way to an agreement, possibly over several stores and generations."""
+
+    def __init__(self, place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions) -> None:
+        self.place = place
+        self.cancelled: threading.Event = threading.Event()
+        self._me = me
+        self._my_secret = options.secret_bytes
+        self._timeout_s = options.start_deadline_s
+        self._deadline = time.monotonic() + self._timeout_s
+        first = place.rank == 0
+        self._slot = Slot(
+            me,
+            place.world_size,
+            self._my_secret is not None,
+            secrets.token_hex(8) if first else "",
+            secrets.token_hex(_SECRET_BYTES) if first and self._my_secret is None else "",
+            wishes_of(options),
+        )
+        self._slot_text = as_text(self._slot)
+        self._store: KeyStore | None = None
+        self._base = f"farcall/{place.attempt}"
+        self._generation = 0
+        self._table = b""
+        self._next_beat = 0.0
+        self._names: dict[int, str] = {}
+        self._gave_up: dict[int, str] = {}
+        self._missing_elsewhere: set[int] = set()
+
+    def run(self) -> Agreement:
+        """Try stores until a table forms; afterwards this object holds no store."""
+        try:
+            while True:
+                self._open_store()
+                try:
+                    return self._meet()
+                except RpcError:
+                    raise
+                except (StoreLost, RuntimeError) as error:
+                    # Rank 0 left and took its store along; when it starts anew, another one comes up.
+                    self._store = None
+                    self._pause_for_another_store(error)
+        finally:
+            self._store = None
+
+    def _open_store(self) -> None:
+        while self._store is None:
+            try:
+                self._store = open_store(self.place, self._deadline, self.cancelled)
+            except StoreLost as error:
+                self._pause_for_another_store(error)
+            except MissingPeers:
+                if not self._gave_up:
+                    raise
+                self._raise_store_gone("")
+
+    def _pause_for_another_store(self, error: Exception) -> None:
+        if time.monotonic() + _LONGEST_PAUSE_S >= self._deadline or self.cancelled.is_set():
+            self._raise_store_gone(f" ({_first_line(error)})")
+        self.cancelled.wait(_LONGEST_PAUSE_S)
+
+    def _raise_store_gone(self, why: str) -> NoReturn:
+        missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
+        raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
+
+    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys.
+
+    @property
+    def _open(self) -> KeyStore:
+        if self._store is None:
+            raise StoreLost("it is closed")
+        return self._store
+
+    def _key(self, what: str) -> str:
+        return f"{self._base}/{self._generation}/{what}"
+
+    def _read(self, key: str) -> bytes | None:
+        return self._open.get(key) if self._open.check([key]) else None
+
+    def _read_all(self, keys: list[str]) -> list[bytes] | None:
+        """The values of all keys in one go, or None while one is absent."""
+        if not self._open.check(keys):
+            return None
+        many = self._open.has_extended_api()
+        return self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
+
+    def _swap(self, key: str, expected: str, desired: str) -> bytes:
+        """Set ``key`` if it is as expected ("" for absent); return what it holds afterwards."""
+        return self._open.compare_set(key, expected, desired)
+
+    # The meeting itself.
+
+    def _meet(self) -> Agreement:
+        self._generation = self._first_open_generation()
+        while True:
+            self._table = b""
+            self._next_beat = 0.0
+            self._claim_rank()
+            try:
+                outcome = self._wait_for_outcome()
+            except BaseException:
+                self._withdraw()
+                raise
+            self._advance()
+            self._open.add(self._key("left"), 1)
+            if isinstance(outcome, Formed) and outcome.slots:
+                return self._conclude(outcome)
+            if isinstance(outcome, Abandoned):
+                self._gave_up[outcome.rank] = outcome.name
+                self._missing_elsewhere.update(outcome.missing)
+            self._delete_own()
+            self._generation += 1
+
+    def _first_open_generation(self) -> int:
+        pointer = self._read(f"{self._base}/generation")
+        self._generation = int(pointer) if pointer else 0
+        while self._open.check([self._key("outcome")]):
+            self._generation += 1
+        return self._generation
+
+    def _advance(self) -> None:
+        """Point newcomers behind this generation; whoever leaves it has done so."""
+        key = f"{self._base}/generation"
+        before = self._read(key)
+        if before is None or int(before) <= self._generation:
+            self._swap(key, before.decode() if before else "", str(self._generation + 1))
+
+    def _claim_rank(self) -> None:
+        """Take the slot of our rank, also from a dead process; raise if a living one holds it."""
+        mine = self._slot_text.encode()
+        key, beat_key = self._key(f"slot/{self._me.rank}"), self._key(f"beat/{self._me.rank}")
+        holder = self._swap(key, "", self._slot_text)
+        if holder == mine:
+            return
+        beat = self._open.add(beat_key, 0)
+        silent_since = time.monotonic()
+        pace = _Pace()
+        while holder != mine:
+            outcome = self._outcome()
+            if isinstance(outcome, Abandoned):
+                self._generation += 1
+                self._claim_rank()
+                return
+            if isinstance(outcome, Formed) or self._open.add(beat_key, 0) != beat:
+                other = read_slot(holder).record
+                raise BadRank(
+                    f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
+                    f"({self._me.name!r}) cannot; give every process a rank of its own"
+                )
+            if time.monotonic() - silent_since > _DEAD_S:
+                logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
+                holder = self._swap(key, holder.decode(), self._slot_text)
+                silent_since = time.monotonic()
+                if holder == mine:
+                    return
+            self._check_time([])
+            pace.pause(self.cancelled)
+            holder = self._swap(key, "", self._slot_text)
+
+    def _wait_for_outcome(self) -> Formed | Abandoned:
+        pace = _Pace()
+        while True:
+            outcome = self._outcome()
+            if outcome is not None:
+                return outcome
+            self._beat()
+            if self._me.rank == 0:
+                self._propose()
+            if self._confirm():
+                pace = _Pace()
+            if self._me.rank == 0 and self._close_if_confirmed():
+                continue
+            self._check_cancelled()
+            if time.monotonic() >= self._deadline:
+                outcome = self._abandon()
+                if isinstance(outcome, Formed):
+                    return outcome
+                self._raise_for_absence(outcome)
+            pace.pause(self.cancelled)
+
+    def _outcome(self) -> Formed | Abandoned | None:
+        data = self._read(self._key("outcome"))
+        return None if data is None else read_outcome(data)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT_S
+        self._open.add(self._key(f"beat/{self._me.rank}"), 1)
+        holder = self._read(self._key(f"slot/{self._me.rank}"))
+        if holder is None:
+            raise StoreLost("our record vanished from it")
+        if holder != self._slot_text.encode():
+            other = read_slot(holder).record.name
+            raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
+
+    def _propose(self) -> None:
+        """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
+        found = self._read_all([self._key(f"slot/{rank}") for rank in range(self.place.world_size)])
+        if found is None:
+            return
+        table = as_text([read_slot(data) for data in found])
+        if table.encode() != self._table:
+            self._open.set(self._key("table"), table)
+
+    def _confirm(self) -> bool:
+        """Confirm the table if it is new and we are in it."""
+        table = self._read(self._key("table"))
+        if table is None or table == self._table or self._slot not in read_table(table):
+            return False
+        self._table = table
+        self._open.set(self._seen_keys()[self._me.rank], "1")
+        return True
+
+    def _close_if_confirmed(self) -> bool:
+        """Rank 0: the table forms when everybody in it has confirmed it."""
+        if not self._table or not self._open.check(self._seen_keys()):
+            return False
+        self._swap(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
+        return True
+
+    def _seen_keys(self) -> list[str]:
+        digest = hashlib.sha256(self._table).hexdigest()[:32]
+        return [self._key(f"seen/{digest}/{rank}") for rank in range(len(read_table(self._table)))]
+
+    def _abandon(self) -> Formed | Abandoned:
+        """Close the generation without a table, unless it has just formed."""
+        note = as_text(Abandoned(self._me.rank, self._me.name, tuple(self._absent())))
+        return read_outcome(self._swap(self._key("outcome"), "", note))
+
+    def _withdraw(self) -> None:
+        """After a failure: let nobody count on us. The store may be what failed."""
+        with contextlib.suppress(Exception):
+            if self._read(self._key(f"slot/{self._me.rank}")) != self._slot_text.encode():
+                return  # it is another process's by now
+            if self._outcome() is None:
+                self._abandon()
+            self._advance()
+            if self._me.rank == 0:
+                # Rank 0 may take the store along: those who wait should first learn who was missing.
+                self._wait_for_readers(len(self._names) - 1, _ABANDONED_FAREWELL_S)
+            self._delete_own()
+
+    def _conclude(self, formed: Formed) -> Agreement:
+        slots = formed.slots
+        if self._slot not in slots:
+            others = ", ".join(slot.record.name for slot in slots)
+            raise BadRank(
+                f"a group of {len(slots)} formed without this process ({others}): it asked for rank "
+                f"{self._me.rank} of {self.place.world_size}; world_size must be the same everywhere, "
+                "and each rank given once"
+            )
+        if self._me.rank == 0 and self._wait_for_readers(len(slots), _FAREWELL_S):
+            self._clear_up(len(slots))
+        check_agreement(slots)
+        secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
+        return Agreement([slot.record for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
+
+    def _wait_for_readers(self, count: int, seconds: float) -> bool:
+        """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
+        pace = _Pace()
+        until = min(time.monotonic() + seconds, self._deadline + 1.0)
+        while self._open.add(self._key("left"), 0) < count:
+            if time.monotonic() >= until or self.cancelled.is_set():
+                return False
+            pace.pause(self.cancelled)
+        return True
+
+    def _delete_own(self) -> None:
+        for what in ("slot", "beat"):
+            self._open.delete_key(self._key(f"{what}/{self._me.rank}"))
+
+    def _clear_up(self, size: int) -> None:
+        """Remove this generation's keys, the secret among them; that it is over stays written."""
+        keys = [self._key(f"{what}/{rank}") for rank in range(size) for what in ("slot", "beat")]
+        for key in [*keys, *self._seen_keys(), self._key("table"), self._key("left")]:
+            self._open.delete_key(key)
+        self._open.set(self._key("outcome"), as_text(Formed(())))
+
+    # Failing in words.
+
+    def _check_cancelled(self) -> None:
+        if self.cancelled.is_set():
+            raise InitError("joining was interrupted")
+
+    def _check_time(self, missing: list[int]) -> None:
+        self._check_cancelled()
+        if time.monotonic() >= self._deadline:
+            raise self._missing(missing, "")
+
+    def _absent(self) -> list[int]:
+        """Ranks without a record in this generation; remembers the names of the others."""
+        absent = []
+        for rank in range(self.place.world_size):
+            data = self._read(self._key(f"slot/{rank}"))
+            if data is None:
+                absent.append(rank)
+            else:
+                self._names[rank] = read_slot(data).record.name
+        return absent
+
+    def _raise_for_absence(self, mine: Abandoned) -> NoReturn:
+        """At the deadline: name the cause that is most likely."""
+        slots = [
+            read_slot(data)
+            for rank in range(self.place.world_size)
+            if (data := self._read(self._key(f"slot/{rank}"))) is not None
+        ]
+        check_agreement(slots)
+        never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)
+        missing = sorted(never_seen) or [rank for rank in mine.missing if rank not in self._gave_up]
+        if missing:
+            raise self._missing(missing, "")
+        if self._gave_up:
+            raise self._missing(sorted(self._gave_up), "")
+        silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
+        raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
+
+    def _missing(self, ranks: list[int], why: str) -> MissingPeers:
+        known = {**self._gave_up, **self._names}
+        named = [f"rank {rank} ({known[rank]})" if rank in known else f"rank {rank}" for rank in ranks]
+        gone = [f"rank {rank} ({name})" for rank, name in sorted(self._gave_up.items()) if rank not in ranks]
+        earlier = f"; {', '.join(gone)} came and gave up" if gone else ""
+        if self._generation and not self._gave_up:
+            earlier += f"; {self._generation} earlier groups met there: is this process started a second time?"
+        return MissingPeers(
+            f"{self._me.name} (rank {self._me.rank} of {self.place.world_size}) waited {self._timeout_s:g} s "
+            f"at {self.place.name}; missing: {', '.join(named) or 'nobody known'}{why}{earlier}. "
+            "Were they all started, with the same init_method and world_size?",
+            [known.get(rank, rank) for rank in ranks],
+        )
+
+
+class _Pace:
+    """Pauses that grow: a quick start for those who come together, little load from those who wait."""
+
+    __slots__ = ("_pause_s",)
+
+    def __init__(self) -> None:
+        self._pause_s = _FIRST_PAUSE_S
+
+    def pause(self, cancelled: threading.Event) -> None:
+        cancelled.wait(self._pause_s)
+        self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

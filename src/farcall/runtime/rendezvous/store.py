@@ -1,0 +1,302 @@
+"""Where the members meet: from arguments, url and environment to an open torch store.
+
+``find_meeting_place`` is pure: it works out rank, world size and the store's place, and says what to set
+where something is missing. ``open_store`` opens the store. ``tcp://`` and ``env://`` are opened here and not
+by torch's own handlers, which wait for every worker inside a constructor: deaf to Ctrl-C and silent about who
+is missing. The server is shared with torch's (multi tenant), so ``init_process_group`` may use the same port,
+before or after. Other schemes are left to torch.
+
+Knows nothing of members, names or generations.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
+
+from farcall.errors import BadRank, InitError, MissingPeers
+from farcall.runtime.rendezvous.addresses import is_local
+from farcall.transport.tcp import parse_tcp
+
+__all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "open_store"]
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.25
+_CONNECT_S = 5.0
+STORE_ANSWER_S = 5.0
+MEMBERS_SCHEME = "farcall"
+"""``farcall://host:port``: no store, but the address of a member."""
+
+
+class KeyStore(Protocol):
+    """What is used of ``torch.distributed.Store``."""
+
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def has_extended_api(self) -> bool: ...
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+class StoreLost(Exception):
+    """The store broke while it was in use; another one may be at its place soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPlace:
+    """Who we are by number, and where the store is. ``host`` is None where it has none (a file)."""
+
+    url: str
+    scheme: str
+    rank: int
+    world_size: int
+    """-1 where the group has no fixed size: members come and go."""
+    host: str | None = None
+    port: int = 0
+    path: str = ""
+    hosted_by_agent: bool = False
+    """torchrun's agent runs the store: rank 0 is a client like the others."""
+    attempt: str = "0"
+    """Which restart of the job this is: torchrun's store outlives the workers."""
+    use_libuv: bool = True
+
+    contacts: tuple[str, ...] = ()
+    """Addresses of members, where there is no store: ``farcall://host:port``."""
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Do members come and go?"""
+        return self.world_size < 0
+
+    @property
+    def name(self) -> str:
+        """The place in words, for messages."""
+        if self.host is None:
+            return f"the file {self.path}" if self.path else self.url
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def find_meeting_place(
+    rank: int, world_size: int | None, init_method: str, environ: Mapping[str, str] = os.environ
+) -> MeetingPlace:
+    """Work out who and where: an argument wins over the environment and must agree with the url."""
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    uses_environment = parts.scheme == "env"
+    found_rank = _choose("rank", rank, query, environ if uses_environment else None)
+    found_size = _choose_size(world_size, query, environ if uses_environment else None)
+    if parts.scheme == MEMBERS_SCHEME:
+        if found_size != -1:
+            raise BadRank("who joins through a member joins a group without a fixed size: leave world_size out")
+        contacts = _find_contacts(init_method)
+        first_host, first_port = parse_tcp(contacts[0])
+        return MeetingPlace(init_method, parts.scheme, found_rank, -1, first_host, first_port, contacts=contacts)
+    if found_size != -1 and not 0 <= found_rank < found_size:
+        raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
+    common: dict[str, Any] = {
+        "url": init_method,
+        "scheme": parts.scheme,
+        "rank": found_rank,
+        "world_size": found_size,
+        "hosted_by_agent": environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        "attempt": environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "use_libuv": query.get("use_libuv", environ.get("USE_LIBUV", "1")) == "1",
+    }
+    host, port = _find_endpoint(init_method, environ)
+    return MeetingPlace(host=host, port=port, path=parts.path if parts.scheme == "file" else "", **common)
+
+
+def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
+    """The size of the group; -1 where nobody says one: then it has none."""
+    if world_size is None and "world_size" not in query and not (environ or {}).get("WORLD_SIZE"):
+        return -1
+    found = _choose("world_size", -1 if world_size is None else world_size, query, environ)
+    if found < 1:
+        raise BadRank(f"world_size must be at least 1, not {found}")
+    return found
+
+
+def _find_contacts(init_method: str) -> tuple[str, ...]:
+    """``farcall://host:port,host:port`` as addresses to dial."""
+    places = [place for place in urlsplit(init_method).netloc.split(",") if place]
+    contacts = []
+    for place in places:
+        host, _, port = place.rpartition(":")
+        if not host:
+            raise ValueError(f"init_method {init_method!r} lacks a host or a port: use 'farcall://host:port'")
+        contacts.append(f"tcp://{host}:{_check_port(port, init_method)}")
+    if not contacts:
+        raise ValueError(f"init_method {init_method!r} names no member: use 'farcall://host:port'")
+    return tuple(contacts)
+
+
+def _find_endpoint(init_method: str, environ: Mapping[str, str]) -> tuple[str | None, int]:
+    parts = urlsplit(init_method)
+    if parts.scheme == "env":
+        host = _variable(environ, "MASTER_ADDR", "the host of rank 0").strip("[]")
+        port_text = _variable(environ, "MASTER_PORT", "a free port on that host")
+        return host, _check_port(port_text, "MASTER_PORT")
+    if parts.scheme == "tcp":
+        if parts.hostname is None or parts.port is None:
+            raise ValueError(f"init_method {init_method!r} lacks a host or a port: use 'tcp://host:port'")
+        return parts.hostname, _check_port(str(parts.port), init_method)
+    return None, 0
+
+
+def _choose(name: str, given: int, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
+    """Take a number from the argument (-1: not given), the url or, for ``env://``, the environment."""
+    try:
+        argument = operator.index(given)
+    except TypeError:
+        raise BadRank(f"{name} must be an int, not {type(given).__name__}") from None
+    if argument < -1:
+        raise BadRank(f"{name} must not be negative, not {argument}")
+    if name in query:
+        in_url = _whole(f"{name} in the url", query[name])
+        if argument not in (-1, in_url):
+            raise BadRank(f"{name} is {argument} as an argument but {in_url} in the url: give it once")
+        return in_url
+    if argument != -1:
+        return argument
+    if environ is None:
+        raise BadRank(f"{name} parameter missing: pass {name}=... to init_rpc, or add ?{name}=... to the url")
+    variable = name.upper()
+    text = environ.get(variable)
+    if not text:
+        raise BadRank(
+            f"environment variable {variable} expected, as init_rpc got no {name}: pass {name}=..., "
+            f"set {variable}, or start with torchrun, which sets it"
+        )
+    return _whole(f"environment variable {variable}", text)
+
+
+def _variable(environ: Mapping[str, str], name: str, meaning: str) -> str:
+    value = environ.get(name)
+    if not value:
+        raise ValueError(f"environment variable {name} expected: env:// needs it ({meaning}), and it is not set")
+    return value
+
+
+def _whole(what: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadRank(f"{what} must be a whole number, not {text!r}") from None
+
+
+def _check_port(text: str, where: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ValueError(f"the port in {where} must be a number from 1 to 65535, not {text!r}")
+    return int(text)
+
+
+def open_store(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> KeyStore:
+    """Open the store by ``deadline`` (of ``time.monotonic``), or say why it could not be."""
+    store: KeyStore
+    if place.host is not None:
+        store = _open_tcp(place, deadline, cancelled)
+    elif place.scheme == "file":
+        store = _open_file(place)
+    else:
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        try:
+            found = dist.rendezvous(place.url, place.rank, place.world_size, timeout=left)  # type: ignore[attr-defined]
+            store, _, _ = next(iter(found))
+        except (RuntimeError, StopIteration) as error:
+            raise InitError(f"cannot open a store with init_method {place.url!r}: {error}") from error
+    # Nothing here waits inside the store; this bounds some of the calls to one that has stopped answering.
+    store.set_timeout(timedelta(seconds=STORE_ANSWER_S))
+    return store
+
+
+def _open_file(place: MeetingPlace) -> KeyStore:
+    directory = os.path.dirname(place.path) or "."
+    if not os.path.isdir(directory):
+        # The store would try again for minutes.
+        raise InitError(f"cannot meet at {place.name}: there is no directory {directory}")
+    try:
+        store: KeyStore = dist.FileStore(place.path, place.world_size)  # type: ignore[attr-defined,assignment]
+    except RuntimeError as error:
+        raise InitError(f"cannot use {place.name} as a store: {error}") from error
+    return store
+
+
+def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> KeyStore:
+    assert place.host is not None
+    if place.rank == 0 and not place.hosted_by_agent:
+        # Behind address translation rank 0 may not reach its own public address; the server is on all it has.
+        host = place.host if is_local(place.host) else "127.0.0.1"
+        try:
+            return _tcp_store(place, host, serve=True, deadline=deadline)
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+                raise InitError(
+                    f"cannot serve a store on port {place.port}: {error}; choose another one (MASTER_PORT, or the "
+                    "url), the same everywhere"
+                ) from error
+            # Somebody serves there. A store made by this program is as good; if it is another rank 0's, then
+            # claiming the rank will tell, with its name.
+    _wait_until_reachable(place, deadline, cancelled)
+    try:
+        return _tcp_store(place, place.host, serve=False, deadline=deadline)
+    except RuntimeError as error:
+        raise StoreLost(str(error)) from error
+
+
+def _tcp_store(place: MeetingPlace, host: str, *, serve: bool, deadline: float) -> KeyStore:
+    # All the time there is: torch looks up the name behind each address, which may take seconds.
+    seconds = max(0.1, deadline - time.monotonic())
+    store: KeyStore = dist.TCPStore(  # type: ignore[attr-defined,assignment]
+        host,
+        place.port,
+        place.world_size,
+        serve,
+        timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=place.use_libuv,
+    )
+    return store
+
+
+def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> None:
+    """Try the port until somebody listens: torch's own wait prints a stack for each try."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        left_s = max(0.05, min(_CONNECT_S, deadline - time.monotonic()))
+        try:
+            socket.create_connection((place.host, place.port), timeout=left_s).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() + pause_s >= deadline or cancelled.is_set():
+                raise _unreachable(place, error) from error
+        cancelled.wait(pause_s)
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def _unreachable(place: MeetingPlace, error: Exception) -> InitError:
+    if place.hosted_by_agent:
+        return InitError(
+            f"cannot reach the store of who started this process (torchrun, or farcall run) at {place.name}: {error}"
+        )
+    if place.rank == 0:
+        return InitError(f"port {place.port} is in use here, but no store answers at {place.name}: {error}")
+    return MissingPeers(
+        f"rank 0 is missing: it serves the store at {place.name}, which could not be reached in time "
+        f"({error}). Is it started, and are MASTER_ADDR and MASTER_PORT (or the url) the same everywhere?",
+        [0],
+    )
