@@ -19,7 +19,7 @@ from farcall.serialize.pickler import Encoded
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
-_PATH = b"pfarcall.rpc.owner\0methods.of_"
+_PATH = b"pfarcall.rpc.owner_methods\0methods.of_"
 _known: dict[str, tuple[MethodName, bytes]] = {}
 
 

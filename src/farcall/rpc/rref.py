@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FETCH = b"pfarcall.rpc.owner\0fetch"
-_TYPE_OF = b"pfarcall.rpc.owner\0type_of"
-_BACKWARD = b"pfarcall.rpc.owner\0backward"
+_FETCH = b"pfarcall.rpc.owner_methods\0fetch"
+_TYPE_OF = b"pfarcall.rpc.owner_methods\0type_of"
+_BACKWARD = b"pfarcall.rpc.owner_methods\0backward"
 _EXTENSION_CODE = 0x66617272
 _LOOK_AGAIN_S = 0.0005
 

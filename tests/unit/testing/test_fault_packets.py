@@ -79,7 +79,7 @@ def test_bytes_that_start_no_frame_are_an_error():
     [
         (frame(), {"request", "call"}),
         (frame(flags=KEEP), {"request", "create"}),
-        (encode_small(REQUEST, 0, 1, b"pfarcall.rpc.owner\0fetch", b"", b""), {"request", "fetch"}),
+        (encode_small(REQUEST, 0, 1, b"pfarcall.rpc.owner_methods\0fetch", b"", b""), {"request", "fetch"}),
         (frame(RESPONSE), {"response"}),
         (frame(FAILURE), {"failure"}),
         (control(Register([])), {"control", "Register"}),

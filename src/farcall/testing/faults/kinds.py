@@ -28,7 +28,7 @@ from farcall.protocol.notes import KEEP
 
 __all__ = ["ANSWERS", "CALLS", "KINDS", "check_kinds", "names_of", "offers_segment"]
 
-FETCH: Final = b"pfarcall.rpc.owner\0fetch"
+FETCH: Final = b"pfarcall.rpc.owner_methods\0fetch"
 MEMORY: Final = (
     messages.SegmentOffered,
     messages.SegmentAccepted,
