@@ -25,7 +25,8 @@ from farcall.observe.events import function_events
 from farcall.observe.profile import THREAD, Collector, add_recorder, remove_recorder
 from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
 from farcall.observe.trace import chrome_trace, write_json
-from farcall.rpc.call import UNSET_TIMEOUT, call_async
+from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.future import call_async
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.runtime.peers.peer import Peer

@@ -25,7 +25,8 @@ from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
-from farcall.rpc.call import call_async, call_sync
+from farcall.rpc.call import call_sync
+from farcall.rpc.future import call_async
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.proxy import Proxy
 from farcall.rpc.references import RETRY_S, NodeReferences, call_remote

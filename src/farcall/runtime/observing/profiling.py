@@ -26,7 +26,7 @@ is_profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 class CallProfile(Protocol):
     """One call, as its caller's profiler sees it."""
 
-    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
+    def sends(self, payload: bytes | memoryview, buffers: Sequence[memoryview]) -> ProfileWanted:
         """The request is about to leave; what is to be noted in it."""
 
     def ended(self, profiled: bytes = b"", size_bytes: int = 0) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from farcall.options import faults_by_default
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.packets import Message
 from farcall.testing.faults.rules import (
@@ -335,7 +335,7 @@ class Faults:
 
         return connect(self, self.direction(here, there), transport, fail_call)
 
-    def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
+    def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
         """What hands messages of ``here`` to itself, with these faults."""
         from farcall.testing.faults.own import OwnDelivery
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from farcall.errors import Delivery, NetworkError, RpcError
-from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.delay_line import Lane
 from farcall.testing.faults.injection import Faults
@@ -25,7 +25,7 @@ __all__ = ["OwnDelivery"]
 class OwnDelivery:
     """Delivers a node's messages to itself."""
 
-    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Arrived], None]) -> None:
+    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Frame], None]) -> None:
         self._faults = faults
         self._direction = direction
         self._deliver = deliver
@@ -33,7 +33,7 @@ class OwnDelivery:
         self._changed = threading.Condition()
         self._holding = False
 
-    def __call__(self, peer: Peer, message: Arrived) -> None:
+    def __call__(self, peer: Peer, message: Frame) -> None:
         own = OwnMessage(message)
         fault, drawn = self._faults.judge(self._direction, own)
         if isinstance(fault, Fail) and own.kind == REQUEST:
