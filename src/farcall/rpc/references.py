@@ -240,8 +240,9 @@ class NodeReferences:
 
     def _kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
         """The request of a frame with the flag KEEP; its value's place is the first of its forks."""
-        owned, *rest = frame.forks
-        frame.forks = rest
+        arrived = list(frame.forks)
+        owned = arrived.pop(0)
+        frame.forks = arrived
         return KeptRequest(server, peer, frame, owned, self._flush_soon)
 
     def _flush_soon(self, peer: Peer) -> None:
