@@ -28,7 +28,7 @@ from farcall.observe.cluster import Recordings
 from farcall.observe.observer import Observer
 from farcall.observe.spans import CALL, OPERATOR, Harvest, encode_harvest
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.peers.peer import Peer
 
@@ -59,7 +59,7 @@ _read_name = msgspec.msgpack.Decoder(str)
 
 
 class Tracing:
-    """A node's answers; ``node.part(Tracing)``. Also a ticker of its loop."""
+    """A node's answers; ``node.part(Tracing)``."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -67,7 +67,7 @@ class Tracing:
         subjects = node.part(Answering).subjects
         subjects[BEGIN] = self._begin
         subjects[END] = self._end
-        node.add_ticker(self)
+        self._timer = node.timer(self._drop_unfetched)
 
     def _begin(self, peer: Peer | None, argument: bytes) -> bytes:
         wanted = _read_begin.decode(argument)
@@ -77,7 +77,7 @@ class Tracing:
                 node.part(Clocks).ask(other)
         node.part(Recordings).start(wanted.name, _OUTSIDE, wanted.options)
         self._ends[wanted.name] = monotonic() + min(wanted.for_s, MOST_S) + GRACE_S
-        node.attend_by(self._ends[wanted.name])
+        self._timer.at(self._ends[wanted.name])
         return msgspec.msgpack.encode((node.info.name, node.info.id))
 
     def _end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
@@ -86,8 +86,7 @@ class Tracing:
         harvest = self._node.part(Recordings).stop(name)
         return lambda: encode_harvest(harvest, MOST_BYTES)
 
-    def tick(self, now: float) -> float:
-        """Drop what nobody fetched."""
+    def _drop_unfetched(self, now: float) -> float:
         for name, end in list(self._ends.items()):
             if end <= now:
                 del self._ends[name]
