@@ -25,7 +25,7 @@ from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -54,7 +54,7 @@ class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
     """What has happened of late at one worker, the oldest first."""
 
     worker: str
-    events: list[Event]
+    events: list[LoggedEvent]
 
 
 class _PassedOn(NamedTuple):
@@ -173,7 +173,7 @@ class Answering:
             self.answer(peer, subject, argument, done)
             return
         now = monotonic()
-        if peer.broken or self._silent_until.get(peer.member, 0.0) > now or not isinstance(peer, RemotePeer):
+        if peer.broken or self._silent_until.get(peer.number, 0.0) > now or not isinstance(peer, RemotePeer):
             done(b"")
             return
         number = next(self._numbers)
@@ -211,7 +211,7 @@ class Answering:
         nearest = NEVER
         for number, own in list(self._own.items()):
             if own.deadline <= now:
-                self._silent_until[own.peer.member] = now + SILENT_S
+                self._silent_until[own.peer.number] = now + SILENT_S
                 if self._own.pop(number, None) is not None:
                     self._end_own(own, b"")
             else:
