@@ -136,7 +136,7 @@ class Server:
 
     def find(self, peer: Peer, call_id: int) -> Request | None:
         """The request of that number, if it is not answered yet."""
-        return self.unanswered.get((peer.member, call_id))
+        return self.unanswered.get((peer.number, call_id))
 
     @property
     def awaited(self) -> int:
@@ -149,7 +149,7 @@ class Server:
     def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
         request = self.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
-        self.unanswered[peer.member, frame.call_id] = request
+        self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
@@ -185,7 +185,7 @@ class Server:
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
-        request = self.unanswered.get((peer.member, call_id))
+        request = self.unanswered.get((peer.number, call_id))
         if request is not None:
             request.cancelled = True
             if self.on_answered is not None:
@@ -203,7 +203,7 @@ class Server:
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
-        self.unanswered.pop((request.peer.member, request.frame.call_id), None)
+        self.unanswered.pop((request.peer.number, request.frame.call_id), None)
         if self.on_answered is not None:
             self.on_answered()
 

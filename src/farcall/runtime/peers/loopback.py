@@ -15,7 +15,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import LARGE_BYTES, Frame
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.peers.peer import Peer
 
@@ -30,7 +30,7 @@ class LoopbackPeer(Peer):
     def __init__(
         self,
         info: WorkerInfo,
-        incarnation: str,
+        incarnation: int,
         is_static: bool,
         on_message: Callable[[Peer, Frame], None],
         memory: ReceivePool,
