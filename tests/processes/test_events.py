@@ -12,8 +12,8 @@ import pytest
 from tests.waiting import wait_until
 
 import farcall
-from farcall.errors import HandshakeRefused, RpcTimeout
-from farcall.observe.observer import Observer
+from farcall.errors import RpcTimeout
+from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import RpcBackendOptions
 from farcall.protocol.hello import Resume
 from farcall.runtime.link.reconnect import Reconnecting
@@ -94,6 +94,6 @@ def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
     monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
     monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):
-        with pytest.raises(HandshakeRefused, match="wrong secret"):
+        with pytest.raises(NothingToObserve, match="wrong secret"):
             observer(tmp_path)
         assert asked == []

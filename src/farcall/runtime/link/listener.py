@@ -18,7 +18,8 @@ from typing import Protocol
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
@@ -59,6 +60,7 @@ class PeerListener:
 
     def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
         self._loop = loop
+        self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
         self._told: set[str] = set()
@@ -125,7 +127,7 @@ class PeerListener:
             handshake = Handshake(Side.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
-            self._loop.attend_by(guest.deadline)
+            self._timer.at(guest.deadline)
             descriptor = transport.fileno()
             if descriptor is None:
                 transport.watch(lambda guest=guest: self._loop.call_soon(lambda: self._hear(guest)), None)  # type: ignore[misc]
@@ -203,8 +205,8 @@ class PeerListener:
             level = logging.WARNING
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 
-    def tick(self, now: float) -> float:
-        """On the I/O thread: show out those who take too long."""
+    def _show_out_late(self, now: float) -> float:
+        """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
         nearest = NEVER
         for guest in list(self._guests):
             if guest.deadline <= now:
