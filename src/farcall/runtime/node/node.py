@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import secrets
 from collections.abc import Callable
 from time import monotonic
 
@@ -19,6 +20,7 @@ from farcall.channel.shared_memory import SegmentPool, host_token
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import Ask
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor
@@ -40,7 +42,6 @@ from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
 from farcall.runtime.observing.observer_connection import ObserverConnection, ObserverConnections
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import MemberRecord, new_incarnation
 from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.rendezvous.store import MeetingPlace
 
@@ -72,7 +73,7 @@ class Node(NodeApi):
         self._rank = rank
         self._world_size = world_size
         self._exiting = False
-        self._incarnation = new_incarnation()
+        self._incarnation = new_incarnation(secrets.randbits(62))
         self._entry: Entry | None = None
         self.event_log: EventLog = EventLog()
         self.on_question: Callable[[ObserverConnection, Ask], None] | None = None
@@ -158,7 +159,7 @@ class Node(NodeApi):
             return join(
                 self._name, self._rank, self._world_size, self.options, addresses, host_token(), self._incarnation
             )
-        me = MemberRecord(self._name, place.rank, tuple(addresses), host_token(), self._incarnation)
+        me = Member(self._name, place.rank, self._incarnation, tuple(addresses), host_token())
         self._entry = Entry(place, me, self.options, deadline)
         return self._entry.membership
 

@@ -114,7 +114,7 @@ class NodeApi:
         """Whether ``peer`` is how this very node sees a member: several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
-    def is_gone(self, name: str, incarnation: str) -> bool:
+    def is_gone(self, name: str, incarnation: int) -> bool:
         """Was there that incarnation of a member, and is it there no more? One that is not known may come yet."""
         peer = self._peers.get(name)
         if peer is not None and peer.incarnation == incarnation:
@@ -122,7 +122,7 @@ class NodeApi:
         return self._company.is_over(incarnation)
 
     def numbered(self, member: int) -> Peer | None:
-        """The member of this number (``Peer.member``), in whatever state the node and the link to it are.
+        """The member of this number (``Peer.number``), in whatever state the node and the link to it are.
 
         None: it is gone; or, while the node starts, not connected yet.
         """
