@@ -25,7 +25,7 @@ from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.loop import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -54,7 +54,7 @@ class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
     """What has happened of late at one worker, the oldest first."""
 
     worker: str
-    events: list[Event]
+    events: list[LoggedEvent]
 
 
 class _PassedOn(NamedTuple):
