@@ -23,7 +23,6 @@ from farcall.runtime.peers.interference import interfering
 from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.delay_line import DelayLine
 from farcall.testing.faults.messages import Message, OwnMessage
-from farcall.testing.faults.relay import connect
 from farcall.testing.faults.rules import (
     OF_CONNECTIONS,
     Cut,
@@ -237,6 +236,8 @@ class Faults:
         self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
     ) -> Transport:
         """A connection of ``here`` to ``there`` that has these faults. ``fail_call`` fails a call that was not sent."""
+        from farcall.testing.faults.relay import connect  # later: it needs POSIX, and rules can be made anywhere
+
         return connect(self, self.direction(here, there), transport, fail_call)
 
     def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
