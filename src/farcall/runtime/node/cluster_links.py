@@ -16,10 +16,11 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Arrived, Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.node.resources import Resources
@@ -66,9 +67,9 @@ class ClusterLinks:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+            hello, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
         )
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
@@ -81,7 +82,7 @@ class ClusterLinks:
             foundation.pool,
             foundation.memory,
             self.reconnecting,
-            identity,
+            hello,
             membership.secret,
             lambda: self.watch,
             foundation.write_later,
