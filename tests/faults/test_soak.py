@@ -24,6 +24,7 @@ from tests.conftest import descriptors, segments
 from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
 
 import farcall
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import Member, temporary_file_url
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
@@ -177,7 +178,7 @@ class Soak:
 
     def _incarnation(self, worker: Worker) -> str | None:
         try:
-            peer = self.node.peer(worker.name)
+            peer = runtime_of(self.node).peer(worker.name)
         except farcall.errors.UnknownWorker:
             return None
         return None if peer.broken or peer.incarnation in self.dead else peer.incarnation
@@ -194,7 +195,7 @@ def soak(directory: str) -> Iterator[Soak]:
     here = journal(directory)
     node = farcall.Node(NAMES[0], 0, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
     node.start()
-    here.write("lives", node.info.name, node._incarnation, monotonic())
+    here.write("lives", runtime_of(node).info.name, runtime_of(node).me.incarnation, monotonic())
     workers = [Worker(rank, url, directory) for rank in range(1, len(NAMES))]
     try:
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come")

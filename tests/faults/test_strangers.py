@@ -20,11 +20,11 @@ LONG_S = 30.0
 
 
 def addresses() -> list[str]:
-    return list(api.current_node()._foundation.door.addresses)
+    return list(api.current_runtime().resources.door.addresses)
 
 
 def guests() -> int:
-    return len(api.current_node()._foundation.door._guests)
+    return len(api.current_runtime().resources.door._guests)
 
 
 def connect(address: str) -> socket.socket:
@@ -137,8 +137,8 @@ def descriptors() -> int:
 
 def time_is_up() -> None:
     """As if ten seconds had passed."""
-    node = api.current_node()
-    for guest in list(node._foundation.door._guests):
+    node = api.current_runtime()
+    for guest in list(node.resources.door._guests):
         guest.deadline = 0.0
     node.attend_by(0.0)
 

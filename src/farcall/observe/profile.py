@@ -34,7 +34,7 @@ from farcall.observe import capture
 from farcall.observe.clocks import Clocks
 from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
@@ -119,7 +119,7 @@ class Call:
 
     __slots__ = ("_collector", "_details", "_node", "_number", "_peer", "_start_ns", "_thread", "name")
 
-    def __init__(self, node: Node, peer: Peer, kind: str, what: Any, collector: Collector) -> None:
+    def __init__(self, node: Runtime, peer: Peer, kind: str, what: Any, collector: Collector) -> None:
         self._start_ns = PROFILING.clock_ns()
         self._node = node
         self._peer = peer
@@ -301,7 +301,7 @@ def _transport(peer: Peer) -> str:
     return peer.link.transport.describe() if isinstance(peer, RemotePeer) else "this process"
 
 
-def _begin_call(node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
+def _begin_call(node: Runtime, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
     collector: Collector | None = run if run is not None else THREAD.collector
     if collector is None:
         for recorder in tuple(_recorders):

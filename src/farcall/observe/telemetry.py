@@ -87,7 +87,7 @@ class TracedCalls(CallTable):
 
     def __init__(self, loop: Loop, executor: Executor, when_overloaded: str, telemetry: Telemetry) -> None:
         super().__init__(loop, executor, when_overloaded)
-        self._telemetry = telemetry
+        self.telemetry: Telemetry = telemetry
         self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
 
     def exchange(
@@ -99,15 +99,15 @@ class TracedCalls(CallTable):
         buffers: Sequence[memoryview],
         refusable: bool = True,
     ) -> None:
-        span = self._telemetry.begin_call(call, function)
+        span = self.telemetry.begin_call(call, function)
         try:
-            super().exchange(call, function, self._telemetry.with_context(notes, span), payload, buffers, refusable)
+            super().exchange(call, function, self.telemetry.with_context(notes, span), payload, buffers, refusable)
             if call.error is not None:
-                self._telemetry.fail(span, str(call.error))
+                self.telemetry.fail(span, str(call.error))
             elif call.frame is not None and call.frame[0] == FAILURE:
-                self._telemetry.fail(span, "the function raised")
+                self.telemetry.fail(span, "the function raised")
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             raise
         finally:
             span.end()
@@ -121,11 +121,11 @@ class TracedCalls(CallTable):
         buffers: Sequence[memoryview],
         flags: int = 0,
     ) -> None:
-        span = self._spans[id(call)] = self._telemetry.begin_call(call, function)
+        span = self._spans[id(call)] = self.telemetry.begin_call(call, function)
         try:
-            super().send(call, function, self._telemetry.with_context(notes, span), payload, buffers, flags)
+            super().send(call, function, self.telemetry.with_context(notes, span), payload, buffers, flags)
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             self._end(call)
             raise
 

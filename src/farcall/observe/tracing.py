@@ -29,7 +29,7 @@ from farcall.observe.observer import Observer
 from farcall.observe.spans import CALL, OPERATOR, Harvest, encode_harvest
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.io.loop import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
 
 __all__ = ["MOST_S", "Trace", "Tracing", "record"]
@@ -61,7 +61,7 @@ _read_name = msgspec.msgpack.Decoder(str)
 class Tracing:
     """A node's answers; ``node.part(Tracing)``. Also a ticker of its loop."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         self._ends: dict[str, float] = {}
         subjects = node.part(Answering).subjects
