@@ -191,10 +191,10 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
         node.start()
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
-    life = runtime_of(nodes[1]).me.life
+    incarnation = runtime_of(nodes[1]).me.incarnation
     runtime_of(nodes[0]).reconnecting.condemn(1, "for the test")
     wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
-    record = runtime_of(nodes[0]).watch.record_of(life)
+    record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None
     runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.acquaintances.on_suspected(record, False))
     wait_until(lambda: ("dead", "w1") in events)

@@ -20,6 +20,7 @@ import farcall
 from farcall import api
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout, ShutdownTimeout
 from farcall.node import Node
+from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import slot
 from farcall.testing.cluster import context, finish, free_port, run_cluster, start_cluster, start_processes
 
@@ -383,7 +384,7 @@ def two_nodes_in_one_process(port: int, graceful: bool) -> None:
     value = torch.arange(1 << 18)
     for to in (0, 1):
         for _ in range(3):
-            result = call_sync(nodes[1 - to], to, torch.add, (value, 1), None, LONG_S)
+            result = call_sync(runtime_of(nodes[1 - to]), to, torch.add, (value, 1), None, LONG_S)
     assert torch.equal(result, value + 1)
     ending = [threading.Thread(target=node.shutdown, args=(graceful,)) for node in nodes]
     for thread in ending:

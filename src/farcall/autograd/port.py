@@ -33,6 +33,17 @@ QUICK_S = 1e-3
 """A part of a pass that took less than this is expected to be as quick the next time."""
 
 
+def origin_of(peer: Peer) -> int:
+    """What the ids of a worker's contexts begin with: its rank, then 16 bits that tell incarnations apart.
+
+    Two incarnations that share an origin by chance begin to count at different numbers.
+    """
+    rank = peer.info.id
+    if peer.number == rank:
+        return rank << 16  # in a group of fixed size, where a rank is never given away again
+    return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)
+
+
 class NodePort:
     """A `Port` over a node."""
 
@@ -46,11 +57,11 @@ class NodePort:
 
     @property
     def worker_id(self) -> int:
-        return self._node.me.member
+        return self._node.me.number
 
     @property
     def origin(self) -> int:
-        return self._node.me.origin
+        return origin_of(self._node.me)
 
     def knows(self, peer: Peer) -> bool:
         return self._node.is_peer(peer)
@@ -64,7 +75,7 @@ class NodePort:
 
     def peer_gone(self, peer: Peer) -> None:
         """Nobody can be asked for its name any more."""
-        self._gone[peer.member] = peer.info
+        self._gone[peer.number] = peer.info
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         node = self._node
@@ -97,7 +108,7 @@ class NodePort:
             self.in_order(deliver)
         finally:
             self._reading.tasks = None
-            sender = peer.member
+            sender = peer.number
             for task in tasks:
                 work = _Work(self, sender, task)
                 kept = peer.run_inline(work) if self._quick.get(sender) and task is tasks[-1] else None

@@ -15,7 +15,7 @@ import torch
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.gradient_messages import GRADIENTS, decode_letters
 from farcall.autograd.passes import Task
-from farcall.autograd.port import NodePort
+from farcall.autograd.port import NodePort, origin_of
 from farcall.errors import RpcError
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import Notes
@@ -36,7 +36,7 @@ class Recorder:
         self._port = NodePort(node)
         self.in_order: Callable[[Task], None] = self._port.in_order
         self.contexts: Contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
-        node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(peer.origin))
+        node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(origin_of(peer)))
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self.close)
         node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
@@ -46,7 +46,7 @@ class Recorder:
 
         def deliver() -> None:
             try:
-                self.contexts.deliver(peer.member, decode_letters(frame, peer))
+                self.contexts.deliver(peer.number, decode_letters(frame, peer))
             except RpcError as error:
                 logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
 
@@ -85,7 +85,7 @@ class Recorder:
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send letters, and waits for nobody.
         self._port.peer_gone(peer)
-        self.contexts.worker_lost(peer.member, f"{peer.info.name} is gone", peer.origin)
+        self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", origin_of(peer))
 
 
 def attach_to(node: Runtime) -> None:

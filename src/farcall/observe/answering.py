@@ -173,7 +173,7 @@ class Answering:
             self.answer(peer, subject, argument, done)
             return
         now = monotonic()
-        if peer.broken or self._silent_until.get(peer.member, 0.0) > now or not isinstance(peer, RemotePeer):
+        if peer.broken or self._silent_until.get(peer.number, 0.0) > now or not isinstance(peer, RemotePeer):
             done(b"")
             return
         number = next(self._numbers)
@@ -212,7 +212,7 @@ class Answering:
         nearest = NEVER
         for number, own in list(self._own.items()):
             if own.deadline <= now:
-                self._silent_until[own.peer.member] = now + SILENT_S
+                self._silent_until[own.peer.number] = now + SILENT_S
                 if self._own.pop(number, None) is not None:
                     self._end_own(own, b"")
             else:

@@ -27,7 +27,7 @@ from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
 
 T = TypeVar("T")
-Group = tuple[tuple[str, str], ...]
+Group = tuple[tuple[str, int], ...]
 """The names of its members and their incarnations, by name."""
 
 GRACE_S = 5.0
@@ -115,7 +115,7 @@ class _Gathers:
         """Who is gone does not contribute any more: do not let the others wait for it."""
         self._on_member_lost(peer.info.name, peer.incarnation)
 
-    def _on_member_lost(self, name: str, incarnation: str) -> None:
+    def _on_member_lost(self, name: str, incarnation: int) -> None:
         with self._lock:
             for key, gather in list(self._led.items()):
                 if (name, incarnation) in gather.group and name not in gather.contributions:

@@ -97,7 +97,7 @@ class ReferenceShutdown:
             self._find_leaks()
 
     def _on_farewell(self, peer: RemotePeer, message: Farewell) -> None:
-        self._parted.add(peer.member)
+        self._parted.add(peer.number)
         self._news.set()
 
     def _wait_for_farewells(self) -> None:

@@ -67,13 +67,13 @@ class NodeReferences:
         self.node = node
         self.traced = False
         """Record where in the program each reference is created?"""
-        # By the number that the machine knows a member by: see Peer.member.
+        # By the number that the machine knows a member by: see Peer.number.
         self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         if not node.is_static:
-            self._workers = {node.me.member: node.info}
+            self._workers = {node.me.number: node.info}
         self._lock = threading.RLock()
         self._machine = References(
-            node.me.member,
+            node.me.number,
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: node.attend_by(monotonic() + LINGER_S),
@@ -124,7 +124,7 @@ class NodeReferences:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
         origin = _origin() if self.traced else ""
         with self._lock:
-            fork = self._machine.create(peer.member)
+            fork = self._machine.create(peer.number)
             owned: Owned | None = None
             if fork.owner == self._machine.me:
                 owned = self._places[fork.ref] = Owned(origin)
@@ -169,7 +169,7 @@ class NodeReferences:
     def refused_creation(self, fork: Fork, error: RpcError) -> None:
         """The owner has refused the creating call, and knows nothing of the reference."""
         self.withdraw_creation(fork)
-        if fork.owner == self.node.me.member:
+        if fork.owner == self.node.me.number:
             owned = self._places.get(fork.ref)
             if owned is not None:
                 owned.fail(encode_failure(error, self.node.info))  # nobody else tells us: the request was ours
@@ -185,7 +185,7 @@ class NodeReferences:
             raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
         with self._lock:
             try:
-                return self._machine.fork(rref._fork, peer.member)
+                return self._machine.fork(rref._fork, peer.number)
             except LookupError as error:
                 raise ReferenceLost(f"{rref!r} cannot be sent: {error}") from None
 
@@ -201,7 +201,7 @@ class NodeReferences:
 
         They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
         """
-        sender = peer.member
+        sender = peer.number
         machine = self._machine
         if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
             self._kept_back.keep(peer, message)
@@ -349,21 +349,21 @@ class NodeReferences:
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
         now = monotonic()
         with self._lock:
-            freed = self._carry_out(now, self._machine.handle(peer.member, message, now))
+            freed = self._carry_out(now, self._machine.handle(peer.number, message, now))
         dispose(self.node, freed)
         if self.parting.checks_leaks:
             self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
 
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
-            self._workers[peer.member] = peer.info
-            self._lost.discard(peer.member)  # given up when word of it was later than a message with its values
-            self._machine.member_joined(peer.member)
+            self._workers[peer.number] = peer.info
+            self._lost.discard(peer.number)  # given up when word of it was later than a message with its values
+            self._machine.member_joined(peer.number)
         if self._kept_back:
             self.node.call_soon(self._kept_back.deliver)
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        member = peer.member
+        member = peer.number
         now = monotonic()
         with self._lock:
             self._lost.add(member)

@@ -41,7 +41,7 @@ ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "o
 class FakePeer:
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info
-        self.member = info.id
+        self.number = info.id
         self.sent: list[Any] = []
         self.refuses: Exception | None = None
 
@@ -81,7 +81,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.device_list: list[object] = []
         self.info = ME
-        self.me = SimpleNamespace(member=ME.id)
+        self.me = SimpleNamespace(number=ME.id)
         self.timeout_s = 60.0
         self.membership = SimpleNamespace(
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]

@@ -21,7 +21,7 @@ SECRET = b"a secret of enough bytes"
 
 
 def identity(name: str, rank: int, cluster: str = "cluster") -> Identity:
-    return Identity(name=name, rank=rank, cluster_id=cluster, process_token="token")
+    return Identity(name=name, rank=rank, cluster_id=cluster, incarnation=1)
 
 
 class StillLoop:

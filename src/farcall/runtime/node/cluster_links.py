@@ -20,7 +20,7 @@ from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
 from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector, as_record, chosen
+from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
@@ -28,7 +28,6 @@ from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import life_of
 from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.transport.interface import Transport
 
@@ -69,9 +68,9 @@ class ClusterLinks:
         )
         self.reconnecting.lost_hooks.append(turnover.on_interrupted)
         self.reconnecting.back_hooks.append(turnover.on_reconnected)
-        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
-        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
-        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
+        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
+        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
+        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.incarnation)
         self.acquaintances: PeerTable = PeerTable(
             self.myself,
             is_static,
@@ -94,24 +93,24 @@ class ClusterLinks:
         self.acquaintances.on_change = turnover.on_change
         self.acquaintances.on_expelled = on_expelled
         self.watch: FailureDetector = FailureDetector(
-            as_record(me),
-            [as_record(member) for member in membership.members] if is_static else None,
+            me,
+            membership.members if is_static else None,
             chosen(options),
             resources.loop,
             self.acquaintances,
         )
         """Another one once this node has founded a group."""
 
-    def is_over(self, incarnation: str) -> bool:
+    def is_over(self, incarnation: int) -> bool:
         """Has that member left or died? From any thread."""
-        status = self.watch.status_of(life_of(incarnation))
+        status = self.watch.status_of(incarnation)
         return status is not None and status >= Status.DEAD
 
     def _ways_to(self, peer: RemotePeer) -> list[str]:
-        record = self.watch.record_of(peer.life)
-        if record is None:
+        member = self.watch.member_of(peer.incarnation)
+        if member is None:
             return []
-        return usable_ways(record.addresses, record.host_token, self._options.allowed_transports)
+        return usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
 
     def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
         """The transport for a link to ``info``: with the faults of the options, if any."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
@@ -25,6 +26,7 @@ from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, Unkno
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.pending import CallTable
@@ -50,7 +52,6 @@ from farcall.runtime.observing.observer_connection import ObserverConnections
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import MemberRecord, new_incarnation
 from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
 
 __all__ = ["Runtime", "start_runtime"]
@@ -92,9 +93,9 @@ def start_runtime(
             resources = Resources(name, options, host)
         finally:
             sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
-        incarnation = new_incarnation()
+        incarnation = new_incarnation(secrets.randbits(62))
         if place.is_dynamic:
-            me = MemberRecord(name, place.rank, tuple(resources.addresses), host_token(), incarnation)
+            me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token())
             entry = Entry(place, me, options, deadline)
             membership = entry.membership
         else:
@@ -354,7 +355,7 @@ class Runtime:
         """Is ``peer`` how this very node sees a member? Several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
-    def is_gone(self, name: str, incarnation: str) -> bool:
+    def is_gone(self, name: str, incarnation: int) -> bool:
         """Was there that incarnation of a member, and is it there no more? An unknown one may come yet."""
         peer = self._peers.get(name)
         if peer is not None and peer.incarnation == incarnation:
@@ -362,7 +363,7 @@ class Runtime:
         return self.links.is_over(incarnation)
 
     def numbered(self, member: int) -> Peer | None:
-        """The member of this number (``Peer.member``), in whatever state the node and the link to it are.
+        """The member of this number (``Peer.number``), in whatever state the node and the link to it are.
 
         None: it is gone; or, while the node starts, not connected yet.
         """

@@ -31,7 +31,7 @@ class LoopbackPeer(Peer):
     def __init__(
         self,
         info: WorkerInfo,
-        incarnation: str,
+        incarnation: int,
         is_static: bool,
         on_message: Callable[[Peer, Arrived], None],
         memory: ReceivePool,
