@@ -9,11 +9,11 @@ import logging
 import os
 import time
 
+from farcall.observe.cluster import Tracing
 from farcall.observe.observer import Observer
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
 from farcall.observe.prometheus import MetricsServer
 from farcall.observe.telemetry import TracedCalls
-from farcall.observe.tracing import Tracing
 from farcall.protocol.handshake import observer_key
 from farcall.runtime.node import Runtime
 

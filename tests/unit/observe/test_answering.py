@@ -17,6 +17,7 @@ from farcall.observe.explaining import CallState
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call
 from farcall.protocol.observing import Ask, Told
+from farcall.runtime.io.timers import Timers
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import RemotePeer
 
@@ -51,12 +52,8 @@ class FakeNode:
         self.calls = FakeCalls()
         self.running = True
         self.hooks = Hooks()
-
-    def add_ticker(self, ticker: object) -> None:
-        pass
-
-    def attend_by(self, when: float) -> None:
-        pass
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
 
     def something_ended(self) -> None:
         pass
@@ -99,15 +96,16 @@ def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
 
 
 def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
+    node: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
     peer = FakePeer()
     heard = ask(answering, peer)
-    assert answering.tick(100.2) == pytest.approx(100.3)
+    node.timers.run_due(100.2)
+    assert node.timers.next_due == pytest.approx(100.3)
     assert heard == []
-    answering.tick(100.3)
+    node.timers.run_due(100.4)
     assert heard == [b""]
     assert ask(answering, peer) == [b""]
     assert len(peer.sent) == 1

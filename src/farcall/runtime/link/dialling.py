@@ -14,7 +14,8 @@ from time import monotonic
 from farcall.protocol.handshake import Established, Identity
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import usable_ways
 from farcall.runtime.link.redial import Finding, Redial
 from farcall.transport.absent import Absent

@@ -7,7 +7,6 @@
     resources.py      what it holds without any peer: I/O thread, memory, a listener
     cluster_links.py  what it holds with the others: peers, links that come back, the failure detector
     dispatcher.py     the handler of each message that arrives
-    housekeeping.py   memory to give back from time to time
 
 Of these only `dispatcher.py` is on the way of every call.
 """

@@ -18,6 +18,7 @@ from farcall.protocol.frames import Arrived
 from farcall.protocol.handshake import Established
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
@@ -32,6 +33,9 @@ from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.transport.interface import Transport
 
 __all__ = ["ClusterLinks"]
+
+RELEASE_DELAY_S = 0.01
+"""How long a release waits for a message to the peer that takes it along."""
 
 
 class ClusterLinks:
@@ -57,6 +61,7 @@ class ClusterLinks:
         self._fail_unsent = turnover.fail_unsent
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
+        self._releases = resources.loop.timer(self._send_releases)
         on_message: Callable[[Peer, Arrived], None] = dispatcher.on_message
         if options.faults is not None:
             on_message = options.faults.wrap_delivery(on_message, me.name)
@@ -86,7 +91,7 @@ class ClusterLinks:
             turnover.fail_unsent,
             dispatcher.on_frame,
             turnover.on_gone,
-            resources.on_release,
+            self.on_release,
             self._wrapped,
         )
         self.acquaintances.on_entered = turnover.on_entered
@@ -118,6 +123,24 @@ class ClusterLinks:
             return transport
         wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
         return wrapped
+
+    # ------------------------------------------------------------------ memory of others
+
+    def on_release(self, urgent: bool) -> None:
+        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: takes no lock."""
+        self._releases.at(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
+
+    def _send_releases(self, now: float) -> float:
+        """On the I/O thread: give back memory of peers that no message took along."""
+        again = NEVER
+        for peer in self.acquaintances.everyone():
+            if peer.segments is not None and peer.segments.has_releases:
+                peer.send_releases()
+            if peer.devices is not None:
+                again = min(again, peer.devices.settle_views())
+                if peer.devices.has_releases:
+                    peer.send_device_releases()
+        return again
 
     # ------------------------------------------------------------------ the start
 

@@ -7,8 +7,6 @@ A forked child lets go of its copies.
 
 from __future__ import annotations
 
-from time import monotonic
-
 from farcall.channel.recycled import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
 from farcall.options import RpcBackendOptions
@@ -21,7 +19,6 @@ from farcall.runtime.rendezvous.addresses import advertised_address, listening_a
 __all__ = ["Resources"]
 
 RECEIVE_POOL_BYTES = 1 << 30
-RELEASE_DELAY_S = 0.01
 
 
 class Resources:
@@ -48,10 +45,6 @@ class Resources:
         )
         self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
         current.STARTED.add(self)
-
-    def on_release(self, urgent: bool) -> None:
-        """A tensor over a peer's memory died. From any thread, perhaps inside a garbage collection: only wake."""
-        self.loop.attend_by(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
 
     def close(self) -> None:
         """Give back everything. After the workers have stopped and the links are closed."""

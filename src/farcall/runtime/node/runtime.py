@@ -33,8 +33,9 @@ from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import Loop, Ticker
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.events import MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
@@ -44,12 +45,12 @@ from farcall.runtime.node import current
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.hooks import Hooks
-from farcall.runtime.node.housekeeping import Housekeeping
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
 from farcall.runtime.observing.observer_connection import ObserverConnections
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.entry import Entry
 from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
@@ -59,10 +60,11 @@ __all__ = ["Runtime", "start_runtime"]
 logger: logging.Logger = logging.getLogger("farcall")
 
 P = TypeVar("P")
-MakeCalls = Callable[[Loop, Executor, str], CallTable]
+MakeCalls = Callable[..., CallTable]
 
 STOP_S = 5.0
 LEAVE_S = 10.0
+TRIM_EVERY_S = 10.0
 LINGER_S = 1.0
 """How long the others may take to read the last messages to them, after a graceful shutdown."""
 
@@ -155,15 +157,15 @@ class Runtime:
         self.executor: Executor = Executor(
             lifecycle.name,
             options.num_worker_threads,
-            self.loop.attend_by,
+            self.loop.timer,
             self.loop.on_thread,
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.admission: Admission = Admission(
-            options.max_queued_calls, lambda: self.executor.waiting, self.loop.attend_by
+        self.admission: Admission = Admission(options.max_queued_calls, lambda: self.executor.waiting, self.loop.timer)
+        self.calls: CallTable = make_calls(
+            self.loop.timer, self.executor, options.when_overloaded, on_given_up=self.something_ended
         )
-        self.calls: CallTable = make_calls(self.loop, self.executor, options.when_overloaded)
         self.server: Server = Server(self.info, self.executor, self._own_thread)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
@@ -213,12 +215,9 @@ class Runtime:
             self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
         if options.names_devices:
             self.hooks.peer_joined.append(lambda peer: self.use_devices().meet(peer))
-        table, listener = self.links.acquaintances, resources.listener
-        for ticker in (self.calls, self.executor, self.admission, self.leaving, listener, table):
-            self.loop.add_ticker(ticker)
-        self.loop.add_ticker(Housekeeping(resources, self.links, lambda: self.devices))
+        self.loop.timer(self._trim).at(self.started_at + TRIM_EVERY_S)
         self.loop.on_thread_start = self._own_thread  # it runs quick functions, too
-        # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
+        # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
         current.STARTED.add(self)
@@ -277,7 +276,7 @@ class Runtime:
         """This node's devices, from now on; on any thread."""
         with self._parts_lock:
             if self.devices is None:
-                devices = NodeDevices(self.info.name, self.options, self.resources.on_release, self.write_later)
+                devices = NodeDevices(self.info.name, self.options, self.links.on_release, self.write_later)
                 self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes
@@ -289,6 +288,16 @@ class Runtime:
     def write_later(self, write: Callable[[], None]) -> None:
         """Have a worker write a message that the I/O thread may not, because writing can mean waiting."""
         self.executor.submit(_Write(write))
+
+    def _trim(self, now: float) -> float:
+        """On the I/O thread: give back memory that was not used for long."""
+        self.resources.memory.trim(now)
+        if self.devices is not None:
+            self.devices.trim(now)
+        if self.pool is not None:
+            for segment_id, holders in self.pool.trim(now):
+                retire_from(holders, segment_id)
+        return now + TRIM_EVERY_S
 
     def _before_idle(self) -> None:
         """On a worker that has nothing to do now."""
@@ -410,18 +419,13 @@ class Runtime:
         """Have a graceful shutdown look again: perhaps it waited for nothing else. From any thread."""
         self.leaving.poke()
 
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
-        self.loop.add_ticker(ticker)
-        self.loop.wake()
+    def timer(self, callback: Callback) -> Timer:
+        """A timer of the I/O thread: ``callback(now)`` must not run user code."""
+        return self.loop.timer(callback)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the I/O thread as soon as possible."""
         self.loop.call_soon(function)
-
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        self.loop.attend_by(when)
 
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""

@@ -37,7 +37,8 @@ from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.membership import LinkGivenUp, LinkRefused
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialling import Dialling
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.reconnect import Reconnecting
@@ -113,6 +114,7 @@ class PeerTable:
         self._is_static = is_static
         self._options = options
         self._loop = loop
+        self._timer = loop.timer(self._look_after_links)
         self._pool = pool
         self._memory = memory
         self._reconnecting = reconnecting
@@ -232,7 +234,7 @@ class PeerTable:
             before = self._strangers.pop(next(iter(self._strangers)))
         self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
         if before is not None:
             self._reconnecting.give_up(before, "it has connected anew")
 
@@ -335,7 +337,7 @@ class PeerTable:
         if peer is not None and peer.link.up and peer not in self._silent:
             look_at = monotonic() + SILENT_PART * self._options.suspicion_s
             self._silent[peer] = (look_at, peer.link.progress)
-            self._loop.attend_by(look_at)
+            self._timer.at(look_at)
 
     def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
@@ -348,7 +350,7 @@ class PeerTable:
             self._reconnecting.give_up(peer, "it has left")
             return
         self._ends[peer] = monotonic() + LEFT_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
 
     def on_died(self, member: Member, why: str) -> None:
         """A member is dead, by the verdict of those who looked for it."""
@@ -380,7 +382,7 @@ class PeerTable:
 
     # ------------------------------------------------------------------ time, and the end
 
-    def tick(self, now: float) -> float:
+    def _look_after_links(self, now: float) -> float:
         """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
         for peer, (look_at, progress) in list(self._silent.items()):
