@@ -22,7 +22,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated
@@ -49,7 +49,7 @@ class NodePort:
 
     __slots__ = ("_gone", "_node", "_quick", "_reading")
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         self._quick: dict[int, bool] = {}  # by the worker whose letter set a graph off
         self._reading = _Reading()

@@ -19,7 +19,7 @@ from farcall.autograd.port import NodePort, origin_of
 from farcall.errors import RpcError
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import Notes
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated
 
@@ -31,15 +31,15 @@ logger: logging.Logger = logging.getLogger("farcall")
 class Recorder:
     """Distributed autograd at one node; ``node.part(Recorder)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self.node = node
         self._port = NodePort(node)
         self.in_order: Callable[[Task], None] = self._port.in_order
         self.contexts: Contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
-        node.on_peer_joined(lambda peer: self.contexts.worker_joined(origin_of(peer)))
-        node.on_peer_gone(self._on_peer_gone)
-        node.on_end(self.close)
-        node.wait_for(lambda: self.contexts.backward_calls)
+        node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(origin_of(peer)))
+        node.hooks.peer_gone.append(self._on_peer_gone)
+        node.hooks.ended.append(self.close)
+        node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
 
     def take_letter(self, peer: Peer, frame: Arrived) -> None:
         """On the thread that reads."""
@@ -88,8 +88,8 @@ class Recorder:
         self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", origin_of(peer))
 
 
-def attach_to(node: Node) -> None:
+def attach_to(node: Runtime) -> None:
     """Make ``node`` take part in other workers' contexts."""
-    node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
+    node.hooks.letters[GRADIENTS] = lambda peer, frame: node.part(Recorder).take_letter(peer, frame)
 
     node.dispatcher.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)

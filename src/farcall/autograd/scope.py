@@ -15,14 +15,14 @@ import torch
 from farcall.autograd.context import Context
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.recorder import Recorder
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import HasRuntime, current_runtime, runtime_of
 from farcall.serialize import RECORDING
 
 __all__ = ["backward", "context", "get_gradients"]
 
 
 def _contexts() -> Contexts:
-    return current_node().part(Recorder).contexts
+    return current_runtime().part(Recorder).contexts
 
 
 class context:
@@ -33,13 +33,13 @@ class context:
     not nest; those of different threads and coroutines are independent.
     """
 
-    def __init__(self, node: Node | None = None) -> None:
+    def __init__(self, node: HasRuntime | None = None) -> None:
         self._node = node
         self._context: Context | None = None
 
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
-        self._contexts = (self._node or current_node()).part(Recorder).contexts
+        self._contexts = runtime_of(self._node).part(Recorder).contexts
         self._context = self._contexts.new_context()
         return self._context.id
 
@@ -67,14 +67,14 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
-    node = current_node()
+    node = current_runtime()
     recorder = node.part(Recorder)
     recorder.in_order(lambda: recorder.contexts.backward(context_id, roots, retain_graph, node.timeout_s or None))
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that this worker has in a context, by the tensor they belong to."""
-    return current_node().part(Recorder).get_gradients(context_id)
+    return current_runtime().part(Recorder).get_gradients(context_id)
 
 
 def _new_context() -> Context:

@@ -24,7 +24,7 @@ from farcall.observe.threads import take_snapshot
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -72,7 +72,7 @@ class _Own(NamedTuple):
 class Answering:
     """A part of a node: ``node.part(Answering)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
@@ -86,13 +86,13 @@ class Answering:
         self._passed_on: dict[int, _PassedOn] = {}
         self._own: dict[int, _Own] = {}
         self._silent_until: dict[int, float] = {}
-        node.on_control(Ask, self._on_member_asks)
-        node.on_control(Told, self._on_told)
-        node.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
-        node.on_question = self._on_observer_asks
+        node.hooks.on_control(Ask, self._on_member_asks)
+        node.hooks.on_control(Told, self._on_told)
+        node.hooks.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
+        node.hooks.question = self._on_observer_asks
         node.calls.explain = self.explain
-        node.wait_for(lambda: len(self._own))
-        node.on_end(self._give_up_all)
+        node.hooks.unsettled.append(lambda: len(self._own))
+        node.hooks.ended.append(self._give_up_all)
         self._timer = node.timer(self._give_up_overdue)
 
     # ------------------------------------------------------------------ what others ask

@@ -9,7 +9,7 @@ import msgspec
 
 from farcall.observe.snapshot import LATER, QUEUED, STARTING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call, served_call, view_threads
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
 
 __all__ = ["CallState", "bound_s", "describe_call", "say"]
@@ -40,7 +40,7 @@ def bound_s(timeout_s: float) -> float:
     return min(LONGEST_S, max(_SHORTEST_S, timeout_s / 4))
 
 
-def describe_call(node: Node, peer: Peer | None, argument: bytes) -> bytes:
+def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
     """At the callee: what becomes of call number ``argument`` of ``peer``."""
     call_id = _read_number.decode(argument)
     executor = node.executor

@@ -95,7 +95,7 @@ class TracedCalls(CallTable):
         on_given_up: Callable[[], None],
     ) -> None:
         super().__init__(timer, executor, when_overloaded, on_given_up=on_given_up)
-        self._telemetry = telemetry
+        self.telemetry: Telemetry = telemetry
         self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
 
     def exchange(
@@ -107,15 +107,15 @@ class TracedCalls(CallTable):
         buffers: Sequence[memoryview],
         refusable: bool = True,
     ) -> None:
-        span = self._telemetry.begin_call(call, function)
+        span = self.telemetry.begin_call(call, function)
         try:
-            super().exchange(call, function, self._telemetry.with_context(notes, span), payload, buffers, refusable)
+            super().exchange(call, function, self.telemetry.with_context(notes, span), payload, buffers, refusable)
             if call.error is not None:
-                self._telemetry.fail(span, str(call.error))
+                self.telemetry.fail(span, str(call.error))
             elif call.frame is not None and call.frame[0] == FAILURE:
-                self._telemetry.fail(span, "the function raised")
+                self.telemetry.fail(span, "the function raised")
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             raise
         finally:
             span.end()
@@ -129,11 +129,11 @@ class TracedCalls(CallTable):
         buffers: Sequence[memoryview],
         flags: int = 0,
     ) -> None:
-        span = self._spans[id(call)] = self._telemetry.begin_call(call, function)
+        span = self._spans[id(call)] = self.telemetry.begin_call(call, function)
         try:
-            super().send(call, function, self._telemetry.with_context(notes, span), payload, buffers, flags)
+            super().send(call, function, self.telemetry.with_context(notes, span), payload, buffers, flags)
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             self._end(call)
             raise
 

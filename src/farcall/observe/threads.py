@@ -31,7 +31,7 @@ from farcall.observe.snapshot import (
 )
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 
 __all__ = ["outgoing_call", "served_call", "take_snapshot", "view_threads"]
 
@@ -42,7 +42,7 @@ _OURS = str(Path(__file__).parent.parent) + os.sep
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-def take_snapshot(node: Node) -> WorkerSnapshot:
+def take_snapshot(node: Runtime) -> WorkerSnapshot:
     """What ``node`` is doing now."""
     pending = node.calls.snapshot()
     active = node.server.active
@@ -69,7 +69,7 @@ def take_snapshot(node: Node) -> WorkerSnapshot:
     )
 
 
-def _unconnected(node: Node) -> list[str]:
+def _unconnected(node: Runtime) -> list[str]:
     connected = {peer.info.id for peer in node.others()} | {node.info.id}
     return [member.name for member in node.membership.members if member.rank not in connected][:MOST_MEMBERS]
 

@@ -16,7 +16,7 @@ from farcall.rpc.future import Future
 from farcall.rpc.schemas import name_function
 from farcall.rpc.sending import exchange, send
 from farcall.runtime.calls.pending import SyncCall
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import encode_call, encode_function
@@ -25,7 +25,7 @@ UNSET_TIMEOUT = -1.0
 
 
 def call_sync(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,
@@ -43,7 +43,7 @@ def call_sync(
 
 
 def call_async(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,

@@ -16,7 +16,7 @@ from time import monotonic
 from farcall.protocol.frames import Arrived
 from farcall.protocol.notes import decode_notes
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
 
 __all__ = ["DeferredMessages"]
@@ -28,7 +28,9 @@ UNKNOWN_OWNER_S = 5.0
 class DeferredMessages:
     """One node's."""
 
-    def __init__(self, node: Node, is_known: Callable[[int], bool], give_up: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self, node: Runtime, is_known: Callable[[int], bool], give_up: Callable[[Sequence[int]], None]
+    ) -> None:
         """``give_up`` is told of members of whom no word has come: they count as known, and as gone, afterwards."""
         self._node = node
         self._is_known = is_known

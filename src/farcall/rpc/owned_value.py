@@ -19,7 +19,7 @@ import torch
 
 from farcall.runtime.calls.serving import StoredFailure
 from farcall.runtime.devices.streams import Stamp, stamp
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.serialize import Encoded, decode_failure
 
 NOT_MADE = "value still being made"
@@ -162,7 +162,7 @@ class _Disposal:
         pass
 
 
-def dispose(node: Node, values: list[Owned]) -> None:
+def dispose(node: Runtime, values: list[Owned]) -> None:
     """The last references to ``values`` are in this list: outside of any lock, let go of them."""
     if values and not all(type(owned.value) in _HARMLESS for owned in values):
         node.executor.submit(_Disposal(values[:]))

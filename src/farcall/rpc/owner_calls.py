@@ -26,7 +26,7 @@ from farcall.rpc.sending import exchange, send
 from farcall.runtime.calls.pending import PendingCall, SyncCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated
@@ -145,7 +145,7 @@ def _follow(creation: Creation, call: PendingCall, buffers: Sequence[memoryview]
 class _Answer(Future[Any]):
     """The future of a call to a reference's owner; it holds the reference until the answer is there."""
 
-    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
+    def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)
         self._rref: RRef[Any] | None = rref
         self._creation = rref._creation

@@ -18,11 +18,11 @@ from farcall.ids import RefId
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls.serving import Later, MarkedResult, is_async_execution
-from farcall.runtime.node import node_of_thread
+from farcall.runtime.node import runtime_of_thread
 
 
 def _find(created_on: int, local_id: int) -> Owned:
-    node = node_of_thread()
+    node = runtime_of_thread()
     assert node is not None
     return node.part(NodeReferences).find(RefId(created_on, local_id))
 

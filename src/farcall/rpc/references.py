@@ -39,7 +39,7 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import Annotated, encode_failure
@@ -64,7 +64,7 @@ _MESSAGES = (
 class NodeReferences:
     """A part of a node: ``node.part(NodeReferences)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self.node = node
         self.traced = False
         """Record where in the program each reference is created?"""
@@ -92,9 +92,9 @@ class NodeReferences:
         node.server.kept_request = self._kept_request
         for kind in _MESSAGES:
             # A fork is registered before it is used, and who uses it must not be told that nobody knows of it.
-            node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
-        node.on_peer_joined(self._on_peer_joined)
-        node.on_peer_gone(self._on_peer_gone)
+            node.hooks.on_control(kind, self._on_control, in_order=kind is protocol.Register)
+        node.hooks.peer_joined.append(self._on_peer_joined)
+        node.hooks.peer_gone.append(self._on_peer_gone)
         self.parting: ReferenceShutdown = ReferenceShutdown(self)
 
     # ------------------------------------------------------------------ references come to be
@@ -466,7 +466,7 @@ def _origin() -> str:
 
 
 def call_remote(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,

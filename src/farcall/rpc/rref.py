@@ -34,7 +34,7 @@ from farcall.rpc.creation import Creation
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.owner_calls import ask, ask_async, ask_patiently, wait_for_value
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated, Encoding, current_decoding, current_encoding, register_reducer
 
@@ -96,7 +96,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         from farcall.rpc.references import NodeReferences
 
-        current_node().part(NodeReferences).own(self, value)
+        current_runtime().part(NodeReferences).own(self, value)
         assert self._owned is not None
         self._owned.type_hint = type_hint
 
