@@ -8,8 +8,9 @@ The store only yields addresses. Who belongs to the group the members settle amo
 is a group the store may die: then ``farcall://host:port`` names a member instead.
 
 A newcomer is on the list before it asks. It may found the group only if all before it on the list are gone, and
-nobody on it is a member: the list is an order that all agree on, so of several newcomers one founds. Knows nothing of
-links or the membership machine; every method talks to the store, and may block as long as that does.
+nobody on it is a member: the list is an order that all agree on, so of several newcomers one founds. The member of the
+lowest rank keeps the list up (`Upkeep`), so that newcomers find somebody who is there. Knows nothing of links or the
+membership machine; every method of `Contacts` talks to the store, and may block as long as that does.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
 from farcall.errors import InitError
 from farcall.protocol.member import Member
-from farcall.runtime.rendezvous.records import as_text
+from farcall.runtime.peers.table import PeerTable
+from farcall.runtime.rendezvous.agreement import as_text
 from farcall.runtime.rendezvous.store import KeyStore
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Contacts", "Group", "cluster_of", "members_key"]
+__all__ = ["Contacts", "Group", "Upkeep", "cluster_of", "members_key"]
 
 MAX_CONTACTS = 16
+COLLECT_S = 0.2
+"""Changes come in bunches."""
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
@@ -132,3 +137,50 @@ def _entered(group: Group, me: Member) -> Group:
     if len(group.contacts) >= MAX_CONTACTS or any(c.incarnation == me.incarnation for c in group.contacts):
         return group
     return msgspec.structs.replace(group, contacts=(*group.contacts, me))
+
+
+class Upkeep:
+    """The list kept up by one member, whenever somebody joined or ended: the ended are taken off, others fill it up.
+
+    On a thread of its own, since a store may block. The first error ends it: the store is dead, and the group goes on
+    without one.
+    """
+
+    def __init__(self, contacts: Contacts, peers: PeerTable) -> None:
+        self._contacts = contacts
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._again = False
+        self._stopped = threading.Event()
+
+    def poke(self) -> None:
+        """Something has changed. Never waits."""
+        if not self._peers.watch.is_lowest:
+            return
+        with self._lock:
+            self._again = True
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="farcall-upkeep", daemon=True)
+                self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Begin nothing any more, and wait for what is under way, if that takes no time."""
+        with self._lock:  # so that it is not about to be started
+            self._stopped.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(COLLECT_S):
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            try:
+                self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
+            except Exception as error:
+                logger.info("the list of contacts is not kept up any more: %s", error)
+                self._stopped.set()

@@ -1,4 +1,4 @@
-"""The meeting itself: how members agree on one table through a store that all can reach.
+"""How the members of a group of fixed size agree on one table, through a store that all can reach: `join`.
 
 Members meet in a *generation*, a numbered attempt with its own keys, so nothing of earlier ones is mistaken:
 
@@ -12,6 +12,7 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
 
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
 take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
+A ``join`` that raises leaves nothing behind, here or in the store, that a later one trips over.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ import logging
 import secrets
 import threading
 import time
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from farcall.errors import BadRank, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
+from farcall.protocol.backoff import Backoff
 from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import wishes_of
-from farcall.runtime.rendezvous.records import (
+from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.rendezvous.agreement import (
     Abandoned,
     Formed,
+    Membership,
     Slot,
     as_text,
     check_agreement,
@@ -42,7 +46,7 @@ from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, 
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Agreement", "StaticRendezvous"]
+__all__ = ["StaticRendezvous", "join"]
 
 _SECRET_BYTES = 32
 _FIRST_PAUSE_S = 0.001
@@ -53,14 +57,18 @@ _FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outco
 _ABANDONED_FAREWELL_S = 0.5
 
 
-class Agreement(NamedTuple):
-    """What a meeting comes to."""
+def join(place: MeetingPlace, me: Member, options: RpcBackendOptions) -> Membership:
+    """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
 
-    members: list[Member]
-    cluster_id: str
-    secret: bytes
-    generation: int
-    store: KeyStore
+    Raises ``BadRank``, ``DuplicateName`` (at every member), ``MissingPeers`` or another ``InitError``.
+    """
+    meeting = StaticRendezvous(place, me, options)
+
+    def meet(cancelled: threading.Event) -> Membership:
+        meeting.cancelled = cancelled
+        return meeting.run()
+
+    return in_bounded_time(meet, options.start_deadline_s, place.name)
 
 
 class StaticRendezvous:
@@ -92,7 +100,7 @@ class StaticRendezvous:
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
 
-    def run(self) -> Agreement:
+    def run(self) -> Membership:
         """Try stores until a table forms; afterwards this object holds no store."""
         try:
             while True:
@@ -155,7 +163,7 @@ class StaticRendezvous:
 
     # The meeting itself.
 
-    def _meet(self) -> Agreement:
+    def _meet(self) -> Membership:
         self._generation = self._first_open_generation()
         while True:
             self._table = b""
@@ -199,7 +207,7 @@ class StaticRendezvous:
             return
         beat = self._open.add(beat_key, 0)
         silent_since = time.monotonic()
-        pace = _Pace()
+        pauses = _pauses()
         while holder != mine:
             outcome = self._outcome()
             if isinstance(outcome, Abandoned):
@@ -219,11 +227,11 @@ class StaticRendezvous:
                 if holder == mine:
                     return
             self._check_time([])
-            pace.pause(self.cancelled)
+            self.cancelled.wait(pauses.next_s())
             holder = self._swap(key, "", self._slot_text)
 
     def _wait_for_outcome(self) -> Formed | Abandoned:
-        pace = _Pace()
+        pauses = _pauses()
         while True:
             outcome = self._outcome()
             if outcome is not None:
@@ -232,7 +240,7 @@ class StaticRendezvous:
             if self._me.rank == 0:
                 self._propose()
             if self._confirm():
-                pace = _Pace()
+                pauses = _pauses()
             if self._me.rank == 0 and self._close_if_confirmed():
                 continue
             self._check_cancelled()
@@ -241,7 +249,7 @@ class StaticRendezvous:
                 if isinstance(outcome, Formed):
                     return outcome
                 self._raise_for_absence(outcome)
-            pace.pause(self.cancelled)
+            self.cancelled.wait(pauses.next_s())
 
     def _outcome(self) -> Formed | Abandoned | None:
         data = self._read(self._key("outcome"))
@@ -307,7 +315,7 @@ class StaticRendezvous:
                 self._wait_for_readers(len(self._names) - 1, _ABANDONED_FAREWELL_S)
             self._delete_own()
 
-    def _conclude(self, formed: Formed) -> Agreement:
+    def _conclude(self, formed: Formed) -> Membership:
         slots = formed.slots
         if self._slot not in slots:
             others = ", ".join(slot.member.name for slot in slots)
@@ -320,16 +328,17 @@ class StaticRendezvous:
             self._clear_up(len(slots))
         check_agreement(slots)
         secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
-        return Agreement([slot.member for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
+        members = [slot.member for slot in slots]
+        return Membership(self._me, members, slots[0].cluster_id, secret, self._generation, self._open)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
         """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
-        pace = _Pace()
+        pauses = _pauses()
         until = min(time.monotonic() + seconds, self._deadline + 1.0)
         while self._open.add(self._key("left"), 0) < count:
             if time.monotonic() >= until or self.cancelled.is_set():
                 return False
-            pace.pause(self.cancelled)
+            self.cancelled.wait(pauses.next_s())
         return True
 
     def _delete_own(self) -> None:
@@ -397,17 +406,9 @@ class StaticRendezvous:
         )
 
 
-class _Pace:
-    """Pauses that grow: a quick start for those who come together, little load from those who wait."""
-
-    __slots__ = ("_pause_s",)
-
-    def __init__(self) -> None:
-        self._pause_s = _FIRST_PAUSE_S
-
-    def pause(self, cancelled: threading.Event) -> None:
-        cancelled.wait(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
+def _pauses() -> Backoff:
+    """A quick start for those who come together, little load from those who wait."""
+    return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
 
 
 def _first_line(error: Exception) -> str:

@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from farcall.errors import BadRank, InitError, MissingPeers
+from farcall.protocol.backoff import Backoff
 from farcall.runtime.rendezvous.addresses import is_local
 from farcall.transport.tcp import parse_tcp
 
@@ -275,17 +276,17 @@ def _tcp_store(place: MeetingPlace, host: str, *, serve: bool, deadline: float) 
 
 def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> None:
     """Try the port until somebody listens: torch's own wait prints a stack for each try."""
-    pause_s = _FIRST_PAUSE_S
+    pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
     while True:
         left_s = max(0.05, min(_CONNECT_S, deadline - time.monotonic()))
         try:
             socket.create_connection((place.host, place.port), timeout=left_s).close()
             return
         except (OSError, UnicodeError) as error:
+            pause_s = pauses.next_s()
             if time.monotonic() + pause_s >= deadline or cancelled.is_set():
                 raise _unreachable(place, error) from error
         cancelled.wait(pause_s)
-        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
 def _unreachable(place: MeetingPlace, error: Exception) -> InitError:
