@@ -222,7 +222,7 @@ class DynamicRendezvous:
         self._meeting = meet(place, me, options, deadline)
         self._options = options
         self._deadline = deadline
-        self._contacts = self._meeting.contacts  # until this node leaves
+        self.contacts = self._meeting.contacts  # until this node leaves
         self._upkeep: Upkeep | None = None  # from the moment that this node is a member
         self.membership: Membership = Membership(
             me, [me], self._meeting.cluster_id, self._meeting.secret, 0, self._meeting.store
@@ -239,8 +239,8 @@ class DynamicRendezvous:
             returning=peers.connector,
         )
         Search(self._meeting, membership.me, self._options, _Newcomer(loop, peers)).run(self._deadline)
-        if self._contacts is not None:
-            self._upkeep = Upkeep(self._contacts, peers)
+        if self.contacts is not None:
+            self._upkeep = Upkeep(self.contacts, peers)
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True)))
         others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
@@ -256,7 +256,7 @@ class DynamicRendezvous:
 
     def withdraw(self) -> None:
         """Take this node off the list, if the store still answers."""
-        contacts, me = self._contacts, self.membership.me
+        contacts, me = self.contacts, self.membership.me
         self.close()
         if contacts is not None:
             try:
@@ -266,7 +266,7 @@ class DynamicRendezvous:
 
     def close(self) -> None:
         """Let go of the list, and of the store."""
-        self._contacts = None
+        self.contacts = None
         self._meeting = self._meeting._replace(contacts=None, store=None)
         if self._upkeep is not None:
             self._upkeep.stop(STORE_S)
