@@ -14,7 +14,7 @@ from farcall.observe.observer import Observer
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
 from farcall.observe.prometheus import MetricsServer
 from farcall.observe.telemetry import TracedCalls
-from farcall.protocol.handshake import observer_key
+from farcall.protocol.hello import observer_key
 from farcall.runtime.node import Runtime
 
 __all__ = ["Observability"]
