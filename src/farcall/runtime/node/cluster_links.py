@@ -22,6 +22,7 @@ from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
@@ -61,8 +62,9 @@ class ClusterLinks:
         self._on_expelled = on_expelled
         self._releases = resources.loop.timer(self._send_releases)
         on_message: Callable[[Peer, Arrived], None] = dispatcher.on_message
-        if options.faults is not None:
-            on_message = options.faults.wrap_delivery(on_message, me.name)
+        self._interference = find_interference(me.name)
+        if self._interference is not None:
+            on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
         self.peers: PeerTable = PeerTable(
@@ -81,11 +83,10 @@ class ClusterLinks:
         self.watch: FailureDetector = self.peers.watch
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """The transport for a link to ``info``: with the faults of the options, if any."""
-        if self._options.faults is None:
+        """The transport for a link to ``info``: with the faults that a test has installed, if any."""
+        if self._interference is None:
             return transport
-        wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
-        return wrapped
+        return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
 
     def write_later(self, write: Callable[[], None]) -> None:
         """Have a worker write what the I/O thread may not, because it can mean waiting."""
