@@ -25,15 +25,20 @@ class Owner:
     def hello(self) -> Hello:
         return ME
 
-    def is_trusted(self, incarnation: int) -> bool:
-        return False
-
     def is_wanted(self, incarnation: int) -> bool:
         return True
 
 
+class Watch:
+    def feed(self, event: object) -> None:
+        """Nobody is told of anything."""
+
+    def is_trusted(self, incarnation: int) -> bool:
+        return False
+
+
 def connector(owner: Any = None, loop: Any = None) -> Connector:
-    return Connector(owner or Owner(), loop, RpcBackendOptions(transports=["tcp"]), b"secret")
+    return Connector(owner or Owner(), Watch(), loop, RpcBackendOptions(transports=["tcp"]), secret=b"secret")
 
 
 def test_who_starts_refuses_nobody_that_asks_for_a_connection_it_is_about_to_make() -> None:

@@ -32,8 +32,8 @@ class Contacts:
             raise RuntimeError("Broken pipe")
         return self.group
 
-    def replace(self, me: Member, gone: object) -> Group:
-        return self.enter(me)
+    def refresh(self, members: list[Member], is_over: object) -> Group:
+        return self.enter(members[0])
 
 
 class Candidate:

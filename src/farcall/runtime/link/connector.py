@@ -24,6 +24,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Protocol
@@ -36,6 +37,7 @@ from farcall.protocol.connector import ANSWERS, FIRST_PAUSE_S, LONGEST_PAUSE_S, 
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
 from farcall.protocol.member import Member
+from farcall.protocol.membership import LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
@@ -44,7 +46,7 @@ from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Transport
 
-__all__ = ["Connector", "Owner"]
+__all__ = ["Connector", "Owner", "Watch"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -55,7 +57,7 @@ STOP_S = 1.5
 
 
 class Owner(Protocol):
-    """The table of peers that the connections are for. On the I/O thread, but for `is_trusted`."""
+    """The table of peers that the connections are for. On the I/O thread."""
 
     def hello(self) -> Hello:
         """What this node says of itself."""
@@ -66,41 +68,38 @@ class Owner(Protocol):
     def is_wanted(self, incarnation: int) -> bool:
         """Is a member that was not there to be looked for again?"""
 
-    def is_trusted(self, incarnation: int) -> bool:
-        """Do others hear from a member, although we do not? From any thread."""
-
     def on_dialled(self, transport: Transport, established: Established, news: Sequence[Message]) -> None:
         """A member that was dialled for the first time let us in; ``news`` is to be said."""
-
-    def on_lost(self, incarnation: int) -> None:
-        """A connection broke without a Goodbye."""
-
-    def on_vanished(self, incarnation: int) -> None:
-        """A member's process is not there any more."""
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
         """What a link uses instead of a transport."""
 
 
+class Watch(Protocol):
+    """The failure detector."""
+
+    def feed(self, event: LinkLost | LinkRefused) -> None:
+        """A connection broke without a Goodbye, or a member's process is not there any more."""
+
+    def is_trusted(self, incarnation: int) -> bool:
+        """Do others hear from a member, although we do not? From any thread."""
+
+
+@dataclass(slots=True, eq=False)
 class _First:
     """A first connection on its way, and what to say over it."""
 
-    __slots__ = ("dialler", "news")
-
-    def __init__(self) -> None:
-        self.dialler: Dialler | None = None
-        self.news: list[Message] = []
+    news: list[Message]
+    dialler: Dialler | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Tie:
     """A member that was connected: its bond, its peer, and the dial that is to repair the link."""
 
-    __slots__ = ("bond", "dialler", "peer")
-
-    def __init__(self, bond: Bond, peer: RemotePeer) -> None:
-        self.bond: Bond = bond
-        self.peer: RemotePeer = peer
-        self.dialler: Dialler | None = None
+    bond: Bond
+    peer: RemotePeer
+    dialler: Dialler | None = None
 
 
 class Connector:
@@ -110,8 +109,9 @@ class Connector:
     is between the I/O thread, which begins and takes, and `stop`, which must find all that has begun.
     """
 
-    def __init__(self, owner: Owner, loop: Loop, options: RpcBackendOptions, secret: bytes) -> None:
+    def __init__(self, owner: Owner, watch: Watch, loop: Loop, options: RpcBackendOptions, *, secret: bytes) -> None:
         self._owner = owner
+        self._watch = watch
         self._loop = loop
         self._allowed = options.allowed_transports
         self._reconnect_s = options.reconnect_s
@@ -159,7 +159,7 @@ class Connector:
 
     def _is_trusted(self, incarnation: int) -> bool:
         tie = self._ties.get(incarnation)
-        return not self._stopped and not (tie is not None and tie.peer.link.up) and self._owner.is_trusted(incarnation)
+        return not self._stopped and not (tie is not None and tie.peer.link.up) and self._watch.is_trusted(incarnation)
 
     # ------------------------------------------------------------------ first connections
 
@@ -167,7 +167,7 @@ class Connector:
         """Connect to ``member``; ``message`` is to be said then, or is lost."""
         first = self._firsts.get(member.incarnation)
         if first is None:
-            first = _First()
+            first = _First([])
             if not self._dial_first(first, member, 0.0):
                 return
             self._firsts[member.incarnation] = first
@@ -205,7 +205,7 @@ class Connector:
             self._owner.on_dialled(found.transport, found.established, first.news)
             return
         if ended.step is Step.VANISHED:
-            self._owner.on_vanished(incarnation)
+            self._watch.feed(LinkRefused(incarnation))
         if self._firsts.get(incarnation) is not first:
             return  # that was the end of it
         if not self._owner.is_wanted(incarnation) or not self._dial_first(first, member, RETRY_S):
@@ -243,7 +243,7 @@ class Connector:
         if tie is None or self._stopped:
             return False
         if not peer.leaving:
-            self._owner.on_lost(peer.incarnation)
+            self._watch.feed(LinkLost(peer.incarnation))
         link, bond = peer.link, tie.bond
         if peer.leaving or not self._reconnect_s or not link.transport.resumable:
             return False
@@ -304,7 +304,7 @@ class Connector:
         late = "it could not be reached again in time: " if ended.step is Step.OUT_OF_TIME else ""
         tie.peer.link.die(f"{reason}; {late}{ended.why}")
         if ended.step is Step.VANISHED:
-            self._owner.on_vanished(tie.peer.incarnation)
+            self._watch.feed(LinkRefused(tie.peer.incarnation))
 
     # ------------------------------------------------------------------ the member comes back by itself
 

@@ -24,10 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
-from typing import Protocol
 
-from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import SegmentMap, SegmentPool
+from farcall.channel.shared_memory import SegmentMap
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
@@ -35,15 +33,15 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
-from farcall.protocol.membership import LinkGivenUp, LinkLost, LinkRefused, Status
+from farcall.protocol.membership import LinkGivenUp, Status
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
-from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.dialler import usable_ways
 from farcall.runtime.link.link import Link
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
+from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.rendezvous.agreement import Membership
@@ -61,46 +59,6 @@ MAX_HELD = 4096
 SILENT_PART = 0.5
 MAX_GONE = 1024
 """How many of those who left or died are remembered by name, where members come and go."""
-
-
-class Resources(Protocol):
-    """The memory and the I/O thread of a node."""
-
-    loop: Loop
-    pool: SegmentPool | None
-    memory: ReceivePool
-
-
-class Host(Protocol):
-    """The node that the peers are of."""
-
-    def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """What a link uses instead of a transport."""
-
-    def write_later(self, write: Callable[[], None]) -> None:
-        """Have a worker write what the I/O thread may not, because it can mean waiting."""
-
-    def on_release(self, urgent: bool) -> None:
-        """Memory of a peer is not needed here any more."""
-
-    def on_expelled(self, why: str) -> None:
-        """The others hold this node for dead."""
-
-
-class Watcher(Protocol):
-    """Told of what becomes of members, on the I/O thread; `fail_unsent` from any."""
-
-    def on_entered(self, peer: RemotePeer) -> None:
-        """A member joined; nothing of it has been read yet."""
-
-    def on_change(self, kind: str, member: Member, why: str) -> None:
-        """A member joined, left, died, is suspected, or recovered."""
-
-    def on_gone(self, peer: RemotePeer, reason: str) -> None:
-        """Once: a member's link is dead."""
-
-    def fail_unsent(self, call_id: int, why: str) -> None:
-        """A request did not arrive."""
 
 
 class PeerTable:
@@ -139,11 +97,11 @@ class PeerTable:
         self._watcher = watcher
         self._on_frame = on_frame
         self._timer = resources.loop.timer(self._look_after_links)
-        self.connector: Connector = Connector(self, resources.loop, options, membership.secret)
         self.watch: FailureDetector = FailureDetector(
             membership.me, membership.members if is_static else None, chosen(options), resources.loop, self
         )
         """Decides who is a member."""
+        self.connector: Connector = Connector(self, self.watch, resources.loop, options, secret=membership.secret)
 
     # ------------------------------------------------------------------ looking
 
@@ -288,13 +246,11 @@ class PeerTable:
                 del self.remotes[peer.info.id]
             self._gone.append(peer)
             if len(self._gone) > MAX_GONE:
-                self._forget(self._gone.popleft())
+                oldest = self._gone.popleft()
+                for key in (oldest.info.name, oldest.info.id):
+                    if self.named.get(key) is oldest:
+                        del self.named[key]
         self._watcher.on_gone(peer, reason)
-
-    def _forget(self, peer: RemotePeer) -> None:
-        for key in (peer.info.name, peer.info.id):
-            if self.named.get(key) is peer:
-                del self.named[key]
 
     # ------------------------------------------------------------------ what the watch says
 
@@ -325,16 +281,13 @@ class PeerTable:
         self._enter(peer)
         self._watcher.on_entered(peer)
         self._watcher.on_change("joined", member, "")
-        if not peer.link.up and self._dials_it(member):
+        me = self.watch.me
+        is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
+        if not peer.link.up and is_later:  # of two members, the one that came later dials
             self.connector.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
-
-    def _dials_it(self, member: Member) -> bool:
-        """Of two members, the one that came later dials."""
-        me = self.watch.me
-        return (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, member.incarnation)
 
     def on_admitted(self) -> None:
         """This node is a member: so those who said meanwhile that they are members, too, count."""
@@ -405,18 +358,6 @@ class PeerTable:
         """Is a member that was not there to be looked for again?"""
         peer = self._by_incarnation.get(incarnation)
         return peer is not None and not peer.broken
-
-    def is_trusted(self, incarnation: int) -> bool:
-        """Do others hear from a member, although we do not? From any thread."""
-        return self.watch.is_trusted(incarnation)
-
-    def on_lost(self, incarnation: int) -> None:
-        """A connection broke without a Goodbye."""
-        self.watch.feed(LinkLost(incarnation))
-
-    def on_vanished(self, incarnation: int) -> None:
-        """A member's process is not there any more."""
-        self.watch.feed(LinkRefused(incarnation))
 
     def on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
         """A member that was dialled for the first time let us in."""

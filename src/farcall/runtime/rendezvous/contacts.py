@@ -19,7 +19,7 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -73,43 +73,21 @@ class Contacts:
         """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
         if self._store.check([self._static_key]):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
-        return self._change(lambda group: _entered(group, me))
-
-    def replace(self, me: Member, gone: Collection[int]) -> Group:
-        """Take those incarnations off the list, and see that ``me`` is on it."""
-
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if contact.incarnation not in gone)
-            return _entered(msgspec.structs.replace(group, contacts=kept), me)
-
-        return self._change(change)
-
-    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool]) -> None:
-        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``."""
-
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if not is_over(contact.incarnation))
-            group = msgspec.structs.replace(group, contacts=kept)
-            for member in members:
-                group = _entered(group, member)
-            return group
-
-        self._change(change)
+        return self.refresh([me])
 
     def leave(self, me: Member) -> None:
         """Take ``me`` off the list."""
+        self.refresh([], lambda incarnation: incarnation == me.incarnation)
 
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if contact.incarnation != me.incarnation)
-            return msgspec.structs.replace(group, contacts=kept)
-
-        self._change(change)
-
-    def _change(self, change: Callable[[Group], Group]) -> Group:
-        """Change the list whatever others do to it meanwhile."""
+    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool] = lambda incarnation: False) -> Group:
+        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``; the list."""
         before = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
-        while True:
-            group = change(_read_group(before) if before else self._new())
+        while True:  # whatever others do to it meanwhile
+            group = _read_group(before) if before else self._new()
+            contacts = [contact for contact in group.contacts if not is_over(contact.incarnation)]
+            known = {contact.incarnation for contact in contacts}
+            contacts += [member for member in members if member.incarnation not in known]
+            group = msgspec.structs.replace(group, contacts=tuple(contacts[: max(MAX_CONTACTS, len(known))]))
             self._check_secret(group)
             text = as_text(group)
             if text == before:
@@ -131,12 +109,6 @@ class Contacts:
                 f"this process was given {mine}, and the members of this group {theirs}: give every process the same "
                 "secret (option or FARCALL_SECRET), or none"
             )
-
-
-def _entered(group: Group, me: Member) -> Group:
-    if len(group.contacts) >= MAX_CONTACTS or any(c.incarnation == me.incarnation for c in group.contacts):
-        return group
-    return msgspec.structs.replace(group, contacts=(*group.contacts, me))
 
 
 class Upkeep:

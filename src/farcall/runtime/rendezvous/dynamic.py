@@ -176,7 +176,9 @@ class Search:
         """Take those who are gone off the list, if that can be done."""
         left_s = deadline - monotonic()
         try:
-            in_bounded_time(lambda _: contacts.replace(self._me, self._gone), left_s, self._meeting.place.name)
+            in_bounded_time(
+                lambda _: contacts.refresh([self._me], self._gone.__contains__), left_s, self._meeting.place.name
+            )
         except Exception as error:
             logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
 

@@ -129,14 +129,16 @@ class StaticRendezvous:
 
     def _pause_for_another_store(self, error: Exception) -> None:
         if time.monotonic() + _LONGEST_PAUSE_S >= self._deadline or self.cancelled.is_set():
-            self._raise_store_gone(f" ({_first_line(error)})")
+            first_line = str(error).partition("\n")[0]
+            self._raise_store_gone(f" ({first_line})")
         self.cancelled.wait(_LONGEST_PAUSE_S)
 
     def _raise_store_gone(self, why: str) -> NoReturn:
         missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
         raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
 
-    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys.
+    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys. ``compare_set`` sets a
+    # key that is as expected ("" for absent), and returns what it holds afterwards.
 
     @property
     def _open(self) -> KeyStore:
@@ -149,17 +151,6 @@ class StaticRendezvous:
 
     def _read(self, key: str) -> bytes | None:
         return self._open.get(key) if self._open.check([key]) else None
-
-    def _read_all(self, keys: list[str]) -> list[bytes] | None:
-        """The values of all keys in one go, or None while one is absent."""
-        if not self._open.check(keys):
-            return None
-        many = self._open.has_extended_api()
-        return self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
-
-    def _swap(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` if it is as expected ("" for absent); return what it holds afterwards."""
-        return self._open.compare_set(key, expected, desired)
 
     # The meeting itself.
 
@@ -196,13 +187,13 @@ class StaticRendezvous:
         key = f"{self._base}/generation"
         before = self._read(key)
         if before is None or int(before) <= self._generation:
-            self._swap(key, before.decode() if before else "", str(self._generation + 1))
+            self._open.compare_set(key, before.decode() if before else "", str(self._generation + 1))
 
     def _claim_rank(self) -> None:
         """Take the slot of our rank, also from a dead process; raise if a living one holds it."""
         mine = self._slot_text.encode()
         key, beat_key = self._key(f"slot/{self._me.rank}"), self._key(f"beat/{self._me.rank}")
-        holder = self._swap(key, "", self._slot_text)
+        holder = self._open.compare_set(key, "", self._slot_text)
         if holder == mine:
             return
         beat = self._open.add(beat_key, 0)
@@ -222,13 +213,15 @@ class StaticRendezvous:
                 )
             if time.monotonic() - silent_since > _DEAD_S:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
-                holder = self._swap(key, holder.decode(), self._slot_text)
+                holder = self._open.compare_set(key, holder.decode(), self._slot_text)
                 silent_since = time.monotonic()
                 if holder == mine:
                     return
-            self._check_time([])
+            self._check_cancelled()
+            if time.monotonic() >= self._deadline:
+                raise self._missing([], "")
             self.cancelled.wait(pauses.next_s())
-            holder = self._swap(key, "", self._slot_text)
+            holder = self._open.compare_set(key, "", self._slot_text)
 
     def _wait_for_outcome(self) -> Formed | Abandoned:
         pauses = _pauses()
@@ -270,9 +263,11 @@ class StaticRendezvous:
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
-        found = self._read_all([self._key(f"slot/{rank}") for rank in range(self.place.world_size)])
-        if found is None:
+        keys = [self._key(f"slot/{rank}") for rank in range(self.place.world_size)]
+        if not self._open.check(keys):
             return
+        many = self._open.has_extended_api()
+        found = self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
         table = as_text([read_slot(data) for data in found])
         if table.encode() != self._table:
             self._open.set(self._key("table"), table)
@@ -290,7 +285,7 @@ class StaticRendezvous:
         """Rank 0: the table forms when everybody in it has confirmed it."""
         if not self._table or not self._open.check(self._seen_keys()):
             return False
-        self._swap(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
+        self._open.compare_set(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
         return True
 
     def _seen_keys(self) -> list[str]:
@@ -300,7 +295,7 @@ class StaticRendezvous:
     def _abandon(self) -> Formed | Abandoned:
         """Close the generation without a table, unless it has just formed."""
         note = as_text(Abandoned(self._me.rank, self._me.name, tuple(self._absent())))
-        return read_outcome(self._swap(self._key("outcome"), "", note))
+        return read_outcome(self._open.compare_set(self._key("outcome"), "", note))
 
     def _withdraw(self) -> None:
         """After a failure: let nobody count on us. The store may be what failed."""
@@ -358,11 +353,6 @@ class StaticRendezvous:
         if self.cancelled.is_set():
             raise InitError("joining was interrupted")
 
-    def _check_time(self, missing: list[int]) -> None:
-        self._check_cancelled()
-        if time.monotonic() >= self._deadline:
-            raise self._missing(missing, "")
-
     def _absent(self) -> list[int]:
         """Ranks without a record in this generation; remembers the names of the others."""
         absent = []
@@ -409,7 +399,3 @@ class StaticRendezvous:
 def _pauses() -> Backoff:
     """A quick start for those who come together, little load from those who wait."""
     return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
