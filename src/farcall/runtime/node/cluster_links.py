@@ -14,7 +14,7 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
@@ -64,7 +64,7 @@ class ClusterLinks:
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
         self._releases = resources.loop.timer(self._send_releases)
-        on_message: Callable[[Peer, Arrived], None] = dispatcher.on_message
+        on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)
