@@ -22,8 +22,8 @@ from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
 from farcall.options import RpcBackendOptions
-from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync
-from farcall.rpc.future import Future
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with

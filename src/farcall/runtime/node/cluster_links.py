@@ -14,7 +14,7 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.mesh import Mesh
@@ -61,7 +61,7 @@ class ClusterLinks:
         self._write_later = write_later
         self._on_expelled = on_expelled
         self._releases = resources.loop.timer(self._send_releases)
-        on_message: Callable[[Peer, Arrived], None] = dispatcher.on_message
+        on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)

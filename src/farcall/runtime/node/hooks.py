@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.observing import Ask
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -37,7 +37,7 @@ class Hooks:
     """In a forked child: let go of the parent's descriptors without telling anybody."""
     question: Callable[[ObserverConnection, Ask], None] | None = None
     """The answerer of observers' questions; None: nobody may observe."""
-    letters: dict[int, Callable[[Peer, Arrived], None]] = field(default_factory=dict)
+    letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
     """The taker of each subject's letters, on the thread that reads the link."""
     controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)
     """The handler of each kind of control message; see `on_control`."""
