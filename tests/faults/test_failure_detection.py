@@ -192,7 +192,8 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
     incarnation = runtime_of(nodes[1]).me.incarnation
-    runtime_of(nodes[0]).connector.condemn(1, "for the test")
+    here = runtime_of(nodes[0])
+    here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "for the test"))
     wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
     record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None

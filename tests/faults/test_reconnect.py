@@ -349,7 +349,8 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
         with faults.half_open(sender="w0") as rule:
             rule.wait_hits()
             calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
-            runtime_of(nodes[0]).connector.interrupt(1, "it is silent")  # w1 dialled, and has noticed nothing
+            # w1 dialled, and has noticed nothing
+            runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
@@ -382,7 +383,7 @@ def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
 
     with team([None, None]) as nodes:
         runtime_of(nodes[0]).links.peers.ways_to = no_way
-        runtime_of(nodes[0]).connector.interrupt(1, "for the test")
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("for the test")
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
@@ -393,7 +394,7 @@ def test_connections_that_break_one_after_another_are_no_death(who: int) -> None
     with team([None, None]) as nodes:
         runtime_of(nodes[who]).connector.back_hooks.append(back.append)
         for number in range(5):
-            runtime_of(nodes[who]).connector.interrupt(1 - who, "for the test")
+            runtime_of(nodes[who]).links.peers.remotes[1 - who].link.interrupt("for the test")
             wait_until(lambda: len(back) == number + 1)  # noqa: B023
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
@@ -402,7 +403,8 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
     with team([None, None, None], 3) as nodes:
         pending = nodes[1].rpc_async("w0", wait_for_the_test)
         assert reached.wait(30.0)
-        runtime_of(nodes[0]).connector.condemn(1, "it was late")
+        here = runtime_of(nodes[0])
+        here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "it was late"))
         wait_until(lambda: runtime_of(nodes[0]).peer("w1").broken)
         with pytest.raises(PeerDead, match="was late"):
             nodes[0].rpc_sync("w1", run, (1,))
@@ -443,7 +445,7 @@ def test_calls_that_were_never_written_say_so() -> None:
         # A new connection is silent as well; w1, which has noticed nothing, is not asked: its address leads nowhere.
         runtime_of(nodes[0]).links.peers.ways_to = lambda incarnation: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
         runtime_of(nodes[1]).connector._stopped = True
-        runtime_of(nodes[0]).connector.interrupt(1, "it is silent")
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
         wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.down)  # type: ignore[union-attr]
         call = nodes[0].rpc_async("w1", run, (1,))
         with pytest.raises(PeerDead, match="not sent") as caught:

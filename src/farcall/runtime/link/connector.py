@@ -14,8 +14,8 @@ so learns it.
     up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
     down                 vanished, given up, or ``reconnect_s`` over        dead
 
-Everything here runs on the I/O thread, but for `begin` (while the node starts), `interrupt`, `condemn`, `stop` and what
-diallers call. Who is a member, and what becomes of a new connection, is the `Owner`'s business.
+Everything here runs on the I/O thread, but for `begin` (while the node starts), `stop` and what diallers call. Who
+is a member, and what becomes of a new connection, is the `Owner`'s business.
 """
 
 from __future__ import annotations
@@ -368,20 +368,8 @@ class Connector:
 
     # ------------------------------------------------------------------ verdicts, and the end
 
-    def interrupt(self, rank: int, reason: str) -> None:
-        """Give up a member's connection, and make another one. From any thread."""
-        for tie in list(self._ties.values()):
-            if tie.peer.info.id == rank:
-                tie.peer.link.interrupt(reason)
-
-    def condemn(self, rank: int, reason: str) -> None:
-        """Give up a member. From any thread; if it lives, it is refused when it comes back."""
-        for tie in list(self._ties.values()):
-            if tie.peer.info.id == rank:
-                self._loop.call_soon(partial(self.give_up, tie.peer, reason))
-
     def give_up(self, peer: RemotePeer, reason: str) -> None:
-        """Give up a member, on the I/O thread."""
+        """Give up a member; if it lives, it is refused when it comes back."""
         self.forget(peer)
         peer.link.die(reason)
 

@@ -374,10 +374,8 @@ class StaticRendezvous:
         check_agreement(slots)
         never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)
         missing = sorted(never_seen) or [rank for rank in mine.missing if rank not in self._gave_up]
-        if missing:
-            raise self._missing(missing, "")
-        if self._gave_up:
-            raise self._missing(sorted(self._gave_up), "")
+        if missing or self._gave_up:
+            raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
         raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
 
