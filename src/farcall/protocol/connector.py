@@ -79,10 +79,12 @@ class Step(Enum):
     SOON = "another attempt, almost at once"
     VANISHED = "its process is not there any more"
     GIVEN_UP = "it lives, and has given us up"
+    LATER = "no answer; the caller decides whether there is another attempt"
     OUT_OF_TIME = "it could not be reached in time"
 
 
-_DONE, _AGAIN, _SOON, _GONE, _ENDS = Step.DONE, Step.AGAIN, Step.SOON, Step.VANISHED, Step.GIVEN_UP
+_DONE, _AGAIN, _SOON, _LATER = Step.DONE, Step.AGAIN, Step.SOON, Step.LATER
+_GONE, _ENDS = Step.VANISHED, Step.GIVEN_UP
 
 # fmt: off
 STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
@@ -96,7 +98,7 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
         (Outcome.ANOTHER,       _ENDS,   _GONE,   _GONE,   _GONE,   _GONE),
         (Outcome.FOREIGN,       _ENDS,   _GONE,   _ENDS,   _ENDS,   _ENDS),
         (Outcome.REJECTED,      _ENDS,   _ENDS,   _ENDS,   _ENDS,   _ENDS),
-        (Outcome.SILENT,        _AGAIN,  _AGAIN,  _AGAIN,  _AGAIN,  _AGAIN),
+        (Outcome.SILENT,        _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
     )
 }
 # fmt: on
@@ -129,7 +131,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """There will be no further attempt: ``step`` is DONE, VANISHED, GIVEN_UP or OUT_OF_TIME."""
+    """There will be no further attempt: ``step`` is none of AGAIN and SOON."""
 
     step: Step
     why: str
@@ -148,7 +150,8 @@ class Dial:
         self._backoff = backoff
         self._refusals = 0
         self._why = "it breaks again and again"
-        self._must_try = goal is Goal.START  # it is to name a reason, however late its turn comes
+        # Both name a reason in the end, however late the turn of this member comes.
+        self._must_try = goal in (Goal.START, Goal.JOIN)
         self._next: float | None = now
         if pauses_first:
             self._pause(backoff.next_s(), now)

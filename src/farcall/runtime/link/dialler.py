@@ -164,7 +164,7 @@ class Dialler:
                     break
             (effect,) = self._dial.handle(Due(self._is_trusted()), monotonic())
             if isinstance(effect, Attempt):
-                found = self.attempt(self._dial.goal, effect.bound_s)
+                found = self._attempt(self._dial.goal, effect.bound_s)
                 effects = self._dial.handle(Tried(found.outcome, found.why), monotonic())
                 if not effects:
                     found.close()
@@ -174,7 +174,7 @@ class Dialler:
             return effect, found
         return Ended(Step.OUT_OF_TIME, "nobody waits for it any more"), found
 
-    def attempt(self, goal: Goal, bound_s: float) -> Found:
+    def _attempt(self, goal: Goal, bound_s: float) -> Found:
         """Try every address once; a connection that is found is the caller's."""
         try:
             return self._try_ways(goal, monotonic() + bound_s)

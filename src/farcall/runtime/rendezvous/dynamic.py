@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
-from farcall.protocol.connector import STEPS, Dial, Goal, Step
+from farcall.protocol.connector import Dial, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
@@ -186,20 +186,18 @@ class Search:
         """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
         meeting, name = self._meeting, target.name or ""
         self._why.pop(name, None)
-        now = monotonic()
-        dial = Dial(Goal.JOIN, until=deadline, now=now, backoff=Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-        dialler = Dialler(dial, target, Hello(self._me, meeting.cluster_id), meeting.secret)
-        found = dialler.attempt(Goal.JOIN, max(0.05, deadline - now))
-        step = STEPS[found.outcome][Goal.JOIN]
-        if step is Step.VANISHED:
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
+        ended, found = Dialler(dial, target, Hello(self._me, meeting.cluster_id), meeting.secret).run()
+        if ended.step is Step.VANISHED:
             if found.error is not None:
-                self._why[name or target.ways[0]] = found.why
+                self._why[name or target.ways[0]] = ended.why
             return None
-        if step is Step.GIVEN_UP:
-            raise InitError(f"{self._me.name} was not let in by {name or target.ways[0]}: {found.why}") from found.error
+        if ended.step is Step.GIVEN_UP:
+            raise InitError(f"{self._me.name} was not let in by {name or target.ways[0]}: {ended.why}") from found.error
         if found.transport is None or found.established is None:
             if target.ways:
-                self._why[name] = found.why
+                self._why[name] = ended.why
             return False
         if found.established.peer.purpose != Listen(admits=True):
             found.close()
