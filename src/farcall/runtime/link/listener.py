@@ -1,4 +1,4 @@
-"""The listening end of connections: who dials us is heard, has to prove itself, and is handed on.
+"""The listening end of connections: a dialler has to prove itself, and is handed on.
 
 Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is
 passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most. Runs on the
@@ -30,7 +30,7 @@ MAX_TOLD = 100
 
 
 class _Guest:
-    """Somebody who connected and has not proved anything yet."""
+    """A connection whose dialler has not proved anything yet."""
 
     __slots__ = ("arrived_at", "deadline", "handshake", "transport")
 
@@ -42,10 +42,10 @@ class _Guest:
 
 
 class Returning(Protocol):
-    """Who decides about members that come back to a session (`connector.py`)."""
+    """The decision about members that come back to a session (`connector.py`)."""
 
     def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """What to send behind our proof; raises ``HandshakeRefused``."""
+        """The bytes to send behind our proof; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """That is on its way; the connection is yours."""
@@ -61,9 +61,9 @@ class PeerListener:
         self._guests: set[_Guest] = set()
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
-        """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
+        """Why members were turned away, by the names that they claimed: for the error that names the missing."""
         self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
-        """Gets whoever proved that it may look on."""
+        """Gets the connections of proven observers."""
         failure: ListenFailed | None = None
         for address in addresses:
             try:
@@ -105,7 +105,7 @@ class PeerListener:
                 self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
 
     def become(self, me: Hello) -> None:
-        """Say to those who come from now on that this is who we are."""
+        """Greet diallers with ``me`` from now on."""
         self._me = me
 
     def _accept(self, listener: Listener) -> None:
@@ -169,7 +169,7 @@ class PeerListener:
                 self._returning.on_resumed(guest.transport, established)
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
-        """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
+        """The bytes to send behind our proof to a proven ``peer``; raises ``HandshakeRefused``."""
         if isinstance(peer.purpose, Observe):
             return b""
         if not isinstance(peer.purpose, (Resume, Remind)):
@@ -213,7 +213,7 @@ class PeerListener:
         return nearest
 
     def close(self) -> None:
-        """Stop listening, and drop who has not proved anything."""
+        """Stop listening, and drop the connections that have not proved anything."""
         for guest in list(self._guests):
             self._guests.discard(guest)
             self._let_go(guest.transport)

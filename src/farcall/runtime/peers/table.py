@@ -1,10 +1,10 @@
-"""Everybody this node knows: the peers by name, by rank and by incarnation, members and strangers.
+"""The peers of one node, members and strangers, by name, rank, number and incarnation.
 
-Owns the tables of peers and the making of them; connections are made, and made again, by `link/connector.py`, who
-is a member is decided by `failure_detector.py`. Everything here runs on the
-I/O thread, but for `connected` (also while the node starts) and what says otherwise.
+Owns the tables of peers and the making of peers. Connections are made, and made again, by `link/connector.py`;
+`failure_detector.py` decides which peers are members. Everything here runs on the I/O thread, but for `connected` (also
+while the node starts) and what says otherwise.
 
-    who                       event                               then
+    peer                      event                               then
     (unknown)                 connects to us, or is dialled       a stranger: heard about membership, nothing else
     (unknown), or stranger    joined                              a member; of two, the one that came later dials
     member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
@@ -12,9 +12,9 @@ I/O thread, but for `connected` (also while the node starts) and what says other
     member, connected         does not answer for SILENT_PART     it is asked to connect again, if it dialled us
                               of ``suspicion_s``
     member                    left                                no calls any more; its link ends with its Goodbye
-    member                    died, or its link is dead           gone: whoever waits for it learns it
+    member                    died, or its link is dead           gone: calls that wait for it fail
 
-A name or a rank stands for the last one that had it, so that calls to the dead say so; who comes next takes it over.
+A name or a rank stands for the last member that had it, so that calls to the dead say so, until another one takes it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ STRANGER_S = 30.0
 """How long a stranger's connection is kept: long enough for it to be told what it needs to know."""
 MAX_STRANGERS = 256
 LEFT_S = 10.0
-"""How long one that has left may take to close its link."""
+"""How long a member that has left may take to close its link."""
 MAX_HELD = 4096
 SILENT_PART = 0.5
 MAX_GONE = 1024
-"""How many of those who left or died are remembered by name, where members come and go."""
+"""How many members that left or died are remembered by name, where members come and go."""
 
 
 class PeerTable:
@@ -77,7 +77,7 @@ class PeerTable:
         on_frame: Callable[[RemotePeer, Frame], None],
     ) -> None:
         self.named: dict[str | int, Peer] = {myself.info.name: myself, myself.info.id: myself}
-        """By name and by rank: whom calls go to."""
+        """The targets of calls, by name and by rank."""
         self.numbered: dict[int, Peer] = {myself.number: myself}
         """By ``Peer.number``."""
         self.remotes: dict[int, RemotePeer] = {}
@@ -100,7 +100,7 @@ class PeerTable:
         self.watch: FailureDetector = FailureDetector(
             membership.me, membership.members if is_static else None, chosen(options), resources.loop, self
         )
-        """Decides who is a member."""
+        """The membership protocol: decides which incarnations are members."""
         self.connector: Connector = Connector(self, self.watch, resources.loop, options, secret=membership.secret)
 
     # ------------------------------------------------------------------ looking
@@ -252,7 +252,7 @@ class PeerTable:
                         del self.named[key]
         self._watcher.on_gone(peer, reason)
 
-    # ------------------------------------------------------------------ what the watch says
+    # ------------------------------------------------------------------ effects of the membership protocol
 
     def send_news(self, incarnation: int, message: News) -> None:
         """Send a membership message, dialling if need be; it may be lost."""
@@ -290,7 +290,7 @@ class PeerTable:
             self._on_frame(peer, frame)
 
     def on_admitted(self) -> None:
-        """This node is a member: so those who said meanwhile that they are members, too, count."""
+        """This node is a member: so are the strangers that have introduced themselves as members meanwhile."""
         for incarnation, member in list(self._introductions.items()):
             if incarnation in self._strangers:
                 self.watch.on_message(incarnation, Introduction(member))
@@ -328,7 +328,7 @@ class PeerTable:
         self._timer.at(self._ends[peer])
 
     def on_died(self, member: Member, why: str) -> None:
-        """A member is dead, by the verdict of those who looked for it."""
+        """A member is dead, by the verdict of the members."""
         self._watcher.on_change("dead", member, why)
         self.connector.abandon(member.incarnation)
         peer = self._by_incarnation.get(member.incarnation)
@@ -339,7 +339,7 @@ class PeerTable:
         """The others hold this node for dead."""
         self._host.on_expelled(why)
 
-    # ------------------------------------------------------------------ what the connector asks and says
+    # ------------------------------------------------------------------ for the connector
 
     def hello(self) -> Hello:
         """What this node says of itself; with its admission number, once it has one."""

@@ -1,4 +1,4 @@
-"""Whom to ask to be let in: the list of members in the store of a group without a fixed size.
+"""The list of contacts in the store of a group without a fixed size: members that may let newcomers in.
 
 One key holds all of it, so it changes as a whole (compare and set):
 
@@ -40,7 +40,7 @@ MIXED = "RPC group mixes statically and dynamically initialized members which is
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the store tells a newcomer."""
+    """The group as the store tells it to a newcomer."""
 
     cluster_id: str
     secret: str
@@ -56,7 +56,7 @@ def members_key(attempt: str) -> str:
 
 
 def cluster_of(secret: bytes) -> str:
-    """The id of the group of all who were given ``secret``: so it can be joined where no store tells."""
+    """The id of the group of all processes that were given ``secret``: so it can be joined without a store."""
     return hashlib.sha256(b"farcall group" + secret).hexdigest()[:16]
 
 
@@ -137,7 +137,7 @@ class Upkeep:
                 self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Begin nothing any more, and wait for what is under way, if that takes no time."""
+        """Begin no further update, and wait up to ``timeout_s`` for one that is under way."""
         with self._lock:  # so that it is not about to be started
             self._stopped.set()
             thread = self._thread

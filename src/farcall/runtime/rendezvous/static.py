@@ -183,7 +183,7 @@ class StaticRendezvous:
         return self._generation
 
     def _advance(self) -> None:
-        """Point newcomers behind this generation; whoever leaves it has done so."""
+        """Point newcomers behind this generation, before this member leaves it."""
         key = f"{self._base}/generation"
         before = self._read(key)
         if before is None or int(before) <= self._generation:
@@ -306,7 +306,7 @@ class StaticRendezvous:
                 self._abandon()
             self._advance()
             if self._me.rank == 0:
-                # Rank 0 may take the store along: those who wait should first learn who was missing.
+                # Rank 0 may take the store along: the waiting members should first learn which ranks were missing.
                 self._wait_for_readers(len(self._names) - 1, _ABANDONED_FAREWELL_S)
             self._delete_own()
 
@@ -327,7 +327,7 @@ class StaticRendezvous:
         return Membership(self._me, members, slots[0].cluster_id, secret, self._generation, self._open)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
-        """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
+        """Rank 0, which may host the store: stay until ``count`` others have read the outcome, if they do."""
         pauses = _pauses()
         until = min(time.monotonic() + seconds, self._deadline + 1.0)
         while self._open.add(self._key("left"), 0) < count:
@@ -395,5 +395,5 @@ class StaticRendezvous:
 
 
 def _pauses() -> Backoff:
-    """A quick start for those who come together, little load from those who wait."""
+    """Short pauses for members that start together, long ones for members that wait: little load on the store."""
     return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)

@@ -40,7 +40,7 @@ MEMBERS_SCHEME = "farcall"
 
 
 class KeyStore(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that is used here."""
 
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
@@ -59,7 +59,7 @@ class StoreLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeetingPlace:
-    """Who we are by number, and where the store is. ``host`` is None where it has none (a file)."""
+    """The rank of this process, the size of the group, and the place of the store; ``host`` is None for a file."""
 
     url: str
     scheme: str
@@ -94,7 +94,7 @@ class MeetingPlace:
 def find_meeting_place(
     rank: int, world_size: int | None, init_method: str, environ: Mapping[str, str] = os.environ
 ) -> MeetingPlace:
-    """Work out who and where: an argument wins over the environment and must agree with the url."""
+    """Work out rank, size and place: an argument wins over the environment and must agree with the url."""
     parts = urlsplit(init_method)
     query = dict(parse_qsl(parts.query))
     uses_environment = parts.scheme == "env"
@@ -122,7 +122,7 @@ def find_meeting_place(
 
 
 def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
-    """The size of the group; -1 where nobody says one: then it has none."""
+    """The size of the group; -1 where none is given: members come and go."""
     if world_size is None and "world_size" not in query and not (environ or {}).get("WORLD_SIZE"):
         return -1
     found = _choose("world_size", -1 if world_size is None else world_size, query, environ)
