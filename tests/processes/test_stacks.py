@@ -19,7 +19,8 @@ import farcall
 from farcall.errors import RpcTimeout
 from farcall.observe import explaining
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.observe.snapshot import WorkerSnapshot, find_troubles
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.troubles import find_troubles
 from farcall.options import RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls

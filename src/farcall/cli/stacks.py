@@ -21,12 +21,10 @@ from farcall.observe.snapshot import (
     Frame,
     OutgoingCall,
     ServedCall,
-    ThreadKey,
     ThreadView,
     WorkerSnapshot,
-    find_troubles,
-    still_threads,
 )
+from farcall.observe.troubles import ThreadKey, find_troubles, still_threads
 
 __all__ = ["show"]
 

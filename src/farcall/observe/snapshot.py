@@ -1,49 +1,21 @@
-"""Who waits for whom: the picture that each worker gives of itself, and what all of them together mean.
+"""Snapshots: the picture that each worker gives of its calls and threads.
 
-Owns the shape of a snapshot and the pure functions over snapshots. How one is taken is `threads.py`'s business; how
-one travels, `answering.py`'s. Knows no node.
-
-A call is the same at both of its ends: the caller's ``OutgoingCall`` and the callee's ``ServedCall`` share the caller's
-name and the call's number. So snapshots of all workers make one graph of threads:
-
-    from                                          to
-    a thread that waits for a call                the thread that serves it there
-    a thread that serves, waits for no call,      every other thread of its worker that waits for a call: one of
-    and does not move                             those may hold what it waits for (Python's locks do not say who)
-    a call that is answered later (a coroutine)   every call of its worker that no thread waits for
-
-A circle in it is a deadlock, or looks like one. Whether a thread moves is seen by comparing two snapshots.
+Owns the shapes. `threads.py` takes snapshots, `answering.py` sends them, `troubles.py` explains them. A call looks alike
+at both of its ends: the caller's `OutgoingCall` and the callee's `ServedCall` share the caller's name and the call's
+number.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
-
 import msgspec
 
-__all__ = [
-    "Frame",
-    "OutgoingCall",
-    "PoolView",
-    "ServedCall",
-    "ThreadView",
-    "Trouble",
-    "WorkerSnapshot",
-    "find_troubles",
-    "function_title",
-    "still_threads",
-]
+__all__ = ["Frame", "OutgoingCall", "PoolView", "ServedCall", "ThreadView", "WorkerSnapshot", "function_title"]
 
 QUEUED = "queued"
 RUNNING = "running"
 LATER = "answers later"
 STARTING = "starting"
 """The state of a worker: calls wait until it is connected to everybody."""
-
-_STILL_CPU_S = 0.005
-_MOST_TROUBLES = 20
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -60,9 +32,9 @@ class ThreadView(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     cpu_s: float
-    """How long it has computed in all; less than 0: not known."""
+    """The time that it has computed in all; less than 0: not known."""
     position: int
-    """Where it is, as a number: the same in two snapshots if it has not moved."""
+    """Its place as a number: the same in two snapshots if it has not moved."""
     stack: list[Frame]
     """Innermost first, farcall's own frames at either end left out."""
 
@@ -77,7 +49,7 @@ class OutgoingCall(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
     """0: none."""
     thread_id: int
-    """The thread that waits for it; 0: none does, now."""
+    """The thread that waits for it now; 0: none."""
 
 
 class ServedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -89,13 +61,13 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     state: str
     """"queued", "running" or "answers later"."""
     for_s: float
-    """How long it has been in that state."""
+    """The time in that state."""
     thread_id: int
-    """The thread that runs it, if one does."""
+    """The thread that runs it; 0: none."""
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
-    """The threads for functions."""
+    """The threads for functions of one worker."""
 
     size: int
     threads: int
@@ -108,7 +80,7 @@ class PoolView(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker is doing at one moment."""
+    """The calls and threads of one worker at one moment."""
 
     worker: str
     rank: int
@@ -120,7 +92,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     served: list[ServedCall]
     threads: list[ThreadView]
     calls_left_out: int = 0
-    """There are so many more calls than are listed: the listed ones are the oldest."""
+    """The number of calls that are not listed; the listed ones are the oldest."""
     served_left_out: int = 0
     unconnected: list[str] = []
     """While it starts: members that it has no connection to yet."""
@@ -130,171 +102,11 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
         return next((thread for thread in self.threads if thread.id == thread_id), None)
 
 
-class Trouble(msgspec.Struct, frozen=True, array_like=True):
-    """Something that will not come to a good end by itself."""
-
-    kind: str
-    """"cycle" or "exhausted pool"."""
-    workers: list[str]
-    text: str
-    """In one sentence."""
-    steps: list[str] = []
-    """Of a cycle: who waits for what, one after the other."""
-
-
-ThreadKey: TypeAlias = tuple[str, int]
-"""A worker's name and the number of a thread there."""
-_Node: TypeAlias = tuple[str, str, int, str]
-"""A thread (worker, "thread", id, ""), an outgoing call nobody waits for, or a served call that is answered later."""
-
-
 def function_title(function: bytes, otherwise: str = "") -> str:
-    """A function's name, from how it travels; of those that are pickled, ``otherwise``."""
+    """The name of a function as it travels; of pickled ones, ``otherwise``."""
     kind, name = function[:1], function[1:]
     if kind == b"p":
         return name.partition(b"\0")[2].decode(errors="replace")
     if kind in (b"o", b"b", b"s"):
         return name.decode(errors="replace")
     return otherwise or "(pickled function)"
-
-
-def still_threads(before: Iterable[WorkerSnapshot], after: Iterable[WorkerSnapshot]) -> set[ThreadKey]:
-    """The threads that have not moved, and not computed either, between two snapshots of their workers."""
-    earlier = {(one.worker, thread.id): thread for one in before for thread in one.threads}
-    still = set()
-    for one in after:
-        for thread in one.threads:
-            then = earlier.get((one.worker, thread.id))
-            if then is None or then.position != thread.position:
-                continue
-            if thread.cpu_s < 0 or thread.cpu_s - then.cpu_s < _STILL_CPU_S:
-                still.add((one.worker, thread.id))
-    return still
-
-
-def find_troubles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None = None) -> list[Trouble]:
-    """What is stuck. ``still``: threads known not to move; None: nothing is known, and none is trusted to."""
-    return [*_cycles(snapshots, still), *_exhausted_pools(snapshots)][:_MOST_TROUBLES]
-
-
-# ---------------------------------------------------------------------- pools
-
-
-def _exhausted_pools(snapshots: Sequence[WorkerSnapshot]) -> list[Trouble]:
-    found = []
-    for one in snapshots:
-        pool = one.pool
-        computing = pool.busy - pool.parked
-        if pool.queued and computing >= pool.size:
-            oldest_s = max((served.for_s for served in one.served if served.state == QUEUED), default=0.0)
-            text = (
-                f"{one.worker}: its pool is exhausted: {pool.queued} calls wait, the oldest for {oldest_s:.1f} s, "
-                f"while {computing} functions hold {pool.size} threads without waiting for a call (num_worker_threads)"
-            )
-            found.append(Trouble("exhausted pool", [one.worker], text))
-    return found
-
-
-# ---------------------------------------------------------------------- circles
-
-
-class _Graph:
-    """What waits for what."""
-
-    def __init__(self, snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> None:
-        self.by_name = {one.worker: one for one in snapshots}
-        self.edges: dict[_Node, list[_Node]] = {}
-        self.outgoing: dict[_Node, OutgoingCall] = {}
-        self.serving: dict[_Node, ServedCall] = {}
-        served = {(one.worker, call.caller, call.call_id): call for one in snapshots for call in one.served}
-        for one in snapshots:
-            for call in one.calls:
-                node = _thread(one.worker, call.thread_id) if call.thread_id else (one.worker, "call", call.call_id, "")
-                self.outgoing[node] = call
-                there = served.get((call.to, one.worker, call.call_id))
-                self.edges[node] = [] if there is None else [_served_node(call.to, there)]
-        for one in snapshots:
-            waiting = [node for node in self.outgoing if node[0] == one.worker and node[1] == "thread"]
-            loose = [node for node in self.outgoing if node[0] == one.worker and node[1] == "call"]
-            for serves in one.served:
-                node = _served_node(one.worker, serves)
-                self.serving[node] = serves
-                if node in self.edges:
-                    continue  # it waits for a call, and not for anything here
-                if serves.state == RUNNING and (still is None or (one.worker, serves.thread_id) in still):
-                    self.edges[node] = [other for other in waiting if other != node]
-                elif serves.state == LATER:
-                    self.edges[node] = loose
-
-    def shortest_circle(self, start: _Node) -> list[_Node]:
-        """The shortest way from ``start`` back to it, or nothing."""
-        before: dict[_Node, _Node] = {}
-        queue = deque([start])
-        while queue:
-            node = queue.popleft()
-            for following in self.edges.get(node, ()):
-                if following == start:
-                    way = [node]
-                    while way[-1] != start:
-                        way.append(before[way[-1]])
-                    return way[::-1]
-                if following not in before:
-                    before[following] = node
-                    queue.append(following)
-        return []
-
-    def trouble(self, way: Sequence[_Node]) -> Trouble:
-        """A circle, in words."""
-        workers = _distinct(node[0] for node in way)
-        if len(workers) == 1:
-            head = f"{workers[0]} waits for itself"
-        elif len(workers) == 2:
-            head = f"{workers[0]} and {workers[1]} wait for each other"
-        else:
-            head = f"{', '.join(workers)} wait for each other in a circle"
-        steps = []
-        for index, node in enumerate(way):
-            following = way[(index + 1) % len(way)]
-            call = self.outgoing.get(node)
-            if call is not None:
-                steps.append(f"{node[0]}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()")
-            else:
-                steps.append(
-                    f"which does not go on{self._at(node)}, perhaps because of what "
-                    f"{node[0]}{self._at(following)} holds"
-                )
-        return Trouble("cycle", workers, head, steps)
-
-    def _at(self, node: _Node) -> str:
-        thread = self.by_name[node[0]].thread(node[2]) if node[1] == "thread" else None
-        if thread is None:
-            return ""
-        where = f" at {thread.stack[0].file}:{thread.stack[0].line}" if thread.stack else ""
-        return f" (thread {thread.name}{where})"
-
-
-def _thread(worker: str, thread_id: int) -> _Node:
-    return (worker, "thread", thread_id, "")
-
-
-def _served_node(worker: str, served: ServedCall) -> _Node:
-    if served.state == RUNNING:
-        return _thread(worker, served.thread_id)
-    return (worker, served.state, served.call_id, served.caller)
-
-
-def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
-    """Of circles that share a part only the shortest is told: others come by it through what is blocked besides."""
-    graph = _Graph(snapshots, still)
-    ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
-    found: list[Trouble] = []
-    told: set[_Node] = set()
-    for way in sorted(ways, key=len):
-        if told.isdisjoint(way):
-            found.append(graph.trouble(way))
-            told.update(way)
-    return found
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

@@ -16,7 +16,8 @@ import msgspec
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 from farcall.observe.rates import Row, busiest, errors_of, latency_between, pairs_of_looks
-from farcall.observe.snapshot import QUEUED, STARTING, ThreadKey, ThreadView, WorkerSnapshot, find_troubles
+from farcall.observe.snapshot import QUEUED, STARTING, ThreadView, WorkerSnapshot
+from farcall.observe.troubles import ThreadKey, find_troubles
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.membership.events import MEMBER_EVENTS
 

@@ -25,7 +25,8 @@ from farcall.observe.dashboard import digest
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Observer
 from farcall.observe.rates import pairs_of_looks, rows
-from farcall.observe.snapshot import WorkerSnapshot, still_threads
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.troubles import still_threads
 from farcall.transport.interface import TransportError
 
 __all__ = ["Looks"]

@@ -12,10 +12,9 @@ from farcall.observe.snapshot import (
     ServedCall,
     ThreadView,
     WorkerSnapshot,
-    find_troubles,
     function_title,
-    still_threads,
 )
+from farcall.observe.troubles import find_troubles, still_threads
 
 MAIN = 1
 WORKER = 2
