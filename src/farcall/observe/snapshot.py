@@ -1,6 +1,6 @@
 """Snapshots: the picture that each worker gives of its calls and threads.
 
-Owns the shapes. `threads.py` takes snapshots, `answering.py` sends them, `troubles.py` explains them. A call looks alike
+Owns the shapes. `threads.py` takes snapshots, `answering.py` sends them, `troubles.py` reads them. A call looks alike
 at both of its ends: the caller's `OutgoingCall` and the callee's `ServedCall` share the caller's name and the call's
 number.
 """
