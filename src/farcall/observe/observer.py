@@ -28,8 +28,9 @@ from farcall.observe.metrics import Metrics
 from farcall.observe.presence import find_nodes, runtime_directory
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Established, observer_identity, observer_key
-from farcall.protocol.member import new_incarnation
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, Observe, observer_key
+from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
     Ask,
@@ -72,7 +73,7 @@ class Observer:
 
     def __init__(self, transport: Transport, established: Established) -> None:
         self._transport = transport
-        self.member: str = established.peer.name
+        self.member: str = established.peer.member.name
         """The member that is asked."""
         self._decoder = MessageDecoder(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
@@ -135,7 +136,7 @@ class Observer:
         deadline = monotonic() + DIAL_S
         transport = dial(address, DIAL_S)
         try:
-            me = observer_identity("observer", new_incarnation(secrets.randbits(62)), cluster_id)
+            me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
             return cls(transport, prove(transport, member, me, key, deadline))
         except BaseException:
             transport.close()
