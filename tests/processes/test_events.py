@@ -61,7 +61,7 @@ def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(
 
 def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> None:
     faults = Faults()
-    with dynamic_team(2, tmp_path, faults=faults) as nodes:
+    with faults.installed(), dynamic_team(2, tmp_path) as nodes:
         with faults.cut(sender="w0", to="w1"):
             assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
         wait_until(lambda: all(node.metrics().reconnects == 1 for node in nodes))

@@ -24,6 +24,7 @@ from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
@@ -61,8 +62,9 @@ class ClusterLinks:
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
         self._releases = foundation.loop.timer(self._send_releases)
-        if options.faults is not None:
-            on_message = options.faults.wrap_delivery(on_message, me.name)
+        self._interference = find_interference(me.name)
+        if self._interference is not None:
+            on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
         hello = Hello(membership.me, membership.cluster_id)
@@ -111,11 +113,10 @@ class ClusterLinks:
         return usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
 
     def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """The transport for a link to ``info``: with the faults of the options, if any."""
-        if self._options.faults is None:
+        """The transport for a link to ``info``: with the faults that a test has installed, if any."""
+        if self._interference is None:
             return transport
-        wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
-        return wrapped
+        return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
 
     # ------------------------------------------------------------------ memory of others
 
