@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import msgspec
 
 from farcall.autograd.recorder import Recorder
-from farcall.observe.snapshot import PoolView, function_title
+from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.membership.events import MEMBER_EVENTS
 from farcall.runtime.node import Node
@@ -142,7 +142,6 @@ def collect(node: Node) -> Metrics:
     """The metrics of ``node`` now. From any thread; it takes no lock for more than an instant."""
     others = node.others()
     everyone = [node.me, *others]
-    executor = node.executor
     references = node.part(NodeReferences).counts()
     recorder = node.part_if_made(Recorder)
     return Metrics(
@@ -158,7 +157,7 @@ def collect(node: Node) -> Metrics:
         channels=[one for peer in others for one in _channels(peer)],
         calls_in_flight=len(node.calls),
         served_in_flight=len(node.server.active),
-        pool=PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting),
+        pool=pool_view(node),
         owned_references=references.owned,
         used_references=references.users,
         contexts=0 if recorder is None else len(recorder.contexts.ids()),
