@@ -24,8 +24,6 @@ from farcall.observe.rates import Row, busiest, rows
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
 
-__all__ = ["page", "serve_dashboard", "show_once", "watch", "write_trace"]
-
 _BUSIEST = 5
 
 

@@ -26,8 +26,6 @@ from farcall.observe.snapshot import (
 )
 from farcall.observe.troubles import ThreadKey, find_troubles, still_threads
 
-__all__ = ["show"]
-
 _MOST_CALLS_SHOWN = 20
 _MOST_MISSING_SHOWN = 5
 
