@@ -217,9 +217,10 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a promise is broken.")] = False,
 ) -> None:
     """Measure farcall, stock torch.distributed.rpc and the floor in one run."""
-    from farcall.cli.bench import driver, report
+    from farcall.cli.bench import report
     from farcall.cli.bench.cases import CASES
     from farcall.cli.bench.contenders import CONTENDERS
+    from farcall.cli.bench.driver import Driver
     from farcall.cli.bench.results import judge
 
     try:
@@ -233,7 +234,8 @@ def bench(
     rounds = rounds or (2 if quick else 5)
     console = _console()
     with Console(stderr=True).status("starting") as status:
-        results = driver.run(cases, contenders, rounds, 0.1 if quick else 0.4, status.update)
+        driver = Driver(contenders=contenders, rounds=rounds, budget_s=0.1 if quick else 0.4, on_progress=status.update)
+        results = driver.run(cases)
     verdicts = judge(results)
     report.print_results(console, results, rounds)
     report.print_verdicts(console, verdicts)
