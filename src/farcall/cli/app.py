@@ -175,9 +175,9 @@ def trace(
 ) -> None:
     """Record all workers of a running cluster into one trace for Perfetto."""
     from farcall.cli.live import write_trace
-    from farcall.observe import capture
+    from farcall.observe.capture import Detail
 
-    options = capture.SHAPES * shapes | capture.MEMORY * memory | capture.STACKS * stacks
+    options = Detail.SHAPES * shapes | Detail.MEMORY * memory | Detail.STACKS * stacks
     with _observer(connect, cluster) as observer:
         write_trace(_console(), observer, seconds, output, options)
 

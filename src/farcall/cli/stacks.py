@@ -18,9 +18,9 @@ from rich.text import Text
 from farcall.observe.observer import Observer
 from farcall.observe.snapshot import (
     STARTING,
-    Frame,
     OutgoingCall,
     ServedCall,
+    StackLine,
     ThreadView,
     WorkerSnapshot,
 )
@@ -142,7 +142,7 @@ def _outgoing(call: OutgoingCall) -> str:
     return f"{verb} [cyan]{escape(call.to)}[/] {escape(call.function)}(): {_seconds(call.for_s)}{limit}"
 
 
-def _place(frame: Frame) -> str:
+def _place(frame: StackLine) -> str:
     # A worker on another host may have files that are not here: then there is no line to show.
     line = linecache.getline(frame.file, frame.line).strip()
     file = os.path.relpath(frame.file) if frame.file.startswith(os.getcwd() + os.sep) else frame.file

@@ -24,10 +24,10 @@ from farcall.observe.snapshot import (
     LATER,
     QUEUED,
     STARTING,
-    Frame,
     OutgoingCall,
     PoolView,
     ServedCall,
+    StackLine,
     outgoing_call,
     pool_view,
     served_call,
@@ -79,7 +79,7 @@ class CallState(msgspec.Struct, frozen=True, array_like=True):
     """None: it never came, or it has been answered."""
     pool: PoolView
     thread: str = ""
-    at: Frame | None = None
+    at: StackLine | None = None
     waits_for: OutgoingCall | None = None
     """The call that its thread waits for in turn."""
     worker_state: str = ""

@@ -26,10 +26,10 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.node import Node
 
 __all__ = [
-    "Frame",
     "OutgoingCall",
     "PoolView",
     "ServedCall",
+    "StackLine",
     "ThreadView",
     "WorkerSnapshot",
     "function_title",
@@ -53,7 +53,7 @@ STARTING = "starting"
 """The state of a worker: calls wait until it is connected to everybody."""
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class StackLine(msgspec.Struct, frozen=True, array_like=True):
     """One line of a stack."""
 
     file: str
@@ -70,7 +70,7 @@ class ThreadView(msgspec.Struct, frozen=True, array_like=True):
     """The time that it has computed in all; less than 0: not known."""
     position: int
     """Its place as a number: the same in two snapshots if it has not moved."""
-    stack: list[Frame]
+    stack: list[StackLine]
     """Innermost first, farcall's own frames at either end left out."""
 
 
@@ -238,11 +238,11 @@ def _position(frame: FrameType | None) -> int:
     return hash(tuple(places)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def _stack(frame: FrameType | None) -> list[Frame]:
-    frames: list[Frame] = []
+def _stack(frame: FrameType | None) -> list[StackLine]:
+    frames: list[StackLine] = []
     while frame is not None and len(frames) < 2 * MOST_FRAMES:
         code = frame.f_code
-        frames.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frames.append(StackLine(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
     # The outer end of a stack is the same for all threads: farcall's executor, above threading.
     while frames and (frames[-1].file.startswith(_OURS) or frames[-1].file == threading.__file__):

@@ -13,7 +13,16 @@ import torch
 
 from farcall.ids import WorkerInfo
 from farcall.observe.answering import CALL_STATE, SILENT_S, Answering, CallState, explaining_s, explanation
-from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall, outgoing_call
+from farcall.observe.snapshot import (
+    LATER,
+    QUEUED,
+    RUNNING,
+    OutgoingCall,
+    PoolView,
+    ServedCall,
+    StackLine,
+    outgoing_call,
+)
 from farcall.protocol.observing import Ask, Told
 from farcall.runtime.io.timers import Timers
 from farcall.runtime.peers.peer import RemotePeer
@@ -176,7 +185,7 @@ def test_each_state_in_words() -> None:
     )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
-    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
+    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=StackLine("a.py", 3, "f"), waits_for=nested)
     assert "running it for 2.00 s, on thread T, now at a.py:3 in f, where it has waited 1.50 s for w2" in text
     assert "did not say within 0.3 s" in explanation("w1", b"", 0.3)
     assert explanation("w1", b"nonsense", 0.3) == ""
