@@ -19,8 +19,8 @@ from farcall.protocol.handshake import (
 )
 
 SECRET = b"a secret of some length"
-ADA = Identity("ada", 0, "cluster-1", "token-a", {"shared_memory": "host-1"})
-BOB = Identity("bob", 1, "cluster-1", "token-b", {"shared_memory": "host-2"})
+ADA = Identity("ada", 0, "cluster-1", 1, {"shared_memory": "host-1"})
+BOB = Identity("bob", 1, "cluster-1", 2, {"shared_memory": "host-2"})
 HEADER_BYTES = 16
 
 

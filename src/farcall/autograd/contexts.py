@@ -110,12 +110,12 @@ class Context:
         if torch.is_grad_enabled():
             needing = [tensor for tensor in tensors if tensor.requires_grad]
             if needing:
-                send = SendFunction(self.contexts.next_message_id(), peer.member, needing)
+                send = SendFunction(self.contexts.next_message_id(), peer.number, needing)
         with self.lock:
             if self.released:
                 return 0
-            self.known_workers.add(peer.member)
-            self.peers.add(peer.member)
+            self.known_workers.add(peer.number)
+            self.peers.add(peer.number)
             if send is None:
                 return 0
             self.sends[send.message_id] = send
@@ -136,24 +136,24 @@ class Context:
         if not needing:
             self.decline_receive(peer, message_id)
             return
-        node = make_receive(self.id, peer.member, message_id, needing)
+        node = make_receive(self.id, peer.number, message_id, needing)
         with self.lock:
             if self.released:
                 return
-            self.peers.add(peer.member)
+            self.peers.add(peer.number)
             self.receives[message_id] = node
             passes = list(self.passes.values())
         for local in passes:
-            local.answer_late(message_id, peer.member)
+            local.answer_late(message_id, peer.number)
 
     def decline_receive(self, peer: Any, message_id: int) -> None:
         """Note that a message will never be used here: its sender hears "none" in every pass."""
         with self.lock:
-            self.peers.add(peer.member)
-            self.declined.append((peer.member, message_id))
+            self.peers.add(peer.number)
+            self.declined.append((peer.number, message_id))
             passes = list(self.passes.values())
         for local in passes:
-            local.answer_late(message_id, peer.member)
+            local.answer_late(message_id, peer.number)
 
     def enter(self) -> Recording | None:
         """Put this thread into the context; return the one it was in, to be set again afterwards."""

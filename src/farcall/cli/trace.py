@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from farcall.observe import capture
+from farcall.observe.cluster import record
 from farcall.observe.observer import Observer
 from farcall.observe.trace import chrome_trace, write_json
-from farcall.observe.tracing import record
 
 __all__ = ["write_trace"]
 

@@ -29,6 +29,7 @@ from farcall.observe.presence import find_nodes, runtime_directory
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Role, observer_identity, observer_key
+from farcall.protocol.member import new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
     Ask,
@@ -133,7 +134,7 @@ class Observer:
         deadline = monotonic() + DIAL_S
         transport = dial(address, DIAL_S)
         try:
-            me = observer_identity("observer", secrets.token_hex(8), cluster_id)
+            me = observer_identity("observer", new_incarnation(secrets.randbits(62)), cluster_id)
             handshake = Handshake(Role.DIALER, me, key, secrets.token_bytes(NONCE_BYTES), member)
             _send(transport, handshake.start(), deadline)
             buffer = bytearray(_READ_BYTES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from farcall.protocol.handshake import Identity, malformed
-from farcall.protocol.membership.messages import MAX_ADDRESSES, Record
+from farcall.protocol.member import MAX_ADDRESSES, Member
 
 __all__ = ["HOST", "for_the_first_time", "introduced", "introduction_of", "is_for_the_first_time"]
 
@@ -34,15 +34,15 @@ def is_for_the_first_time(peer: Identity) -> bool:
     return _FIRST in peer.capabilities
 
 
-def introduced(me: Identity, record: Record) -> Identity:
-    """``me``, who was let in as ``record`` says."""
-    addresses = {f"address{number}": address for number, address in enumerate(record.addresses)}
-    capabilities = {**me.capabilities, **addresses, HOST: record.host_token, _ADMISSION: str(record.admission)}
+def introduced(me: Identity, member: Member) -> Identity:
+    """``me``, who was let in as ``member``."""
+    addresses = {f"address{number}": address for number, address in enumerate(member.addresses)}
+    capabilities = {**me.capabilities, **addresses, HOST: member.host_token, _ADMISSION: str(member.admission)}
     return msgspec.structs.replace(me, capabilities=capabilities)
 
 
-def introduction_of(peer: Identity, life: int) -> Record | None:
-    """The member that a proven dialer, whose life is ``life``, says it is; None: it does not say so."""
+def introduction_of(peer: Identity) -> Member | None:
+    """The member that a proven dialer says it is; None: the dialer is no member yet."""
     capabilities = peer.capabilities
     admission = capabilities.get(_ADMISSION)
     if admission is None:
@@ -52,4 +52,4 @@ def introduction_of(peer: Identity, life: int) -> Record | None:
     addresses: list[str] = []
     while len(addresses) < MAX_ADDRESSES and (address := capabilities.get(f"address{len(addresses)}")) is not None:
         addresses.append(address)
-    return Record(life, peer.name, peer.rank, tuple(addresses), capabilities.get(HOST, ""), int(admission))
+    return Member(peer.name, peer.rank, peer.incarnation, tuple(addresses), capabilities.get(HOST, ""), int(admission))

@@ -26,7 +26,7 @@ class Hang(AssertionError):
 class Peer(NamedTuple):
     """All that a context asks of a peer."""
 
-    member: int
+    number: int
 
 
 class Network:

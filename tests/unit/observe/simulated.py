@@ -15,7 +15,7 @@ from farcall.observe.observer import Heard
 from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 
 FUNCTIONS = ("forward", "backward_step", "ParameterServer.fetch_parameters", "heartbeat")
 STACK = [Frame("/home/me/train.py", 57, "step"), Frame("/home/me/train.py", 112, "main")]
@@ -118,13 +118,13 @@ class SimulatedObserver:
         now = time.time()
         first, last = self.names[0], self.names[-1]
         happened = [
-            Event(now - 300, "joined", self.names[1]),
-            Event(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
-            Event(now - 119, "reconnected", self.names[2]),
-            Event(now - 60, "suspected", last),
-            Event(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
-            Event(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
-            Event(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
+            LoggedEvent(now - 300, "joined", self.names[1]),
+            LoggedEvent(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
+            LoggedEvent(now - 119, "reconnected", self.names[2]),
+            LoggedEvent(now - 60, "suspected", last),
+            LoggedEvent(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
+            LoggedEvent(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
+            LoggedEvent(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
         ]
         return Heard("4f0c2b9d", [WorkerEvents(first, happened)], self._silent)
 

@@ -26,8 +26,8 @@ from farcall.protocol.handshake import (
 )
 
 SECRET = b"a secret of some length"
-ADA = Identity("ada", 0, "cluster-1", "token-a", {"shared_memory": "host-1"})
-BOB = Identity("bob", 1, "cluster-1", "token-b")
+ADA = Identity("ada", 0, "cluster-1", 1, {"shared_memory": "host-1"})
+BOB = Identity("bob", 1, "cluster-1", 2)
 
 
 def dialer(
@@ -174,14 +174,14 @@ def test_unreadable_greetings() -> None:
     def greeting(identity: object, nonce: bytes = bytes(32)) -> bytes:
         return message(1, msgspec.msgpack.encode([identity, nonce]))
 
-    good = ["bob", 1, "cluster-1", "token", {}]
+    good = ["bob", 1, "cluster-1", 3, {}]
     listener().receive(greeting(good))
     for body in (
         greeting(good, nonce=bytes(31)),
-        greeting(["bob", -1, "cluster-1", "token", {}]),
-        greeting(["bob\nfake log line", 1, "cluster-1", "token", {}]),
-        greeting(["bob", 1, "x" * 257, "token", {}]),
-        greeting(["bob", 1, "cluster-1", "token", {str(n): "" for n in range(65)}]),
+        greeting(["bob", -1, "cluster-1", 3, {}]),
+        greeting(["bob\nfake log line", 1, "cluster-1", 3, {}]),
+        greeting(["bob", 1, "x" * 257, 3, {}]),
+        greeting(["bob", 1, "cluster-1", 3, {str(n): "" for n in range(65)}]),
         greeting([*good, "more"]),
         message(1, b""),
         message(1, b"\x92\x95\xa1\xff"),
@@ -194,7 +194,7 @@ def test_unreadable_greetings() -> None:
 
 
 def test_another_cluster() -> None:
-    caught = refusal(listener(), dialer(me=Identity("bob", 1, "cluster-2", "t")).start())
+    caught = refusal(listener(), dialer(me=Identity("bob", 1, "cluster-2", 3)).start())
     assert caught.reason is RefusalReason.OTHER_CLUSTER
     assert "cluster-1" in str(caught)
     assert "cluster-2" in str(caught)
@@ -281,9 +281,9 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="nonce"):
         dialer(nonce=b"short")
     with pytest.raises(ValueError, match="not valid"):
-        dialer(me=Identity("no spaces", 0, "c", "t"))
+        dialer(me=Identity("no spaces", 0, "c", 3))
     with pytest.raises(ValueError, match="length"):
-        dialer(me=Identity("bob", 0, "c" * 257, "t"))
+        dialer(me=Identity("bob", 0, "c" * 257, 3))
 
 
 def test_key_derivation_is_rfc_5869() -> None:

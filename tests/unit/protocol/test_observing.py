@@ -18,7 +18,7 @@ from farcall.protocol.handshake import (
 from farcall.protocol.observing import Ask, MessageDecoder, ObservingError, Told, encode_framed
 
 SECRET = b"a secret of the cluster"
-MEMBER = Identity("w0", 0, "cluster", "token")
+MEMBER = Identity("w0", 0, "cluster", 1)
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -56,7 +56,7 @@ def listener() -> Handshake:
 
 @pytest.mark.parametrize("cluster_id", ["cluster", ""])
 def test_an_observer_is_let_in_with_its_key(cluster_id: str) -> None:
-    me = observer_identity("observer", "token", cluster_id)
+    me = observer_identity("observer", 1, cluster_id)
     at_dialer, at_listener = meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert at_dialer.peer == MEMBER
     assert is_observer(at_listener.peer)
@@ -64,21 +64,21 @@ def test_an_observer_is_let_in_with_its_key(cluster_id: str) -> None:
 
 
 def test_who_has_only_the_observers_key_becomes_no_member() -> None:
-    me = Identity("w1", 1, "cluster", "token")
+    me = Identity("w1", 1, "cluster", 1)
     with pytest.raises(Refused) as refused:
         meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.WRONG_SECRET
 
 
 def test_the_secret_itself_is_not_the_observers_key() -> None:
-    me = observer_identity("observer", "token", "cluster")
+    me = observer_identity("observer", 1, "cluster")
     with pytest.raises(Refused) as refused:
         meet(Handshake(Role.DIALER, me, SECRET, b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.WRONG_SECRET
 
 
 def test_an_observer_of_another_cluster_is_refused() -> None:
-    me = observer_identity("observer", "token", "other")
+    me = observer_identity("observer", 1, "other")
     with pytest.raises(Refused) as refused:
         meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
@@ -86,11 +86,11 @@ def test_an_observer_of_another_cluster_is_refused() -> None:
 
 def test_only_an_observer_may_leave_the_cluster_out() -> None:
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Role.DIALER, Identity("w1", 1, "", "token"), SECRET, b"d" * 32), listener())
+        meet(Handshake(Role.DIALER, Identity("w1", 1, "", 1), SECRET, b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
 
 
 def test_a_member_does_not_take_a_listener_for_one_of_its_own_because_it_says_it_observes() -> None:
-    impostor = Handshake(Role.LISTENER, observer_identity("w0", "token"), observer_key(SECRET), b"l" * 32)
+    impostor = Handshake(Role.LISTENER, observer_identity("w0", 1), observer_key(SECRET), b"l" * 32)
     with pytest.raises(Refused):
-        meet(Handshake(Role.DIALER, Identity("w1", 1, "cluster", "token"), SECRET, b"d" * 32), impostor)
+        meet(Handshake(Role.DIALER, Identity("w1", 1, "cluster", 1), SECRET, b"d" * 32), impostor)

@@ -19,8 +19,8 @@ from farcall.protocol.handshake import (
 from farcall.protocol.resumption import Resumption, asking, resuming, resumption_of, session_id_of
 
 SECRET = b"a secret of some length"
-ADA = Identity("ada", 0, "cluster-1", "token-a")
-BOB = Identity("bob", 1, "cluster-1", "token-b", {"host": "h"})
+ADA = Identity("ada", 0, "cluster-1", 1)
+BOB = Identity("bob", 1, "cluster-1", 2, {"host": "h"})
 
 
 def meet(bob: Identity) -> tuple[Handshake, bytes, Established]:

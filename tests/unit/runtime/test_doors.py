@@ -12,6 +12,7 @@ import pytest
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import MAX_MESSAGE_BYTES, NONCE_BYTES, Established, Handshake, Identity, Role
+from farcall.runtime.io.timers import NEVER, Timers
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
 from farcall.transport.address import dial
@@ -21,7 +22,7 @@ SECRET = b"a secret of enough bytes"
 
 
 def identity(name: str, rank: int, cluster: str = "cluster") -> Identity:
-    return Identity(name=name, rank=rank, cluster_id=cluster, process_token="token")
+    return Identity(name=name, rank=rank, cluster_id=cluster, incarnation=1)
 
 
 class StillLoop:
@@ -29,13 +30,11 @@ class StillLoop:
 
     def __init__(self) -> None:
         self.soon: deque[Callable[[], object]] = deque()
-        self.attended: list[float] = []
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.soon.append(function)
-
-    def attend_by(self, when: float) -> None:
-        self.attended.append(when)
 
     def forget(self, descriptor: int) -> None:
         raise AssertionError("nothing here has a descriptor")
@@ -166,10 +165,12 @@ def test_half_open_connection_is_shown_out_in_time(hall: Hall) -> None:
     silent = hall.dial()
     assert len(hall.door._guests) == 1
     deadline = next(iter(hall.door._guests)).deadline
-    assert hall.loop.attended[-1] <= deadline  # the loop will look in
-    assert hall.door.tick(deadline - 1.0) == deadline
+    assert hall.loop.timers.next_due <= deadline  # the loop will look in
+    hall.loop.timers.run_due(deadline - 1.0)
+    assert hall.loop.timers.next_due == deadline
     assert not is_closed(silent) if silent.receive_into(memoryview(bytearray(1))) == 0 else True
-    assert hall.door.tick(deadline) == float("inf")
+    hall.loop.timers.run_due(deadline)
+    assert hall.loop.timers.next_due == NEVER
     assert is_closed(silent)
     assert not hall.door._guests
     assert HANDSHAKE_S <= 10.0
@@ -180,7 +181,7 @@ def test_crowd_of_silent_strangers_is_bounded(hall: Hall) -> None:
     assert len(hall.door._guests) == MAX_GUESTS
     assert all(is_closed(stranger) for stranger in crowd[MAX_GUESTS:])
     # When they are gone, members come in again.
-    hall.door.tick(float("inf"))
+    hall.loop.timers.run_due(1e18)
     assert exchange(hall, hall.dial(), dialler()) is not None
 
 

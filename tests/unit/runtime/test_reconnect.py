@@ -10,10 +10,9 @@ from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Identity
 from farcall.protocol.resumption import asking, resuming
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.rendezvous.records import life_of
 
-ME = Identity("w0", 0, "cluster", "1f")
-OTHER = Identity("w1", 1, "cluster", "2f")
+ME = Identity("w0", 0, "cluster", 0x1F)
+OTHER = Identity("w1", 1, "cluster", 0x2F)
 
 
 def reconnecting() -> Reconnecting:
@@ -32,9 +31,9 @@ def test_who_starts_refuses_nobody_that_asks_for_a_connection_it_is_about_to_mak
 def test_nor_does_who_is_dialling_that_very_life() -> None:
     mine = reconnecting()
     mine.starting = False
-    mine.is_dialling = lambda life: life == life_of(OTHER.process_token)
+    mine.is_dialling = lambda incarnation: incarnation == OTHER.incarnation
     assert mine.admit(asking(OTHER, "s"), 0.0) == b""
-    mine.is_dialling = lambda life: False
+    mine.is_dialling = lambda incarnation: False
     with pytest.raises(HandshakeRefused):
         mine.admit(asking(OTHER, "s"), 0.0)
 

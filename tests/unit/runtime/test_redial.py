@@ -19,13 +19,14 @@ from farcall.transport.interface import DialFailed, DialRefused, Transport
 
 PATIENCE_S = 20.0
 SECRET = b"a secret of enough bytes"
-ME = Identity("me", 1, "cluster", "my token")
+TOKEN = 0x5F
+ME = Identity("me", 1, "cluster", 1)
 
 
 class Host:
     """A member with its door."""
 
-    def __init__(self, token: str = "token", refuses: bool = False) -> None:
+    def __init__(self, token: int = TOKEN, refuses: bool = False) -> None:
         self.loop = Loop("host")
         self.loop.start()
         self.door = PeerListener(["memory:"], self.loop)
@@ -72,7 +73,7 @@ class Attempts:
         self,
         ways: list[str],
         resumes: bool = True,
-        incarnation: str = "token",
+        incarnation: int = TOKEN,
         lost_kind: str = "memory",
         lost_host: str = "",
         seconds: float = PATIENCE_S,
@@ -134,7 +135,7 @@ def test_nobody_there_is_no_end_where_the_connection_was_of_another_kind(host: H
 
 
 def test_another_incarnation_is_an_end(host: Host) -> None:
-    assert "another process" in Attempts(host.door.addresses, incarnation="an older token").why_gone()
+    assert "another process" in Attempts(host.door.addresses, incarnation=TOKEN - 1).why_gone()
 
 
 def test_a_refusal_is_an_end(host: Host) -> None:

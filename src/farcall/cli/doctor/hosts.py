@@ -29,6 +29,7 @@ from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.options import ENV_ADVERTISE, ENV_SECRET
 from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, RefusalReason, Refused, Role
+from farcall.protocol.member import new_incarnation
 from farcall.runtime.link.listener import prove
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
@@ -54,7 +55,7 @@ def _identity(back: str = "", unix: str = "") -> Identity:
         "back": back,
         "unix": unix,
     }
-    return Identity("doctor", 0, CLUSTER, secrets.token_hex(8), told)
+    return Identity("doctor", 0, CLUSTER, new_incarnation(secrets.randbits(62)), told)
 
 
 class Host:

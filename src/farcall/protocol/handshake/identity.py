@@ -6,6 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from farcall.protocol.member import Incarnation
+
 __all__ = ["Identity", "is_observer", "observer_identity"]
 
 _ROLE: Final = "role"
@@ -20,13 +22,13 @@ class Identity(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     name: _ShortText
     rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     cluster_id: _ShortText
-    process_token: _ShortText  # new for each node object: a restarted member is not mistaken for the old one
+    incarnation: Incarnation  # a restarted member is not mistaken for the old one
     capabilities: Annotated[dict[_ShortText, _ShortText], msgspec.Meta(max_length=64)] = {}
 
 
-def observer_identity(name: str, process_token: str, cluster_id: str = "") -> Identity:
+def observer_identity(name: str, incarnation: int, cluster_id: str = "") -> Identity:
     """Who an observer says it is; one that was given only an address leaves the cluster out."""
-    return Identity(name, 0, cluster_id, process_token, {_ROLE: _OBSERVER})
+    return Identity(name, 0, cluster_id, incarnation, {_ROLE: _OBSERVER})
 
 
 def is_observer(peer: Identity) -> bool:

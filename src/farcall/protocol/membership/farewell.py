@@ -21,9 +21,9 @@ ACKS_NEEDED: Final = 2
 ROUNDS: Final = 5
 
 
-def end_of(life: int, updates: Iterable[Update]) -> tuple[Update, ...]:
-    """Those of ``updates`` that say that ``life`` has ended."""
-    return tuple(update for update in updates if update.life == life and update.status >= Status.DEAD)
+def end_of(incarnation: int, updates: Iterable[Update]) -> tuple[Update, ...]:
+    """Those of ``updates`` that say that ``incarnation`` has ended."""
+    return tuple(update for update in updates if update.incarnation == incarnation and update.status >= Status.DEAD)
 
 
 class Farewell:

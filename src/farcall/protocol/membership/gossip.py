@@ -3,7 +3,7 @@
 Owns the queue. Each update is passed on ``sends_needed(n)`` times by everyone who learns it, a number that
 grows with the logarithm of the cluster, and at most ``MAX_UPDATES`` travel at once; so what a message carries
 is bounded, whatever happens. What has not been told at all goes first; the rest takes turns. A later update
-about a life replaces an earlier one. Knows nothing of what an update means.
+about an incarnation replaces an earlier one. Knows nothing of what an update means.
 
 Each holder of an update passes it on R times, to members in an order of chance; one in e^R is missed by all of
 them. R = 1.5 * bits(n) + 2 makes that less than one member in a cluster of a thousand for 20,000 updates;
@@ -47,9 +47,9 @@ class GossipQueue:
         return len(self._fresh) + len(self._told)
 
     def add(self, update: Update, sends: int) -> None:
-        """Pass ``update`` on ``sends`` times, instead of what was told of its life before."""
-        self._told.pop(update.life, None)
-        self._fresh[update.life] = _Item(update, sends)
+        """Pass ``update`` on ``sends`` times, instead of what was told of its incarnation before."""
+        self._told.pop(update.incarnation, None)
+        self._fresh[update.incarnation] = _Item(update, sends)
 
     def peek(self) -> tuple[Update, ...]:
         """What rides along with a message that is sent anyway. It does not count."""
@@ -59,12 +59,12 @@ class GossipQueue:
 
     def take(self) -> tuple[Update, ...]:
         """What goes into a message that is sent for its sake."""
-        taken = [self._fresh.pop(life) for life in list(islice(self._fresh, MAX_UPDATES))]
-        taken += [self._told.pop(life) for life in list(islice(self._told, MAX_UPDATES - len(taken)))]
+        taken = [self._fresh.pop(incarnation) for incarnation in list(islice(self._fresh, MAX_UPDATES))]
+        taken += [self._told.pop(incarnation) for incarnation in list(islice(self._told, MAX_UPDATES - len(taken)))]
         for item in taken:
             item.sends_left -= 1
             if item.sends_left > 0:
-                self._told[item.update.life] = item  # at the end: they take turns
+                self._told[item.update.incarnation] = item  # at the end: they take turns
         return tuple(item.update for item in taken)
 
     def clear(self) -> None:

@@ -1,10 +1,10 @@
-"""The table: what one member holds to be true of every life it ever heard of.
+"""The table: what one member holds to be true of every incarnation it ever heard of.
 
-Owns the merge (the later claim about a life stays, see ``messages``), who may be talked to, who holds a name or
+Owns the merge (the later claim about an incarnation stays, see ``messages``), who may be talked to, who holds a name or
 a rank, and the numbers by which two tables are compared. Knows nothing of time but what it is told, sends
-nothing, and does not judge who is right where two lives claim one name.
+nothing, and does not judge who is right where two incarnations claim one name.
 
-Invariant: what has ended stays ended. A life is forgotten after a while, but its number is kept, so no message,
+Invariant: what has ended stays ended. An incarnation is forgotten after a while, but its number is kept, so no message,
 however old, makes it a member again. The dead take no part in the comparison of tables: who has forgotten
 them differs from member to member, and nobody minds.
 """
@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from farcall.protocol.membership.messages import BUCKETS, Record, Status, Update, precedence
+from farcall.protocol.member import Member
+from farcall.protocol.membership.messages import BUCKETS, Status, Update, precedence
 
 __all__ = ["Change", "Entry", "Table"]
 
@@ -36,16 +37,27 @@ class Change(Enum):
 
 
 class Entry:
-    """What is known of one life. ``record`` is None where only its end was heard of.
+    """What is known of one incarnation. ``member`` is None where only its end was heard of.
 
     ``alone``: it was declared dead here, while nobody at all was heard.
     """
 
-    __slots__ = ("alone", "heard_at", "life", "place", "precedence", "record", "since", "status", "version", "why")
+    __slots__ = (
+        "alone",
+        "heard_at",
+        "incarnation",
+        "member",
+        "place",
+        "precedence",
+        "since",
+        "status",
+        "version",
+        "why",
+    )
 
     def __init__(self, update: Update, now: float) -> None:
-        self.life: int = update.life
-        self.record: Record | None = update.record
+        self.incarnation: int = update.incarnation
+        self.member: Member | None = update.member
         self.status: Status = update.status
         self.version: int = update.version
         self.precedence: int = precedence(update.status, update.version)
@@ -61,14 +73,14 @@ class Entry:
 
     def as_update(self) -> Update:
         """The claim that tells others what is known here."""
-        return Update(self.life, self.status, self.version, None if self.ended else self.record, self.why)
+        return Update(self.incarnation, self.status, self.version, None if self.ended else self.member, self.why)
 
 
 class Table:
-    """All lives known to ``me``, one's own too."""
+    """All incarnations known to ``me``, one's own too."""
 
-    def __init__(self, me: Record, now: float) -> None:
-        self.me: int = me.life
+    def __init__(self, me: Member, now: float) -> None:
+        self.me: int = me.incarnation
         self.entries: dict[int, Entry] = {}
         self.others: list[int] = []
         """The members, alive or suspected, without oneself, in no order."""
@@ -79,7 +91,7 @@ class Table:
         self._digest = [0] * BUCKETS
         self._buckets: list[set[int]] = [set() for _ in range(BUCKETS)]
         self._ended: deque[tuple[float, int]] = deque()
-        self.apply(Update(me.life, Status.ALIVE, 0, me), now)
+        self.apply(Update(me.incarnation, Status.ALIVE, 0, me), now)
 
     # --- looking -----------------------------------------------------------------------------------------
 
@@ -89,41 +101,45 @@ class Table:
         return len(self.others) + 1
 
     @property
-    def my_record(self) -> Record:
-        record = self.entries[self.me].record
-        assert record is not None
-        return record
+    def myself(self) -> Member:
+        member = self.entries[self.me].member
+        assert member is not None
+        return member
 
-    def member(self, life: int) -> Entry | None:
-        """The entry of ``life`` if it is a member: alive or suspected."""
-        entry = self.entries.get(life)
+    def member(self, incarnation: int) -> Entry | None:
+        """The entry of ``incarnation`` if it is a member: alive or suspected."""
+        entry = self.entries.get(incarnation)
         return None if entry is None or entry.ended else entry
 
-    def members(self) -> list[Record]:
+    def members(self) -> list[Member]:
         """The records of all members, oneself included."""
-        lives = [self.me, *self.others]
-        return [record for life in lives if (record := self.entries[life].record) is not None]
+        incarnations = [self.me, *self.others]
+        return [member for incarnation in incarnations if (member := self.entries[incarnation].member) is not None]
 
-    def rivals(self, record: Record) -> list[Record]:
-        """Members of another life that hold the name or the rank of ``record``."""
-        lives = {self._by_name.get(record.name), self._by_rank.get(record.rank)} - {None, record.life}
-        return [rival for life in lives if life is not None and (rival := self.entries[life].record) is not None]
+    def rivals(self, member: Member) -> list[Member]:
+        """Members of another incarnation that hold the name or the rank of ``member``."""
+        incarnations = {self._by_name.get(member.name), self._by_rank.get(member.rank)} - {None, member.incarnation}
+        return [
+            rival
+            for incarnation in incarnations
+            if incarnation is not None and (rival := self.entries[incarnation].member) is not None
+        ]
 
-    def lowest_rank(self, *, trusted_only: bool = False) -> Record:
+    def lowest_rank(self, *, trusted_only: bool = False) -> Member:
         """The member of the lowest rank, oneself included; ``trusted_only`` leaves out who is suspected."""
-        best = self.my_record
-        for life in self.others:
-            entry = self.entries[life]
-            assert entry.record is not None
-            if entry.record.rank < best.rank and not (trusted_only and entry.status is Status.SUSPECTED):
-                best = entry.record
+        best = self.myself
+        for incarnation in self.others:
+            entry = self.entries[incarnation]
+            assert entry.member is not None
+            if entry.member.rank < best.rank and not (trusted_only and entry.status is Status.SUSPECTED):
+                best = entry.member
         return best
 
     # --- changing ----------------------------------------------------------------------------------------
 
     def apply(self, update: Update, now: float) -> Change:
         """Take ``update`` in if it is later than what is known."""
-        entry = self.entries.get(update.life)
+        entry = self.entries.get(update.incarnation)
         if entry is None:
             return self._add(update, now)
         rank = precedence(update.status, update.version)
@@ -145,54 +161,54 @@ class Table:
         return Change.DIED if update.status is Status.DEAD else Change.LEFT
 
     def _add(self, update: Update, now: float) -> Change:
-        if update.life in self.buried:
+        if update.incarnation in self.buried:
             return Change.NOTHING
         alive = update.status < Status.DEAD
-        if alive and update.record is None:
+        if alive and update.member is None:
             return Change.NOTHING  # who it is will be told another time
-        entry = self.entries[update.life] = Entry(update, now)
-        self._buckets[update.life % BUCKETS].add(update.life)
+        entry = self.entries[update.incarnation] = Entry(update, now)
+        self._buckets[update.incarnation % BUCKETS].add(update.incarnation)
         if not alive:
-            entry.record = None
-            self._ended.append((now, update.life))
+            entry.member = None
+            self._ended.append((now, update.incarnation))
             return Change.NOTED
-        assert entry.record is not None
+        assert entry.member is not None
         self._flip(entry)
-        self._by_name[entry.record.name] = self._by_rank[entry.record.rank] = update.life
-        self.highest_admission = max(self.highest_admission, entry.record.admission)
-        if update.life != self.me:
+        self._by_name[entry.member.name] = self._by_rank[entry.member.rank] = update.incarnation
+        self.highest_admission = max(self.highest_admission, entry.member.admission)
+        if update.incarnation != self.me:
             entry.place = len(self.others)
-            self.others.append(update.life)
+            self.others.append(update.incarnation)
         return Change.JOINED
 
     def _retire(self, entry: Entry, now: float) -> None:
-        record, life = entry.record, entry.life
-        assert record is not None
-        self._ended.append((now, life))
-        if self._by_name.get(record.name) == life:
-            del self._by_name[record.name]
-        if self._by_rank.get(record.rank) == life:
-            del self._by_rank[record.rank]
+        member, incarnation = entry.member, entry.incarnation
+        assert member is not None
+        self._ended.append((now, incarnation))
+        if self._by_name.get(member.name) == incarnation:
+            del self._by_name[member.name]
+        if self._by_rank.get(member.rank) == incarnation:
+            del self._by_rank[member.rank]
         if entry.place >= 0:
             last = self.others.pop()
-            if last != life:
+            if last != incarnation:
                 self.others[entry.place] = last
                 self.entries[last].place = entry.place
             entry.place = -1
 
-    def become(self, record: Record) -> None:
+    def become(self, member: Member) -> None:
         """A newcomer learns its admission number; it has told nobody anything yet."""
         entry = self.entries[self.me]
-        entry.record = record
-        self.highest_admission = max(self.highest_admission, record.admission)
+        entry.member = member
+        self.highest_admission = max(self.highest_admission, member.admission)
 
     def forget(self, ended_before: float) -> None:
         """Keep no more than the number of those who ended before that time."""
         while self._ended and self._ended[0][0] < ended_before:
-            _, life = self._ended.popleft()
-            del self.entries[life]
-            self._buckets[life % BUCKETS].discard(life)
-            self.buried.add(life)
+            _, incarnation = self._ended.popleft()
+            del self.entries[incarnation]
+            self._buckets[incarnation % BUCKETS].discard(incarnation)
+            self.buried.add(incarnation)
 
     # --- comparing with another table --------------------------------------------------------------------
 
@@ -208,22 +224,28 @@ class Table:
 
     def updates_in(self, buckets: Iterable[int]) -> tuple[Update, ...]:
         """All that is known in these buckets, the dead included."""
-        return tuple(self.entries[life].as_update() for bucket in buckets for life in sorted(self._buckets[bucket]))
+        return tuple(
+            self.entries[incarnation].as_update() for bucket in buckets for incarnation in sorted(self._buckets[bucket])
+        )
 
     def better_than(self, buckets: Iterable[int], updates: Iterable[Update]) -> tuple[Update, ...]:
         """What is known here, in these buckets, later than or not among ``updates``."""
-        theirs = {update.life: precedence(update.status, update.version) for update in updates}
+        theirs = {update.incarnation: precedence(update.status, update.version) for update in updates}
         better = [
-            self.entries[life].as_update()
+            self.entries[incarnation].as_update()
             for bucket in buckets
-            for life in sorted(self._buckets[bucket])
-            if self.entries[life].precedence > theirs.get(life, -1)
+            for incarnation in sorted(self._buckets[bucket])
+            if self.entries[incarnation].precedence > theirs.get(incarnation, -1)
         ]
-        better += [Update(life, Status.DEAD, 0, None, "ended long ago") for life in theirs if life in self.buried]
+        better += [
+            Update(incarnation, Status.DEAD, 0, None, "ended long ago")
+            for incarnation in theirs
+            if incarnation in self.buried
+        ]
         return tuple(better)
 
     def _flip(self, entry: Entry) -> None:
         """Put a member's claim into the digest, or take it out again: the same operation."""
-        mixed = (entry.life * 0x9E3779B97F4A7C15 + entry.precedence * 0xC2B2AE3D27D4EB4F) & _WORD
+        mixed = (entry.incarnation * 0x9E3779B97F4A7C15 + entry.precedence * 0xC2B2AE3D27D4EB4F) & _WORD
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _WORD
-        self._digest[entry.life % BUCKETS] ^= mixed ^ (mixed >> 32)
+        self._digest[entry.incarnation % BUCKETS] ^= mixed ^ (mixed >> 32)

@@ -1,6 +1,6 @@
 """Coming in: asking a sponsor until it answers, and confirming the one offer that is taken.
 
-The other side, sponsor and arbiter, is `joining.py`, with the table of messages. A life has one admission number, so
+The other side, sponsor and arbiter, is `joining.py`, with the table of messages. A member has one admission number, so
 only the first offer is confirmed. A sponsor that is gone does not answer; then the driver names another (``ask``).
 """
 
@@ -41,7 +41,7 @@ class Newcomer:
     def ask(self, via: int, now: float) -> None:
         """Ask ``via``, from now on, to be let in."""
         self._via = via
-        self._outbox.send(via, Join(self._table.my_record))
+        self._outbox.send(via, Join(self._table.myself))
         self._due = now + self._options.probe_timeout_s
         self._timers.set(self._due, self._ask_again)
 
@@ -65,6 +65,6 @@ class Newcomer:
         """Confirm it, the first one only."""
         if decision.why_not:
             self._refuse(decision.why_not)
-        elif decision.record.life == self._table.me and not self._table.my_record.admission:
-            self._table.become(decision.record)
-            self._outbox.send(self._via, Join(decision.record))
+        elif decision.member.incarnation == self._table.me and not self._table.myself.admission:
+            self._table.become(decision.member)
+            self._outbox.send(self._via, Join(decision.member))

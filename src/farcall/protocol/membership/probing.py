@@ -140,16 +140,16 @@ class Prober:
         self._others_when_heard = len(self._table.others)
         self._timers.set(now + self._random.random() * self._options.probe_interval_s, self._take_turn)
 
-    def include(self, life: int) -> None:
+    def include(self, incarnation: int) -> None:
         """A newcomer."""
-        self._turns.include(life)
+        self._turns.include(incarnation)
 
-    def exclude(self, life: int) -> None:
-        """``life`` has ended."""
-        self._probes.pop(life, None)
-        self._refused_at.pop(life, None)
-        for asker in sorted(self._askers.pop(life, ())):
-            self._outbox.send(asker, Deny(life, self._outbox.news(asker, life)))
+    def exclude(self, incarnation: int) -> None:
+        """``incarnation`` has ended."""
+        self._probes.pop(incarnation, None)
+        self._refused_at.pop(incarnation, None)
+        for asker in sorted(self._askers.pop(incarnation, ())):
+            self._outbox.send(asker, Deny(incarnation, self._outbox.news(asker, incarnation)))
 
     def _take_turn(self, due: float, now: float) -> None:
         if self._is_late(due, now):
@@ -160,8 +160,8 @@ class Prober:
         interval_s = self._options.probe_interval_s
         for _ in range(min(TRIES_PER_TURN, len(self._table.others))):
             entry = self._turns.next()
-            if entry is not None and now - entry.heard_at >= interval_s and entry.life not in self._probes:
-                self.start(entry.life, now)
+            if entry is not None and now - entry.heard_at >= interval_s and entry.incarnation not in self._probes:
+                self.start(entry.incarnation, now)
                 break
         # Uneven steps, so that members never fall into step with each other.
         self._timers.set(now + interval_s * (0.9 + 0.2 * self._random.random()), self._take_turn)
@@ -190,7 +190,11 @@ class Prober:
     def _ask_others(self, probe: Probe) -> None:
         others, count = self._table.others, self._options.indirect_probes
         drawn = self._random.sample(others, min(len(others), 2 * count + 2))
-        trusted = [life for life in drawn if self._table.entries[life].status is Status.ALIVE and life != probe.target]
+        trusted = [
+            incarnation
+            for incarnation in drawn
+            if self._table.entries[incarnation].status is Status.ALIVE and incarnation != probe.target
+        ]
         for helper in trusted[:count]:
             probe.helpers.add(helper)
             self._outbox.send(helper, Ask(probe.target, self._outbox.news(helper, probe.target)))
@@ -228,18 +232,18 @@ class Prober:
 
     # --- what is heard -----------------------------------------------------------------------------------
 
-    def on_heard(self, life: int, now: float) -> None:
-        """Anything came from ``life``, a member."""
+    def on_heard(self, incarnation: int, now: float) -> None:
+        """Anything came from ``incarnation``, a member."""
         self.heard_anybody_at = now
         self._others_when_heard = len(self._table.others)
-        self._table.entries[life].heard_at = now
-        if life in self._refused_at:
-            del self._refused_at[life]
-        if life in self._askers:
-            for asker in sorted(self._askers.pop(life)):
-                self._outbox.send(asker, Vouch(life, self._outbox.news(asker, life)))
-        if life in self._probes:
-            self._end(self._probes[life], Outcome.ANSWERED, now)
+        self._table.entries[incarnation].heard_at = now
+        if incarnation in self._refused_at:
+            del self._refused_at[incarnation]
+        if incarnation in self._askers:
+            for asker in sorted(self._askers.pop(incarnation)):
+                self._outbox.send(asker, Vouch(incarnation, self._outbox.news(asker, incarnation)))
+        if incarnation in self._probes:
+            self._end(self._probes[incarnation], Outcome.ANSWERED, now)
 
     def on_vouch(self, target: int, now: float) -> None:
         """Somebody has heard from ``target``, though we have not."""

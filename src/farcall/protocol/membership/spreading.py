@@ -43,9 +43,9 @@ class Spreading:
         """Compare tables from now on."""
         self._timers.set(now + self._options.sync_interval_s * self._random.random(), self._compare)
 
-    def include(self, life: int) -> None:
+    def include(self, incarnation: int) -> None:
         """A newcomer."""
-        self._turns.include(life)
+        self._turns.include(incarnation)
 
     def spread(self, update: Update, now: float) -> None:
         """Let everybody know."""
@@ -58,7 +58,7 @@ class Spreading:
         for _ in range(min(GOSSIP_FANOUT, len(self._table.others))):
             entry = self._turns.next()
             if entry is not None and self._gossip:
-                self._outbox.gossip(entry.life)
+                self._outbox.gossip(entry.incarnation)
         self._is_due = bool(self._gossip) and bool(self._table.others)
         if self._is_due:
             self._timers.set(now + self._options.gossip_interval_s, self._pass_on)

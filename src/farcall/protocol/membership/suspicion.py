@@ -22,10 +22,10 @@ __all__ = ["Suspicion", "Suspicions"]
 class Suspicion:
     """One suspected member. ``own``: it did not answer us, rather than somebody else."""
 
-    __slots__ = ("due", "life", "own", "since", "version")
+    __slots__ = ("due", "incarnation", "own", "since", "version")
 
-    def __init__(self, life: int, version: int, own: bool, now: float) -> None:
-        self.life: int = life
+    def __init__(self, incarnation: int, version: int, own: bool, now: float) -> None:
+        self.incarnation: int = incarnation
         self.version: int = version
         self.own: bool = own
         self.since: float = now
@@ -45,32 +45,32 @@ class Suspicions:
         self._prober = prober
         self._suspicions: dict[int, Suspicion] = {}
 
-    def begin(self, life: int, version: int, own: bool, now: float) -> None:
-        """``life`` is suspected; told again with ``own``, the shorter time counts, from the beginning."""
-        known = self._suspicions.get(life)
+    def begin(self, incarnation: int, version: int, own: bool, now: float) -> None:
+        """``incarnation`` is suspected; told again with ``own``, the shorter time counts, from the beginning."""
+        known = self._suspicions.get(incarnation)
         if known is not None and known.version == version:
             if own and not known.own:
                 known.own = True
                 self._set(known, max(now, known.since + self._patience_s(known)))
             return
-        suspicion = self._suspicions[life] = Suspicion(life, version, own, now)
+        suspicion = self._suspicions[incarnation] = Suspicion(incarnation, version, own, now)
         self._set(suspicion, now + self._patience_s(suspicion))
 
-    def end(self, life: int) -> None:
+    def end(self, incarnation: int) -> None:
         """It has refuted, or ended."""
-        self._suspicions.pop(life, None)
+        self._suspicions.pop(incarnation, None)
 
-    def stands(self, life: int) -> bool:
-        return life in self._suspicions
+    def stands(self, incarnation: int) -> bool:
+        return incarnation in self._suspicions
 
-    def age_s(self, life: int, now: float) -> float:
-        """For how long ``life`` has been suspected; 0 if it is not. From any thread."""
-        suspicion = self._suspicions.get(life)
+    def age_s(self, incarnation: int, now: float) -> float:
+        """For how long ``incarnation`` has been suspected; 0 if it is not. From any thread."""
+        suspicion = self._suspicions.get(incarnation)
         return 0.0 if suspicion is None else now - suspicion.since
 
-    def renew(self, life: int, now: float) -> None:
+    def renew(self, incarnation: int, now: float) -> None:
         """It was heard, or our own eyes are not to be trusted: all its time again."""
-        suspicion = self._suspicions.get(life)
+        suspicion = self._suspicions.get(incarnation)
         if suspicion is not None:
             suspicion.since = now
             self._set(suspicion, now + self._patience_s(suspicion))
@@ -85,10 +85,10 @@ class Suspicions:
         self._timers.set(due, partial(self._is_over, suspicion))
 
     def _is_over(self, suspicion: Suspicion, due: float, now: float) -> None:
-        life = suspicion.life
-        if self._suspicions.get(life) is not suspicion or suspicion.due != due:
+        incarnation = suspicion.incarnation
+        if self._suspicions.get(incarnation) is not suspicion or suspicion.due != due:
             return
-        heard_meanwhile = self._table.entries[life].heard_at > suspicion.since
+        heard_meanwhile = self._table.entries[incarnation].heard_at > suspicion.since
         if heard_meanwhile:
-            self.renew(life, now)
-        self._prober.start(life, now, urgent=True, last=not heard_meanwhile)
+            self.renew(incarnation, now)
+        self._prober.start(incarnation, now, urgent=True, last=not heard_meanwhile)

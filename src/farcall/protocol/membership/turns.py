@@ -22,11 +22,11 @@ class Turns:
         self._table = table
         self._left: list[int] = []
 
-    def include(self, life: int) -> None:
+    def include(self, incarnation: int) -> None:
         """A newcomer."""
         left = self._left
         place = int(self._random.random() * (len(left) + 1))
-        left.append(life)
+        left.append(incarnation)
         left[place], left[-1] = left[-1], left[place]
 
     def next(self) -> Entry | None:

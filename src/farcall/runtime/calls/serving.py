@@ -138,7 +138,7 @@ class Server:
 
     def find(self, peer: Peer, call_id: int) -> Request | None:
         """The request of that number, if it is not answered yet."""
-        return self.unanswered.get((peer.member, call_id))
+        return self.unanswered.get((peer.number, call_id))
 
     @property
     def awaited(self) -> int:
@@ -151,7 +151,7 @@ class Server:
     def accept(self, peer: Peer, frame: Arrived) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
         request = self.kept_request(self, peer, frame) if frame[1] & KEEP else Request(self, peer, frame)
-        self.unanswered[peer.member, frame[2]] = request
+        self.unanswered[peer.number, frame[2]] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame[3]
         task: Task = request if self.wrap is None else self.wrap(request)
@@ -187,7 +187,7 @@ class Server:
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
-        request = self.unanswered.get((peer.member, call_id))
+        request = self.unanswered.get((peer.number, call_id))
         if request is not None:
             request.cancelled = True
             if self.on_answered is not None:
@@ -205,7 +205,7 @@ class Server:
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
-        self.unanswered.pop((request.peer.member, request.frame[2]), None)
+        self.unanswered.pop((request.peer.number, request.frame[2]), None)
         if self.on_answered is not None:
             self.on_answered()
 

@@ -28,7 +28,8 @@ from farcall.protocol.handshake import (
     refuse,
 )
 from farcall.protocol.resumption import resumption_of
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
@@ -69,6 +70,7 @@ class PeerListener:
 
     def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
         self._loop = loop
+        self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
         self._told: set[str] = set()
@@ -135,7 +137,7 @@ class PeerListener:
             handshake = Handshake(Role.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
-            self._loop.attend_by(guest.deadline)
+            self._timer.at(guest.deadline)
             descriptor = transport.fileno()
             if descriptor is None:
                 transport.watch(lambda guest=guest: self._loop.call_soon(lambda: self._hear(guest)), None)  # type: ignore[misc]
@@ -213,8 +215,8 @@ class PeerListener:
             level = logging.WARNING
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 
-    def tick(self, now: float) -> float:
-        """On the I/O thread: show out those who take too long."""
+    def _show_out_late(self, now: float) -> float:
+        """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
         nearest = NEVER
         for guest in list(self._guests):
             if guest.deadline <= now:

@@ -14,10 +14,11 @@ from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity
 from farcall.protocol.introduction import HOST, for_the_first_time, is_for_the_first_time
+from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.listener import PeerListener, Returning, dial_member
 from farcall.runtime.peers.peer import RemotePeer
-from farcall.runtime.rendezvous.rendezvous import MemberRecord, Membership
+from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.transport.interface import Transport, TransportError
 
 
@@ -44,7 +45,7 @@ class Mesh:
         options: RpcBackendOptions,
         connected: Mapping[int, RemotePeer],
         changed: Gate,
-        is_over: Callable[[str], bool] = lambda incarnation: False,
+        is_over: Callable[[int], bool] = lambda incarnation: False,
     ) -> None:
         """``connected`` grows, and ``changed`` opens, whenever a member was connected, on whatever thread.
 
@@ -96,7 +97,7 @@ class Mesh:
             raise self._missing(missing, failures, door.refusals)
 
     def _missing(
-        self, members: Sequence[MemberRecord], failures: Mapping[int, str], refusals: Mapping[str, str]
+        self, members: Sequence[Member], failures: Mapping[int, str], refusals: Mapping[str, str]
     ) -> MissingPeers:
         whys = {member.name: failures.get(member.rank) or refusals.get(member.name) for member in members}
         named = [
@@ -111,7 +112,7 @@ class Mesh:
         )
         return MissingPeers(f"{self._name} could not be connected to {', '.join(named)}{advice}", list(whys))
 
-    def ways_to(self, member: MemberRecord) -> list[str]:
+    def ways_to(self, member: Member) -> list[str]:
         """The addresses of ``member`` that may work from here, the best first."""
         allowed = self._options.allowed_transports
         usable = usable_ways(member.addresses, member.host_token, allowed)
@@ -125,10 +126,10 @@ class Mesh:
     def _why_not_admitted(self, peer: Identity) -> str | None:
         for member in self._membership.members:
             if member.rank == peer.rank and member.name == peer.name:
-                if member.incarnation != peer.process_token:
+                if member.incarnation != peer.incarnation:
                     return f"{peer.name} is another process than the one that joined"
                 before = self._connected.get(peer.rank)
-                if before is not None and (before.broken or self._is_over(peer.process_token)):
+                if before is not None and (before.broken or self._is_over(peer.incarnation)):
                     return None  # it may come in, to be told so
                 if before is None:
                     return None

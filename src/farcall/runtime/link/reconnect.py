@@ -34,7 +34,6 @@ from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.redial import FIRST_PAUSE_S, Finding, Redial
 from farcall.runtime.peers.peer import RemotePeer
-from farcall.runtime.rendezvous.records import life_of
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -79,7 +78,7 @@ class Reconnecting:
         self._ways_to = ways_to
         self._loop = loop
         self._wrap = wrap
-        self._bonds: dict[str, Bond] = {}  # by incarnation
+        self._bonds: dict[int, Bond] = {}  # by incarnation
         self._stopped = False
         self.starting: bool = True
         """Are there members that this node has yet to connect to for the first time?"""
@@ -94,8 +93,8 @@ class Reconnecting:
         """Told, on the I/O thread, that a member's process is not there any more."""
         self.is_trusted: Callable[[RemotePeer], bool] = lambda peer: False
         """Is a member heard by others, although not by us? From any thread."""
-        self.is_dialling: Callable[[int], bool] = lambda life: False
-        """Is that life being connected to for the first time, after the start?"""
+        self.is_dialling: Callable[[int], bool] = lambda incarnation: False
+        """Is that incarnation being connected to for the first time, after the start?"""
 
     def begin(self, peer: RemotePeer, established: Established, dialled: bool) -> None:
         """A member is connected for the first time."""
@@ -224,8 +223,8 @@ class Reconnecting:
         """
         resumption = resumption_of(identity)
         assert resumption is not None
-        bond = self._bonds.get(identity.process_token)
-        dialling = self.starting or self.is_dialling(life_of(identity.process_token))
+        bond = self._bonds.get(identity.incarnation)
+        dialling = self.starting or self.is_dialling(identity.incarnation)
         if bond is None and resumption.received is None and dialling and not self._stopped:
             return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
         if (
@@ -259,7 +258,7 @@ class Reconnecting:
         if resumption is None or resumption.received is None:
             transport.close()  # it only asked
             return
-        self._attach(self._bonds[established.peer.process_token], transport, established, resumption.received)
+        self._attach(self._bonds[established.peer.incarnation], transport, established, resumption.received)
 
     def _attach(self, bond: Bond, transport: Transport, established: Established, received: int) -> None:
         peer = bond.peer

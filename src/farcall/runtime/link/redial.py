@@ -67,7 +67,7 @@ class Redial:
     def __init__(
         self,
         name: str,
-        incarnation: str,
+        incarnation: int,
         ways: Sequence[str],
         lost: Transport,
         me: Identity,
@@ -214,7 +214,7 @@ class Redial:
                 return None
             until = monotonic() + min(PROVE_S, self._remaining_s())
             established = prove(transport, self._name, self._me, self._secret, until)
-            if established.peer.process_token != self._incarnation:
+            if established.peer.incarnation != self._incarnation:
                 raise _Vanished("another process has its address and name")
             if not self._resumes:
                 return None

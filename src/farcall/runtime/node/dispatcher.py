@@ -233,13 +233,13 @@ class Dispatcher:
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         peer.leaving = True
         if peer.known:
-            self._watch().on_goodbye(peer.life)
+            self._watch().on_goodbye(peer.incarnation)
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer.info.id, message)
 
     def _on_news(self, peer: RemotePeer, message: Message) -> None:
-        self._watch().on_message(peer.life, message)
+        self._watch().on_message(peer.incarnation, message)
 
 
 def _with_profile(message: Arrived, wanted: ProfileWanted) -> Arrived:

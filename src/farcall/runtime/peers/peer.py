@@ -33,22 +33,21 @@ from farcall.protocol.frames import (
     encode_frame,
     encode_small,
 )
+from farcall.protocol.member import incarnation_text
 from farcall.protocol.session import Unkept
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.reader import reading
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import unkept_for
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SharedMemorySender
-from farcall.runtime.rendezvous.records import life_of
 from farcall.serialize import Annotated, has_devices, withdraw
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-ORIGIN_BITS = 16
 SHARED_BYTES = 16 * 1024
 """Buffers of at least this size are worth a place in a shared segment."""
 
@@ -63,37 +62,30 @@ class Peer:
         "full",
         "incarnation",
         "info",
-        "life",
-        "member",
-        "origin",
+        "number",
         "served",
     )
 
     devices: Any
     """A `DeviceLink`, where a device map leads to this peer or from it; else None."""
     info: WorkerInfo
-    incarnation: str
+    incarnation: int
     """Which start of that worker: another process may have its name and rank some day."""
-    life: int
-    """The same as a number."""
-    member: int
-    """Its number in references and gradients: the rank in a group of fixed size, else the incarnation."""
-    origin: int
-    """What the ids of its autograd contexts begin with: the rank, then 16 bits that tell incarnations apart."""
+    number: int
+    """What stands for this member in references and gradients.
+
+    In a group of fixed size the rank, which programs see (torch prints it as ``created_on``); else the incarnation,
+    since ranks are given away again. An incarnation is never as small as a rank.
+    """
     full: Fullness | None
     """Has it said that too many calls wait there?"""
 
-    def __init__(self, info: WorkerInfo, incarnation: str, is_static: bool) -> None:
+    def __init__(self, info: WorkerInfo, incarnation: int, is_static: bool) -> None:
         """``is_static``: in a group of fixed size, where a rank is never given again."""
-        self.life = life = life_of(incarnation)
         self.devices = None
         self.info = info
         self.incarnation = incarnation
-        self.member = info.id if is_static else life
-        if is_static:
-            self.origin = info.id << ORIGIN_BITS
-        else:  # any rank will do: two that share an origin by chance begin to count at different numbers
-            self.origin = (info.id & 0x7FFF) << ORIGIN_BITS | (life & ((1 << ORIGIN_BITS) - 1))
+        self.number = info.id if is_static else incarnation
         self.full = None
         self.called: FunctionCounters = {}
         """How calls to this peer ended."""
@@ -187,7 +179,7 @@ class RemotePeer(Peer):
     def __init__(
         self,
         info: WorkerInfo,
-        incarnation: str,
+        incarnation: int,
         is_static: bool,
         write_later: Callable[[Callable[[], None]], None],
         here: WorkerInfo,
@@ -229,7 +221,9 @@ class RemotePeer(Peer):
         awaited: Awaited | None = None,
     ) -> None:
         if self.leaving and kind == REQUEST:
-            raise PeerDead(f"{self.info.name} has left", Delivery.NOT_SENT, self.info, self.incarnation)
+            raise PeerDead(
+                f"{self.info.name} has left", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
+            )
         if self.segments is not None and self.segments.has_releases:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:

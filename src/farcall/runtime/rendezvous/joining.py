@@ -22,12 +22,12 @@ from typing import NamedTuple, Protocol
 from farcall.errors import BadRank, DuplicateName, HandshakeRefused, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
+from farcall.protocol.member import Member
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.listener import prove
 from farcall.runtime.link.mesh import usable_ways
 from farcall.runtime.rendezvous.contacts import Contacts, Group, cluster_of
-from farcall.runtime.rendezvous.records import MemberRecord
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
@@ -65,7 +65,7 @@ class Candidate(Protocol):
         """There is nobody: be the first member."""
 
 
-def found_group(place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions, deadline: float) -> Found:
+def found_group(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Found:
     """Find out where to ask; with a store, ``me`` is on its list afterwards."""
     given = options.secret_bytes
     if place.contacts:
@@ -97,7 +97,7 @@ class Joining:
     def __init__(
         self,
         place: MeetingPlace,
-        me: MemberRecord,
+        me: Member,
         options: RpcBackendOptions,
         contacts: Contacts | None,
         secret: bytes,
@@ -113,7 +113,7 @@ class Joining:
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._gone: set[int] = set()
 
     def run(self, deadline: float) -> None:
         """Return when this node is a member; raises ``InitError``."""
@@ -180,7 +180,7 @@ class Joining:
         except Exception as error:
             logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
 
-    def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: str = "") -> bool | None:
+    def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: int = 0) -> bool | None:
         """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
         refused = bool(ways)
         self._why.pop(name, None)
@@ -197,7 +197,7 @@ class Joining:
             try:
                 until = min(deadline, monotonic() + PROVE_S)
                 established = prove(transport, name or None, self._identity, self._secret, until)
-                if incarnation and established.peer.process_token != incarnation:
+                if incarnation and established.peer.incarnation != incarnation:
                     return None
                 if IS_MEMBER not in established.peer.capabilities:
                     return False
