@@ -37,7 +37,7 @@ from farcall.protocol.frames import LETTER, REQUEST, Arrived
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
@@ -100,20 +100,19 @@ class Recorder:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.worker_id: int = node.me.member
-        self.origin: int = node.me.origin
+        self.worker_id: int = node.me.number
+        self.origin: int = _origin_of(node.me)
         self.knows = node.is_peer
         self._held_back: dict[int, list[Message]] = {}
         self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
-        self._flush_at = NEVER
+        self._flush_timer = node.timer(self._flush_held_back)
         self._quick: dict[int, bool] = {}
         self._gone: dict[int, WorkerInfo] = {}
         self.contexts: Contexts = Contexts(self, 0 if node.is_static else secrets.randbits(31))
-        node.on_peer_joined(lambda peer: self.contexts.worker_joined(peer.origin))
+        node.on_peer_joined(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(self._close)
         node.wait_for(lambda: self.contexts.backward_calls)
-        node.add_ticker(self)
         node.on_letter(GRADIENTS, self.take_frame)
         node.dispatcher.find_recording = self.with_context
 
@@ -164,17 +163,17 @@ class Recorder:
             passes = []
             devices.on_default_streams(lambda: passes.extend(self._deliver(peer, frame)))
         for local in passes:
-            work = _Work(self, peer.member, local)
+            work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
-            kept = peer.run_inline(work) if is_last and self._quick.get(peer.member) else None
+            kept = peer.run_inline(work) if is_last and self._quick.get(peer.number) else None
             if kept is None:
                 self.node.executor.submit(work)
             elif not kept:
-                self._quick[peer.member] = False
+                self._quick[peer.number] = False
 
     def _deliver(self, peer: Peer, frame: Arrived) -> list[LocalPass]:
         try:
-            return self.contexts.deliver(peer.member, decode_messages(frame, peer))
+            return self.contexts.deliver(peer.number, decode_messages(frame, peer))
         except RpcError as error:
             name = self.node.info.name
             logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
@@ -182,9 +181,9 @@ class Recorder:
 
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send messages, and waits for nobody.
-        self._gone[peer.member] = peer.info
-        self._held_back.pop(peer.member, None)
-        self.contexts.worker_lost(peer.member, f"{peer.info.name} is gone", peer.origin)
+        self._gone[peer.number] = peer.info
+        self._held_back.pop(peer.number, None)
+        self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", _origin_of(peer))
 
     def _close(self) -> None:
         """The node ends: let go of every graph."""
@@ -207,6 +206,8 @@ class Recorder:
             held_back = self._held_back.pop(worker_id, None)
         if held_back is not None:
             messages = [*messages, *held_back]
+        elif not messages:
+            return  # another thread was faster
         flags, payload, buffers = encode_messages(messages, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
@@ -222,21 +223,18 @@ class Recorder:
     def send_later(self, worker_id: int, message: Message) -> None:
         with self._held_back_lock:
             self._held_back.setdefault(worker_id, []).append(message)
-        if self._flush_at == NEVER:
-            # Once for all that gather until then: in a training loop most of them travel with a frame of the next step.
-            self._flush_at = monotonic() + HELD_BACK_S
-            self.node.attend_by(self._flush_at)
+        if self._flush_timer.due == NEVER:
+            # Once for all that gather until then: in a training loop most travel with a frame of the next step.
+            self._flush_timer.at(monotonic() + HELD_BACK_S)
 
-    def tick(self, now: float) -> float:
+    def _flush_held_back(self, now: float) -> float:
         """On the I/O thread: send what found no frame to travel with."""
-        if now >= self._flush_at:
-            self._flush_at = NEVER
-            for worker_id in list(self._held_back):
-                try:
-                    self.send(worker_id, ())
-                except RpcError:
-                    pass  # the worker is gone, and its contexts with it
-        return self._flush_at
+        for worker_id in list(self._held_back):
+            try:
+                self.send(worker_id, ())
+            except RpcError:
+                pass  # the worker is gone, and its contexts with it
+        return NEVER
 
     def submit(self, local: LocalPass) -> None:
         self.node.executor.submit(_Work(self, -1, local))
@@ -303,6 +301,17 @@ class _Work:
 
     def drop(self) -> None:
         pass  # the node has ended, and every context with it
+
+
+def _origin_of(peer: Peer) -> int:
+    """The first bits of the ids of a worker's contexts: its rank, then 16 bits that tell incarnations apart.
+
+    Two incarnations that share an origin by chance begin to count at different numbers.
+    """
+    rank = peer.info.id
+    if peer.number == rank:
+        return rank << 16  # in a group of fixed size, where a rank is never given away again
+    return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)
 
 
 def attach_to(node: Node) -> None:
