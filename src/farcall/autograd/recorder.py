@@ -33,7 +33,7 @@ from farcall.autograd.passes import Event, Gradient, LocalPass, Message
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import gradients as protocol
-from farcall.protocol.frames import LETTER, REQUEST, Arrived
+from farcall.protocol.frames import LETTER, REQUEST, Frame
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
@@ -41,7 +41,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated, decode, encode
+from farcall.serialize import read_value, withdraw, write_value
 
 __all__ = ["GRADIENTS", "Recorder", "attach_to", "decode_messages", "encode_messages"]
 
@@ -58,8 +58,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
 
 
-def encode_messages(messages: Sequence[Message], peer: Peer) -> tuple[int, bytes, Sequence[memoryview]]:
-    """The flags, payload and buffers of a frame."""
+def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
+    """The frame of ``messages``."""
     steering: list[protocol.Message] = []
     carried: list[tuple[int, int, int, int, list[torch.Tensor | None] | None]] = []
     for message in messages:
@@ -71,22 +71,22 @@ def encode_messages(messages: Sequence[Message], peer: Peer) -> tuple[int, bytes
             steering.append(message)  # type: ignore[arg-type]
     written = _encoder.encode(steering) if steering else b""
     if not carried:
-        return 0, written, ()
-    return 1, *encode((written, carried), peer)
+        return Frame(LETTER, 0, GRADIENTS, payload=written)
+    frame = Frame(LETTER, 1, GRADIENTS)
+    write_value(frame, (written, carried), peer)
+    return frame
 
 
-def decode_messages(frame: Arrived, peer: Peer) -> list[Message]:
+def decode_messages(frame: Frame, peer: Peer) -> list[Message]:
     """The messages in a frame, or ``ProtocolError``."""
-    _, flags, _, _, _, payload, buffers = frame
-    steering, carried = decode(payload, buffers, peer) if flags else (payload, ())
+    steering, carried = read_value(frame, peer) if frame.flags else (frame.payload, ())
     try:
         messages: list[Message] = [] if carried and not steering else [*_decoder.decode(steering)]
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"cannot read gradient messages of {len(steering)} bytes: {error}") from error
     for context_id, origin, number, message_id, gradients in carried:
         messages.append(Gradient(context_id, PassId(origin, number), message_id, gradients))
-    if buffers:
-        buffers.clear()  # the reader's frames further up the stack hold the same list
+    frame.buffers = ()  # the reader, further up the stack, holds the frame
     return messages
 
 
@@ -114,7 +114,7 @@ class Recorder:
         node.on_end(self._close)
         node.wait_for(lambda: self.contexts.backward_calls)
         node.on_letter(GRADIENTS, self.take_frame)
-        node.dispatcher.find_recording = self.with_context
+        node.dispatcher.find_recording = self.find_context
 
     # --- for programs -------------------------------------------------------------------------------------
 
@@ -140,21 +140,16 @@ class Recorder:
 
     # --- what arrives -------------------------------------------------------------------------------------
 
-    def with_context(self, message: Arrived, notes: Notes) -> Arrived:
-        """``message`` with the context that its notes name."""
+    def find_context(self, frame: Frame, notes: Notes) -> None:
+        """Give ``frame`` the context that its notes name."""
         contexts = self.contexts
         # An answer brings no context to life: its caller's has been released if it is not here.
-        find = contexts.admit if message[0] == REQUEST else contexts.find
+        find = contexts.admit if frame.kind == REQUEST else contexts.find
         recording = find(notes.context_id)
-        if recording is None:
-            return message
-        buffers = message[6]
-        if not isinstance(buffers, Annotated):
-            buffers = Annotated(buffers, [])
-        buffers.recording, buffers.message_id = recording, notes.message_id
-        return (*message[:6], buffers)
+        if recording is not None:
+            frame.recording, frame.message_id = recording, notes.message_id
 
-    def take_frame(self, peer: Peer, frame: Arrived) -> None:
+    def take_frame(self, peer: Peer, frame: Frame) -> None:
         """On the thread that reads: hand the messages to the contexts, then see to the passes that they set off."""
         devices = self.node.devices
         if devices is None:
@@ -171,7 +166,7 @@ class Recorder:
             elif not kept:
                 self._quick[peer.number] = False
 
-    def _deliver(self, peer: Peer, frame: Arrived) -> list[LocalPass]:
+    def _deliver(self, peer: Peer, frame: Frame) -> list[LocalPass]:
         try:
             return self.contexts.deliver(peer.number, decode_messages(frame, peer))
         except RpcError as error:
@@ -208,16 +203,15 @@ class Recorder:
             messages = [*messages, *held_back]
         elif not messages:
             return  # another thread was faster
-        flags, payload, buffers = encode_messages(messages, peer)
+        frame = encode_messages(messages, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
         if awaited is not None and awaited.machine.deadline is not None:
             deadline = awaited.machine.deadline
         try:
-            peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline, False, awaited)
+            peer.send(frame, deadline, awaited=awaited)
         except BaseException:
-            if isinstance(buffers, Annotated):
-                buffers.withdraw()
+            withdraw(frame)
             raise
 
     def send_later(self, worker_id: int, message: Message) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from farcall.autograd.passes import Gradient, Message
 from farcall.autograd.recorder import GRADIENTS, decode_messages, encode_messages
-from farcall.protocol.frames import LETTER, Arrived
+from farcall.protocol.frames import LETTER, Frame
 from farcall.protocol.gradients import AbortPass, PassDone, PassFailed, PassId, ReleaseContext, StartPass
 from farcall.protocol.messages import ProtocolError
 
@@ -18,9 +18,7 @@ PASS = PassId(3, 7)
 
 
 def there_and_back(messages: list[Message]) -> list[Message]:
-    flags, payload, buffers = encode_messages(messages, NOBODY)
-    frame: Arrived = (LETTER, flags, GRADIENTS, b"", b"", payload, list(buffers))
-    return decode_messages(frame, NOBODY)
+    return decode_messages(encode_messages(messages, NOBODY), NOBODY)
 
 
 def test_what_steers_a_pass() -> None:
@@ -32,8 +30,8 @@ def test_what_steers_a_pass() -> None:
         ReleaseContext(5),
     ]
     assert there_and_back(messages) == messages
-    flags, _, buffers = encode_messages(messages, NOBODY)
-    assert (flags, buffers) == (0, ())
+    frame = encode_messages(messages, NOBODY)
+    assert (frame.flags, frame.buffers) == (0, ())
 
 
 def test_gradients_come_after_it() -> None:
@@ -63,4 +61,4 @@ def test_gradients_come_after_it() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"\x91\x81\xa4type\xa4Nope"])
 def test_what_is_no_message_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot read gradient messages"):
-        decode_messages((LETTER, 0, GRADIENTS, b"", b"", payload, ()), NOBODY)
+        decode_messages(Frame(LETTER, 0, GRADIENTS, payload=payload), NOBODY)
