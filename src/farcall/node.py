@@ -12,15 +12,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from farcall.autograd.recorder import attach_to
+from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observability import Observability
-from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
-from farcall.observe.threads import take_snapshot
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
@@ -92,7 +91,7 @@ class Node:
                 self._rank,
                 self._world_size,
                 options,
-                parts=(attach_to, NodeReferences, Observability),
+                parts=(Recorder, NodeReferences, Observability),
                 make_calls=make_calls,
             )
         except BaseException:
