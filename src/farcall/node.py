@@ -212,7 +212,7 @@ def leave(runtime: Runtime, graceful: bool, timeout_s: float, checks_leaks: bool
     if not runtime.running:
         runtime.shutdown(graceful, timeout_s)  # an expelled node is ending by itself: wait for that
         return
-    parting = runtime.part(NodeReferences).parting
-    parting.checks_leaks = checks_leaks and graceful
+    references = runtime.part(NodeReferences).shutdown
+    references.checks_leaks = checks_leaks and graceful
     runtime.shutdown(graceful, timeout_s)
-    parting.raise_leaks()
+    references.raise_leaks()
