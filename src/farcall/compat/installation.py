@@ -42,7 +42,7 @@ REPLACED = {
     "torch.distributed.rpc": "farcall.compat.rpc",
     "torch.distributed.rpc._testing": "farcall.compat.rpc.faults",
     "torch.distributed.rpc._testing.faulty_agent_backend_registry": "farcall.compat.rpc.faults",
-    "torch.distributed.rpc._utils": "farcall.compat.rpc.membership",
+    "torch.distributed.rpc._utils": "farcall.compat.rpc.native",
     "torch.distributed.rpc.api": "farcall.compat.rpc.api",
     "torch.distributed.rpc.backend_registry": "farcall.compat.rpc.backend_registry",
     "torch.distributed.rpc.constants": "farcall.compat.rpc.constants",
