@@ -21,7 +21,7 @@ from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer

@@ -40,7 +40,7 @@ from farcall.observe.spans import CALL, OPERATOR, Harvest, decode_harvest, encod
 from farcall.observe.trace import chrome_trace, function_events, write_json
 from farcall.protocol.observing import WorkerState
 from farcall.rpc.call import UNSET_TIMEOUT, call_async
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.runtime.peers.peer import Peer
@@ -153,7 +153,7 @@ class Tracing:
         subjects = node.part(Answering).subjects
         subjects[TRACE_BEGIN] = self._begin
         subjects[TRACE_END] = self._end
-        node.add_ticker(self)
+        self._timer = node.timer(self._drop_unfetched)
 
     def _begin(self, peer: Peer | None, argument: bytes) -> bytes:
         wanted = msgspec.msgpack.decode(argument, type=TraceWish)
@@ -163,7 +163,7 @@ class Tracing:
                 node.part(Clocks).ask(other)
         node.part(Recordings).start(wanted.name, _OBSERVER, wanted.options)
         self._ends[wanted.name] = monotonic() + min(wanted.for_s, MOST_S) + GRACE_S
-        node.attend_by(self._ends[wanted.name])
+        self._timer.at(self._ends[wanted.name])
         return msgspec.msgpack.encode((node.info.name, node.info.id))
 
     def _end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
@@ -172,7 +172,7 @@ class Tracing:
         harvest = self._node.part(Recordings).stop(name)
         return lambda: encode_harvest(harvest, MOST_BYTES)
 
-    def tick(self, now: float) -> float:
+    def _drop_unfetched(self, now: float) -> float:
         """Drop records that nobody fetched."""
         for name, end in list(self._ends.items()):
             if end <= now:

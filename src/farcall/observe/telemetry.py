@@ -10,7 +10,7 @@ in: whoever has makes spans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from farcall.protocol.notes import Notes, decode_notes, encode_notes
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request
-from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import Callback, Timer
 
 __all__ = ["Telemetry", "TracedCalls"]
 
@@ -85,8 +85,16 @@ class Telemetry:
 class TracedCalls(CallTable):
     """A table of calls that makes a span of each."""
 
-    def __init__(self, loop: Loop, executor: Executor, when_overloaded: str, telemetry: Telemetry) -> None:
-        super().__init__(loop, executor, when_overloaded)
+    def __init__(
+        self,
+        timer: Callable[[Callback], Timer],
+        executor: Executor,
+        when_overloaded: str,
+        telemetry: Telemetry,
+        *,
+        on_given_up: Callable[[], None],
+    ) -> None:
+        super().__init__(timer, executor, when_overloaded, on_given_up=on_given_up)
         self._telemetry = telemetry
         self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
 

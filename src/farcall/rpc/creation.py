@@ -30,7 +30,7 @@ from farcall.rpc.answer import refusal
 from farcall.rpc.owned_value import Owned
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import Request, Server, StoredFailure
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, encode_failure
 

@@ -23,9 +23,9 @@ from farcall.protocol.frames import LARGE_BYTES, Arrived
 from farcall.rpc.answer import read_answer
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, has_devices

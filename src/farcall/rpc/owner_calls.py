@@ -24,8 +24,8 @@ from farcall.rpc.future import Future
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.sending import exchange, send
 from farcall.runtime.calls.pending import PendingCall, SyncCall
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer

@@ -38,6 +38,7 @@ from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.serving import Server
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -61,7 +62,7 @@ _MESSAGES = (
 
 
 class NodeReferences:
-    """A part of a node: ``node.part(NodeReferences)``. Also a ticker of its loop."""
+    """A part of a node: ``node.part(NodeReferences)``."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -72,11 +73,12 @@ class NodeReferences:
         if not node.is_static:
             self._workers = {node.me.number: node.info}
         self._lock = threading.RLock()
+        self._timer = node.timer(self._do_due)
         self._machine = References(
             node.me.number,
             self._workers,
             linger_s=LINGER_S,
-            wake=lambda: node.attend_by(monotonic() + LINGER_S),
+            wake=lambda: self._timer.at(monotonic() + LINGER_S),
         )
         self.released: ReleasedForks = self._machine.released
         self._values = Values(node.info)
@@ -94,7 +96,6 @@ class NodeReferences:
         node.on_peer_joined(self._on_peer_joined)
         node.on_peer_gone(self._on_peer_gone)
         self.parting: ReferenceShutdown = ReferenceShutdown(self)
-        node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be
 
@@ -244,7 +245,7 @@ class NodeReferences:
 
     def _flush_soon(self, peer: Peer) -> None:
         self._held_back.add(peer)
-        self.node.attend_by(monotonic() + CONFIRM_S)
+        self._timer.at(monotonic() + CONFIRM_S)
 
     def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
@@ -317,12 +318,10 @@ class NodeReferences:
 
     # ------------------------------------------------------------------ what the loop, and the others, say
 
-    def tick(self, now: float) -> float:
+    def _do_due(self, now: float) -> float:
         """On the I/O thread: send what has lingered, look again after those who were about to wait."""
         while self._held_back:
             self._held_back.pop().flush()
-        if self._kept_back:
-            self._kept_back.deliver(now)
         if self._failed:
             failed, self._failed = self._failed, []
             for creation in failed:
@@ -338,13 +337,12 @@ class NodeReferences:
         if self._failed or self._unsent:
             return now + RETRY_S
         deadline = self._machine.next_deadline()
-        first_kept = self._kept_back.next_deadline
-        return first_kept if deadline is None else min(deadline, first_kept)
+        return NEVER if deadline is None else deadline
 
     def fail_waiting_soon(self, creation: Creation) -> None:
         """Look again, in a moment, whether calls that were about to be sent wait for a failed creation."""
         self._failed.append(creation)
-        self.node.attend_by(monotonic() + RETRY_S)
+        self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
         now = monotonic()
@@ -352,7 +350,7 @@ class NodeReferences:
             freed = self._carry_out(now, self._machine.handle(peer.number, message, now))
         dispose(self.node, freed)
         if self.parting.checks_leaks:
-            self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
+            self.node.something_ended()
 
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
@@ -395,7 +393,7 @@ class NodeReferences:
                 self._lost.add(effect.fork.owner)
         deadline = machine.next_deadline()
         if deadline is not None:
-            self.node.attend_by(deadline)
+            self._timer.at(deadline)
         return freed
 
     def _send(self, effect: Send) -> None:
@@ -405,7 +403,7 @@ class NodeReferences:
         elif effect.member not in self._lost:
             # This node is still starting. A fork came over one link, and the link to its owner does not stand yet.
             self._unsent.append(effect)
-            self.node.attend_by(monotonic() + RETRY_S)
+            self._timer.at(monotonic() + RETRY_S)
 
     # ------------------------------------------------------------------ the end
 

@@ -37,8 +37,8 @@ from farcall.rpc.rref import RRef
 from farcall.rpc.sending import send
 from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.pending import PendingCall
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.peers.peer import Peer
@@ -291,7 +291,7 @@ def _bounds(node: Node, timeout_s: float) -> tuple[float, float]:
 
 
 class Pauses:
-    """What a node does later: a ticker of its I/O thread, which hands it to workers."""
+    """What a node does later: its I/O thread hands it to workers when the time has come."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -300,16 +300,16 @@ class Pauses:
         self._lock = threading.Lock()
         node.wait_for(lambda: len(self._waiting))
         node.on_end(self._end)
-        node.add_ticker(self)
+        self._timer = node.timer(self._submit_due)
 
     def after(self, pause_s: float, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
         """Have a worker ``act`` in ``pause_s``, or ``give_up`` if the node ends first. From any thread."""
         when = monotonic() + pause_s
         with self._lock:
             heapq.heappush(self._waiting, (when, next(self._order), act, give_up))
-        self._node.attend_by(when)
+        self._timer.at(when)
 
-    def tick(self, now: float) -> float:
+    def _submit_due(self, now: float) -> float:
         while True:
             with self._lock:
                 if not self._waiting or self._waiting[0][0] > now:

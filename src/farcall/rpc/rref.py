@@ -33,7 +33,7 @@ from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.creation import Creation
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.owner_calls import ask, ask_async, ask_patiently, wait_for_value
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_node
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated, Encoding, current_decoding, current_encoding, register_reducer

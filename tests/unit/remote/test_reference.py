@@ -26,12 +26,14 @@ from farcall.protocol.frames import REQUEST, RESPONSE
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_async, call_sync
+from farcall.rpc.deferred import UNKNOWN_OWNER_S
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.proxy import Proxy
-from farcall.rpc.references import RETRY_S, NodeReferences, call_remote
+from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import StoredFailure
+from farcall.runtime.io.timers import NEVER, Timers
 from farcall.serialize import Annotated, encode, encode_failure
 
 ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "owner", "other")))
@@ -91,7 +93,8 @@ class FakeNode:
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []
         self.executor = SimpleNamespace(submit=self.tasks.append)
-        self.attended: list[float] = []
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
         self.redelivered: list[Any] = []
         self.hooks: dict[str, Callable[..., Any]] = {}
 
@@ -109,8 +112,9 @@ class FakeNode:
     def redeliver(self, peer: FakePeer, message: Any) -> None:
         self.redelivered.append(message)
 
-    def attend_by(self, when: float) -> None:
-        self.attended.append(when)
+    def turn_clock(self, now: float) -> None:
+        while self.timers.next_due <= now:
+            self.timers.run_due(now)
 
     def on_control(self, kind: type[Any], handle: Callable[..., Any], *, in_order: bool = False) -> None:
         self.hooks[kind.__name__] = handle
@@ -125,8 +129,6 @@ class FakeNode:
 
     def on_agreed(self, hook: Callable[..., Any]) -> None:
         self.hooks["agreed"] = hook
-
-    def add_ticker(self, ticker: object) -> None: ...
 
 
 @pytest.fixture
@@ -203,7 +205,7 @@ def test_a_destructor_never_waits_for_the_lock(references: NodeReferences, node:
     holding.wait(10.0)
     del rref  # would hang here
     assert len(references.released) == 1
-    assert node.attended, "nobody was asked to collect it"
+    assert node.timers.next_due < NEVER, "nobody was asked to collect it"
     done.set()
     thread.join()
     references.drop_all(0.0)
@@ -246,7 +248,7 @@ def test_a_creation_dropped_before_its_answer_is_released_after_it(references: N
     references.drop_all(0.0)
     assert node.peer(OWNER.id).sent == []
     answer(node)
-    references.tick(node.attended[-1])
+    node.turn_clock(monotonic() + LINGER_S)
     assert [type(message) for message in node.peer(OWNER.id).sent] == [Release]
 
 
@@ -277,7 +279,8 @@ def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
     creation.on_failure(RpcTimeout("late"))
     assert failed == []
     node.calls.send(waiting)  # it gets its number only now
-    assert references.tick(100.0) != 100.0 + RETRY_S
+    node.turn_clock(monotonic() + RETRY_S)
+    assert node.timers.next_due == NEVER
     assert [type(error) for error in failed] == [RpcTimeout]
 
 
@@ -304,10 +307,12 @@ def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: Nod
     owner = node.peers.pop(OWNER.id)
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
     noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
-    assert references.tick(1.0) == 1.0 + RETRY_S
+    now = monotonic() + RETRY_S
+    node.turn_clock(now)
+    assert node.timers.next_due <= now + 2 * RETRY_S
     assert owner.sent == []
     node.peers[OWNER.id] = owner
-    references.tick(2.0)
+    node.turn_clock(now + 1.0)
     assert owner.sent == [Register([fork])]
     node.hooks["Confirm"](owner, Confirm([(fork.ref, fork.fork_id)]))
     assert noted is not None
@@ -365,8 +370,8 @@ def test_a_wrong_timeout_leaves_no_fork_behind(references: NodeReferences, node:
         ways[way](mine)
     del mine
     gc.collect()  # the error's traceback
-    references.tick(monotonic())
-    references.tick(monotonic() + 1.0)
+    node.turn_clock(monotonic())
+    node.turn_clock(monotonic() + 1.0)
     assert references.snapshot()[1] == {}
 
 
@@ -461,10 +466,10 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
     assert references.take_forks(node.peer(OTHER.id), message, notes) is None  # type: ignore[arg-type]
-    due = max(node.attended)
-    references.tick(due - 0.1)
+    due = node.timers.next_due
+    node.turn_clock(due - 0.1)
     assert node.redelivered == []
-    references.tick(due)
+    node.turn_clock(due)
     assert node.redelivered == [message]
     assert references.is_lost(fork)
 
@@ -476,7 +481,7 @@ def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
     references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
-    references.tick(max(node.attended))
+    node.turn_clock(monotonic() + UNKNOWN_OWNER_S)
     node.hooks["joined"](node.peer(OWNER.id))
     rref = create(references, node)
     answer(node)

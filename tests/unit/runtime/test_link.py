@@ -11,7 +11,8 @@ import pytest
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Frame, encode_frame, encode_small
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.transport.memory import memory_pair
 

@@ -3,11 +3,10 @@
 Knows nothing of functions, arguments or results: `rpc/call.py` makes the requests and reads the answers.
 
 Thread rules
-- A pending call is claimed by whoever pops it from the table: the reader of its answer, the ticker at its deadline, the
-  caller that gives up, or the end of its link. Popping is atomic, so exactly one of them completes it; a late answer
-  finds nothing and is dropped.
-- ``_next_deadline`` is only ever lowered under the lock, when a call has a nearer deadline than all before it; so
-  calls with the same timeout never take the lock nor wake the I/O thread.
+- A pending call is claimed by whoever pops it from the table: the reader of its answer, the I/O thread at its
+  deadline, the caller that gives up, or the end of its link. Popping is atomic, so exactly one of them completes it; a
+  late answer finds nothing and is dropped.
+- Calls share one timer, set to the nearest deadline: calls with the same timeout do not touch it.
 - A thread that calls a peer which has said that its queue is full waits for room before it sends (`admission.py`),
   unless calls are to be refused instead. The call is not in the table yet, but it counts as under way.
 - A thread about to wait first stops being a reader (`stop_reading`) and, if it runs a user function, stops counting as
@@ -29,9 +28,9 @@ from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import REQUEST, Arrived
 from farcall.protocol.notes import REFUSABLE
 from farcall.runtime.calls.executor import Executor
-from farcall.runtime.io.loop import NEVER, Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
 from farcall.runtime.observing.profiling import CallProfile
@@ -139,16 +138,23 @@ class Waiting:
 class CallTable:
     """The calls of one node that wait for an answer."""
 
-    def __init__(self, loop: Loop, executor: Executor, when_overloaded: str = "wait") -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        timer: Callable[[Callback], Timer],
+        executor: Executor,
+        when_overloaded: str = "wait",
+        *,
+        on_given_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_given_up``, from any thread: a call has ended without an answer, perhaps the last one under way."""
+        self._deadlines = timer(self.fail_overdue)
+        self._on_given_up = on_given_up
         self._executor = executor
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
         self._ended: RpcError | None = None
         self._held: dict[int, PendingCall] = {}  # those that wait before they are sent, by id()
         self._pending: dict[int, PendingCall] = {}
         self._next_id = itertools.count(1).__next__
-        self._lock = threading.Lock()
-        self._next_deadline = NEVER
         self.last_id: int = 0
         self.event_log: event_log.EventLog = event_log.EventLog()
         self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
@@ -169,32 +175,19 @@ class CallTable:
         self.last_id = call_id  # after the line above: whoever sees the old number may believe the table
         return call_id
 
-    def watch_deadline(self, call: PendingCall) -> None:
-        """Have the I/O thread fail ``call`` at its deadline. Not needed where the caller itself waits."""
-        if call.deadline < self._next_deadline:
-            with self._lock:
-                if call.deadline < self._next_deadline:
-                    self._next_deadline = call.deadline
-            self._loop.attend_by(call.deadline)
-
     def claim(self, call_id: int) -> PendingCall | None:
         """Take a call out of the table; whoever gets it completes it."""
         return self._pending.pop(call_id, None)
 
-    def tick(self, now: float) -> float:
-        """On the I/O thread: fail the calls whose time is up."""
-        if now < self._next_deadline:
-            return self._next_deadline
-        with self._lock:
-            self._next_deadline = NEVER
-            nearest = NEVER
-            overdue = []
-            for call in list(self._pending.values()):
-                if call.deadline <= now:
-                    overdue.append(call)
-                elif call.deadline < nearest:
-                    nearest = call.deadline
-            self._next_deadline = min(self._next_deadline, nearest)
+    def fail_overdue(self, now: float) -> float:
+        """On the I/O thread: fail the calls whose time is up; returns when the next is due."""
+        nearest = NEVER
+        overdue = []
+        for call in list(self._pending.values()):
+            if call.deadline <= now:
+                overdue.append(call)
+            elif call.deadline < nearest:
+                nearest = call.deadline
         for call in overdue:
             if self.claim(call.call_id) is not None:
                 error = self.timed_out(call)
@@ -204,6 +197,8 @@ class CallTable:
                     self.explain(call, partial(_fail_explained, call, error))
                 if call.cancellable:
                     call.peer.cancel(call.call_id)
+        if overdue:
+            self._on_given_up()
         return nearest
 
     def waiting(self) -> Waiting:
@@ -247,7 +242,7 @@ class CallTable:
             # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
             # Python function: another Ctrl-C may come.
             self._pending.pop(call.call_id, None)
-            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+            self._on_given_up()
             peer.cancel(call.call_id)
             raise
         finally:
@@ -271,7 +266,8 @@ class CallTable:
             call.peer.send(REQUEST, flags | self._flags, call_id, function, notes, payload, buffers, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
-            self.watch_deadline(call)
+            if call.deadline < self._deadlines.due:
+                self._deadlines.at(call.deadline)  # not needed where the caller itself waits
         except (NetworkError, RpcTimeout):
             if self.claim(call.call_id) is None:
                 # Its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough. But only
@@ -279,11 +275,11 @@ class CallTable:
                 if buffers.__class__ is Annotated:
                     buffers.withdraw()
                 return
-            self._loop.attend_by(0.0)
+            self._on_given_up()
             raise
         except BaseException:
             self._pending.pop(call.call_id, None)  # as above
-            self._loop.attend_by(0.0)
+            self._on_given_up()
             raise
 
     def _wait_for_room(self, call: PendingCall) -> None:
@@ -310,7 +306,7 @@ class CallTable:
                 raise call.peer.lost(Delivery.NOT_SENT)
         finally:
             self._held.pop(id(call), None)
-            self._loop.attend_by(0.0)  # a shutdown may be waiting for this call to end
+            self._on_given_up()
 
     def _fail_lost(self, call: PendingCall) -> None:
         """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""

@@ -20,8 +20,9 @@ from farcall.protocol import membership
 from farcall.protocol.member import Member
 from farcall.protocol.membership import MembershipMachine, MembershipOptions, State, Status, Update
 from farcall.protocol.membership.messages import Gossip, Message
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -61,7 +62,7 @@ class Reach(Protocol):
 
 
 class FailureDetector:
-    """This node's part in the membership protocol. A ticker of the loop."""
+    """This node's part in the membership protocol."""
 
     def __init__(
         self, me: Member, members: Iterable[Member] | None, options: MembershipOptions, loop: Loop, reach: Reach
@@ -69,6 +70,7 @@ class FailureDetector:
         """``members``: those of the first hour; None: this node has to join."""
         self._machine = MembershipMachine(me, members, options, random.Random(), monotonic())
         self._loop = loop
+        self._timer = loop.timer(self._do_due)
         self._reach = reach
         self._received: dict[int, tuple[Link, int]] = {}
         self._running = False
@@ -81,7 +83,7 @@ class FailureDetector:
     def begin(self) -> None:
         """All links stand: look at the time from now on. From any thread."""
         self._running = True
-        self._loop.attend_by(0.0)
+        self._timer.at(0.0)
 
     def join_through(self, incarnation: int, timeout_s: float, is_lost: Callable[[], bool]) -> bool:
         """Ask ``incarnation``, to which there is a link, to let this node in; False if nothing came of it.
@@ -160,10 +162,9 @@ class FailureDetector:
         self._carry_out(self._machine.handle(event, monotonic()))
         deadline = self._machine.next_deadline()
         if deadline is not None and self._running:
-            self._loop.attend_by(deadline)
+            self._timer.at(deadline)
 
-    def tick(self, now: float) -> float:
-        """Do what is due."""
+    def _do_due(self, now: float) -> float:
         if not self._running:
             return NEVER
         deadline = self._machine.next_deadline()

@@ -16,9 +16,11 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Arrived, Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
-from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.node.resources import Resources
@@ -31,6 +33,9 @@ from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.transport.interface import Transport
 
 __all__ = ["ClusterLinks"]
+
+RELEASE_DELAY_S = 0.01
+"""How long a release waits for a message to the peer that takes it along."""
 
 
 class ClusterLinks:
@@ -56,14 +61,15 @@ class ClusterLinks:
         self._fail_unsent = fail_unsent
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
+        self._releases = foundation.loop.timer(self._send_releases)
         self._interference = find_interference(me.name)
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+            hello, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
         )
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
@@ -76,14 +82,14 @@ class ClusterLinks:
             foundation.pool,
             foundation.memory,
             self.reconnecting,
-            identity,
+            hello,
             membership.secret,
             lambda: self.watch,
             foundation.write_later,
             fail_unsent,
             on_frame,
             on_gone,
-            foundation.on_release,
+            self.on_release,
             self._wrapped,
         )
         self.watch: FailureDetector = FailureDetector(
@@ -111,6 +117,24 @@ class ClusterLinks:
         if self._interference is None:
             return transport
         return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+
+    # ------------------------------------------------------------------ memory of others
+
+    def on_release(self, urgent: bool) -> None:
+        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: takes no lock."""
+        self._releases.at(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
+
+    def _send_releases(self, now: float) -> float:
+        """On the I/O thread: give back memory of peers that no message took along."""
+        again = NEVER
+        for peer in self.acquaintances.everyone():
+            if peer.segments is not None and peer.segments.has_releases:
+                peer.send_releases()
+            if peer.devices is not None:
+                again = min(again, peer.devices.settle_views())
+                if peer.devices.has_releases:
+                    peer.send_device_releases()
+        return again
 
     # ------------------------------------------------------------------ the start
 

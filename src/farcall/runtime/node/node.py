@@ -36,7 +36,6 @@ from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node import current as process
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
-from farcall.runtime.node.housekeeping import Housekeeping
 from farcall.runtime.node.node_api import NodeApi
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
@@ -151,7 +150,9 @@ class Node(NodeApi):
 
     def _make_calls(self) -> CallTable:
         """The table of calls; a layer above may want another one."""
-        return CallTable(self._loop, self.executor, self.options.when_overloaded)
+        return CallTable(
+            self._loop.timer, self.executor, self.options.when_overloaded, on_given_up=self.something_ended
+        )
 
     def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:
         """Who the members are, as far as that is known before there is any connection."""
@@ -234,10 +235,7 @@ class Node(NodeApi):
         """What the I/O thread does before it sleeps, in this order."""
         door = self._foundation.door
         door.on_observer = self._onlookers.admit
-        for ticker in (self.calls, self.executor, self.admission, self._leaving, door, self._acquaintances):
-            self._loop.add_ticker(ticker)
-        self._loop.add_ticker(Housekeeping(self._foundation, self._company))
-        # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
+        # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
         self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
@@ -247,7 +245,7 @@ class Node(NodeApi):
         with self._parts_lock:
             if self.devices is None:
                 foundation = self._foundation
-                devices = NodeDevices(self._name, self.options, foundation.on_release, foundation.write_later)
+                devices = NodeDevices(self._name, self.options, self._company.on_release, foundation.write_later)
                 foundation.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes

@@ -14,7 +14,8 @@ from typing import Any, Self, TypeVar
 from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Arrived
-from farcall.runtime.io.loop import Loop, Ticker
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.membership.events import MemberEvent, MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
@@ -171,7 +172,7 @@ class NodeApi:
         self._unsettled.append(count)
 
     def something_ended(self) -> None:
-        """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
+        """Have a graceful shutdown look again: perhaps it waits for nothing but what just ended. From any thread."""
         self._leaving.poke()
 
     def on_peer_joined(self, hook: Callable[[Peer], None]) -> None:
@@ -215,18 +216,13 @@ class NodeApi:
         """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
         self._letters[subject] = handle
 
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
-        self._loop.add_ticker(ticker)
-        self._loop.wake()
+    def timer(self, callback: Callback) -> Timer:
+        """A timer of the I/O thread: ``callback(now)`` must not run user code."""
+        return self._loop.timer(callback)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the I/O thread as soon as possible."""
         self._loop.call_soon(function)
-
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        self._loop.attend_by(when)
 
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""

@@ -15,7 +15,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import LARGE_BYTES, Arrived
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import Annotated

@@ -37,8 +37,8 @@ from farcall.protocol.member import incarnation_text
 from farcall.protocol.session import Unkept
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.reader import reading
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import unkept_for

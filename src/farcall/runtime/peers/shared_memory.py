@@ -28,7 +28,7 @@ from farcall.errors import RpcTimeout
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import LostOffer
 
 if TYPE_CHECKING:

@@ -31,13 +31,14 @@ from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
-from farcall.protocol.handshake import Established, Identity
-from farcall.protocol.introduction import introduced, introduction_of
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.membership import LinkGivenUp, LinkRefused
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialling import Dialling
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.reconnect import Reconnecting
@@ -72,7 +73,7 @@ class PeerTable:
         pool: SegmentPool | None,
         memory: ReceivePool,
         reconnecting: Reconnecting,
-        identity: Identity,
+        hello: Hello,
         secret: bytes,
         watch: Callable[[], FailureDetector],
         write_later: Callable[[Callable[[], None]], None],
@@ -113,11 +114,12 @@ class PeerTable:
         self._is_static = is_static
         self._options = options
         self._loop = loop
+        self._timer = loop.timer(self._look_after_links)
         self._pool = pool
         self._memory = memory
         self._reconnecting = reconnecting
         reconnecting.is_dialling = self._dialling.is_dialling
-        self._identity = identity
+        self._hello = hello
         self._watch = watch
         self._write_later = write_later
         self._fail_call = fail_call
@@ -192,12 +194,12 @@ class PeerTable:
 
     def connected(self, transport: Transport, established: Established, dialled: bool) -> RemotePeer:
         """A proven peer has connected, or was dialled, anew: a member's first connection, or a stranger's."""
-        identity = established.peer
-        info = WorkerInfo(identity.name, identity.rank)
+        member = established.peer.member
+        info = WorkerInfo(member.name, member.rank)
         transport = self._wrap(transport, info)
-        incarnation = identity.incarnation
+        incarnation = member.incarnation
         logger.info("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
-        if not self._is_static and not dialled and (member := introduction_of(identity)) is not None:
+        if not self._is_static and not dialled and member.admission:
             self._introductions[incarnation] = member
             self._watch().on_message(incarnation, Introduction(member))
         peer = self._by_incarnation.get(incarnation)
@@ -206,7 +208,7 @@ class PeerTable:
             self._reconnecting.begin(peer, established, dialled)
             peer.link.connect(transport, established.leftover)
             return peer
-        new = self._make(info, identity.incarnation, transport)
+        new = self._make(info, incarnation, transport)
         if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
             peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
@@ -232,7 +234,7 @@ class PeerTable:
             before = self._strangers.pop(next(iter(self._strangers)))
         self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
         if before is not None:
             self._reconnecting.give_up(before, "it has connected anew")
 
@@ -335,7 +337,7 @@ class PeerTable:
         if peer is not None and peer.link.up and peer not in self._silent:
             look_at = monotonic() + SILENT_PART * self._options.suspicion_s
             self._silent[peer] = (look_at, peer.link.progress)
-            self._loop.attend_by(look_at)
+            self._timer.at(look_at)
 
     def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
@@ -348,7 +350,7 @@ class PeerTable:
             self._reconnecting.give_up(peer, "it has left")
             return
         self._ends[peer] = monotonic() + LEFT_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
 
     def on_died(self, member: Member, why: str) -> None:
         """A member is dead, by the verdict of those who looked for it."""
@@ -360,12 +362,11 @@ class PeerTable:
 
     # ------------------------------------------------------------------ dialling
 
-    def _who_we_are(self) -> Identity:
-        me = self._watch().me
-        return introduced(self._identity, me) if me.admission else self._identity
+    def _who_we_are(self) -> Hello:
+        return Hello(self._watch().me, self._hello.cluster_id)
 
     def _on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
-        peer = self._by_incarnation.get(established.peer.incarnation)
+        peer = self._by_incarnation.get(established.peer.member.incarnation)
         if peer is not None and peer.link.up:
             transport.close()  # it was faster
         else:
@@ -380,7 +381,7 @@ class PeerTable:
 
     # ------------------------------------------------------------------ time, and the end
 
-    def tick(self, now: float) -> float:
+    def _look_after_links(self, now: float) -> float:
         """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
         for peer, (look_at, progress) in list(self._silent.items()):
