@@ -38,7 +38,7 @@ from farcall.protocol.membership import (
     Status,
     Update,
 )
-from farcall.protocol.membership.members import Table
+from farcall.protocol.membership.table import Table
 
 INDEX = st.integers(0, 1 << 16)
 OPTIONS = MembershipOptions()

@@ -1,4 +1,6 @@
-"""Who is let in: names and ranks are given out by one member at a time, the arbiter.
+"""Coming and going: newcomers that ask for a place, members that give one out, and members that leave.
+
+Names and ranks are given out by one member at a time, the arbiter.
 
 The arbiter is the trusted member of the lowest rank, as far as one knows. Whoever is asked to let a newcomer in,
 its *sponsor*, asks the arbiter. So of two who want one name at the same time, the arbiter offers it to the first
@@ -24,28 +26,44 @@ from its name: an arbiter that slept answers questions of yesterday.
 For a moment there may be two arbiters (one is suspected, or not known to all yet), and two incarnations with one name
 or rank. Then the later admission stays (of equal ones the higher incarnation) and the other one is expelled, by whoever
 sees both: ``loser_of``. A name is given out again only by one who knows that its holder has ended, so the later
-one also is the right one where word of that end has not come yet.
+one also is the right one where word of that end has not come yet. A newcomer has one admission number, so only the
+first offer is confirmed; it asks its sponsor again until it answers, or until the driver names another one.
+
+A member that leaves tells a few, and goes when two of them have said that they know: one of them may die before it
+tells anybody. Those who do not answer are not waited for: each round tells others, and after the last one this member
+goes all the same; then it is found dead instead of gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import msgspec
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership.events import MembershipOptions
-from farcall.protocol.membership.members import Table
-from farcall.protocol.membership.messages import Decision, Forward, Introduction, Join, JoinAnswer
-from farcall.protocol.membership.outbox import Outbox
+from farcall.protocol.membership.messages import (
+    Ack,
+    Decision,
+    Forward,
+    Introduction,
+    Join,
+    JoinAnswer,
+    Message,
+    Obituary,
+    Ping,
+    Status,
+    Update,
+)
+from farcall.protocol.membership.news import Shared
 from farcall.protocol.membership.probing import Prober
 
-__all__ = ["Admissions", "NewcomerMessage", "loser_of"]
+__all__ = ["Admissions", "Farewell", "Newcomer", "NewcomerMessage", "end_of", "loser_of"]
 
 MAX_CONTESTS = 256
 RESERVED_ROUNDS = 6  # probe timeouts: so long an offer holds, counted from when it was last asked for
-
+ACKS_NEEDED = 2
+FAREWELL_ROUNDS = 5
 
 NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 
@@ -53,18 +71,10 @@ NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 class Admissions:
     """What one member does for newcomers, as arbiter and as sponsor."""
 
-    def __init__(
-        self,
-        options: MembershipOptions,
-        table: Table,
-        outbox: Outbox,
-        prober: Prober,
-        take_in: Callable[[Member, float], None],
-    ) -> None:
-        self._reserved_s = RESERVED_ROUNDS * options.probe_timeout_s
+    def __init__(self, shared: Shared, prober: Prober, take_in: Callable[[Member, float], None]) -> None:
+        self._reserved_s = RESERVED_ROUNDS * shared.options.probe_timeout_s
         self._take_in = take_in
-        self._table = table
-        self._outbox = outbox
+        self._table, self._outbox = shared.table, shared.outbox
         self._prober = prober
         self._offers: dict[int, tuple[Member, float]] = {}  # newcomer -> what it was offered, until when
         self._last_offer = 0
@@ -161,3 +171,85 @@ def loser_of(one: Member, other: Member) -> tuple[Member, str]:
     loser, winner = sorted((one, other), key=lambda member: (member.admission, member.incarnation))
     what = f"the name {loser.name!r}" if loser.name == winner.name else f"rank {loser.rank}"
     return loser, f"{what} was given to another process ({winner.name!r}, rank {winner.rank})"
+
+
+class Newcomer:
+    """The way in of one that is nobody yet; either ``admit`` or ``refuse`` is called at its end."""
+
+    def __init__(
+        self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str], None]
+    ) -> None:
+        self._options, self._table = shared.options, shared.table
+        self._timers, self._outbox = shared.timers, shared.outbox
+        self._admit = admit
+        self._refuse = refuse
+        self._via = 0
+        self._due: float | None = None
+
+    def ask(self, via: int, now: float) -> None:
+        """Ask ``via``, from now on, to be let in."""
+        self._via = via
+        self._outbox.send(via, Join(self._table.myself))
+        self._due = now + self._options.probe_timeout_s
+        self._timers.set(self._due, self._ask_again)
+
+    def _ask_again(self, due: float, now: float) -> None:
+        if due == self._due:
+            self.ask(self._via, now)
+
+    def on_message(self, sender: int, message: Message, now: float) -> None:
+        """Something came, from whomever."""
+        if isinstance(message, JoinAnswer):
+            self._due = None
+            self._admit(message, now)
+        elif isinstance(message, Decision):
+            self._on_offer(message)
+        elif isinstance(message, Obituary):
+            self._refuse(message.why)  # let in and expelled again, before we knew of either
+        elif isinstance(message, Ping):
+            self._outbox.send(sender, Ack(()))  # the word may be quicker than the answer
+
+    def _on_offer(self, decision: Decision) -> None:
+        """Confirm it, the first one only."""
+        if decision.why_not:
+            self._refuse(decision.why_not)
+        elif decision.member.incarnation == self._table.me and not self._table.myself.admission:
+            self._table.become(decision.member)
+            self._outbox.send(self._via, Join(decision.member))
+
+
+def end_of(incarnation: int, updates: Iterable[Update]) -> tuple[Update, ...]:
+    """Those of ``updates`` that say that ``incarnation`` has ended."""
+    return tuple(update for update in updates if update.incarnation == incarnation and update.status >= Status.DEAD)
+
+
+class Farewell:
+    """The way out of one member; ``depart`` is called at its end."""
+
+    def __init__(self, shared: Shared, depart: Callable[[], None]) -> None:
+        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._timers, self._outbox = shared.timers, shared.outbox
+        self._depart = depart
+        self._acks: set[int] = set()
+        self._rounds = 0
+
+    def begin(self, now: float) -> None:
+        """The table says already that we have left."""
+        self._tell(now, now)
+
+    def _tell(self, due: float, now: float) -> None:
+        others = self._table.others
+        if not others or self._rounds == FAREWELL_ROUNDS:
+            self._depart()
+            return
+        self._rounds += 1
+        for to in self._random.sample(others, min(ACKS_NEEDED + 1, len(others))):
+            self._outbox.send(to, Ping(self._outbox.news(to, self._table.me)))
+        self._timers.set(now + self._options.probe_timeout_s, self._tell)
+
+    def on_answer(self, sender: int, updates: Iterable[Update]) -> None:
+        """Something came back; it counts if it shows that our leave is known there."""
+        if end_of(self._table.me, updates):
+            self._acks.add(sender)
+            if len(self._acks) >= min(ACKS_NEEDED, len(self._table.others)):
+                self._depart()

@@ -1,4 +1,7 @@
-"""One member's part in the membership protocol: events in, effects out. The tables are in the package's docstring.
+"""One member's part in the membership protocol: events in, effects out.
+
+What becomes of this member itself is `TRANSITIONS`, what becomes of others `table.CHANGES`; the package's docstring has
+the rules around them.
 
 Owns the composition and this member's own state, and turns what the parts find out (a probe's outcome, a
 change of the table, an arbiter's word) into effects and news. No clock, socket or thread: ``now`` never goes
@@ -17,10 +20,7 @@ from typing import Any, Final
 from farcall.protocol.member import Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
-from farcall.protocol.membership.farewell import Farewell, end_of
-from farcall.protocol.membership.gossip import GossipQueue
-from farcall.protocol.membership.joining import Admissions, NewcomerMessage, loser_of
-from farcall.protocol.membership.members import Change, Table
+from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
 from farcall.protocol.membership.messages import (
     Ack,
     Ask,
@@ -43,15 +43,12 @@ from farcall.protocol.membership.messages import (
     WhoAreYou,
     precedence,
 )
-from farcall.protocol.membership.newcomer import Newcomer
+from farcall.protocol.membership.news import GossipQueue, Outbox, Shared, Spreading, Timers
 from farcall.protocol.membership.obituaries import Obituaries
-from farcall.protocol.membership.outbox import Outbox
-from farcall.protocol.membership.probing import Outcome, Probe, Prober
-from farcall.protocol.membership.spreading import Spreading
-from farcall.protocol.membership.suspicion import Suspicions
-from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.probing import Outcome, Probe, Prober, Suspicions
+from farcall.protocol.membership.table import Change, Table
 
-__all__ = ["MembershipMachine", "State"]
+__all__ = ["TRANSITIONS", "MembershipMachine", "State"]
 
 
 class State(Enum):
@@ -66,7 +63,23 @@ class State(Enum):
     EXPELLED = "expelled"
 
 
-_OVER: Final = (State.NEW, State.REFUSED, State.DEPARTED, State.EXPELLED)
+TRANSITIONS: Final[dict[State, dict[type[Event | Effect], State]]] = {
+    State.NEW: {events.LocalJoin: State.JOINING, events.Admitted: State.MEMBER},
+    State.JOINING: {
+        events.LocalJoin: State.JOINING,  # through another sponsor
+        events.Admitted: State.MEMBER,
+        events.Refused: State.REFUSED,
+    },
+    State.MEMBER: {events.LocalLeave: State.LEAVING, events.Expelled: State.EXPELLED},
+    State.LEAVING: {
+        events.Departed: State.DEPARTED,
+        events.Expelled: State.DEPARTED,  # nobody waits for it any more, which is what it wanted
+    },
+    State.REFUSED: {},
+    State.DEPARTED: {},
+    State.EXPELLED: {},
+}
+"""What this node becomes, by the event that makes it so or by the effect that tells of it. Nothing follows an end."""
 
 
 class MembershipMachine:
@@ -88,17 +101,17 @@ class MembershipMachine:
         self.state: State = State.NEW
         self.table: Table = Table(me, now)
         self._options = options
-        self._random = randomness
         self._timers = Timers()
         self._gossip = GossipQueue()
         self._outbox = Outbox(self.table, self._gossip)
-        self._prober = Prober(options, randomness, self.table, self._timers, self._outbox, self._conclude)
-        self._suspicions = Suspicions(options, randomness, self.table, self._timers, self._prober)
-        self._spreading = Spreading(options, randomness, self.table, self._timers, self._gossip, self._outbox)
-        self._obituaries = Obituaries(options, randomness, self.table, self._timers, self._outbox, self._expel)
-        self._admissions = Admissions(options, self.table, self._outbox, self._prober, self._take_in)
-        self._newcomer = Newcomer(options, self.table, self._timers, self._outbox, self._admit, self._refuse)
-        self._farewell = Farewell(options, randomness, self.table, self._timers, self._outbox, self._depart)
+        shared = Shared(options, randomness, self.table, self._timers, self._outbox)
+        self._prober = Prober(shared, self._conclude)
+        self._suspicions = Suspicions(shared, self._prober)
+        self._spreading = Spreading(shared, self._gossip)
+        self._obituaries = Obituaries(shared, self._expel)
+        self._admissions = Admissions(shared, self._prober, self._take_in)
+        self._newcomer = Newcomer(shared, self._admit, self._refuse)
+        self._farewell = Farewell(shared, self._depart)
         self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
             Ping: self._on_ping,
             Ack: self._on_news,
@@ -143,11 +156,13 @@ class MembershipMachine:
             ):
                 self._apply(Update(incarnation, Status.DEAD, entry.version, None, why), now)
                 self._obituaries.tell(incarnation, why)
-            case events.LocalJoin(via) if self.state in (State.NEW, State.JOINING):
-                self.state = State.JOINING
+            case events.LocalJoin(via) if self._move(events.LocalJoin):
                 self._newcomer.ask(via, now)
-            case events.LocalLeave() if self.state is State.MEMBER:
-                self._leave(now)
+            case events.LocalLeave() if self._move(events.LocalLeave):
+                left = Update(self.me, Status.LEFT, 0)
+                self.table.apply(left, now)
+                self._spreading.spread(left, now)
+                self._farewell.begin(now)
         return self._outbox.collect()
 
     def next_deadline(self) -> float | None:
@@ -175,14 +190,26 @@ class MembershipMachine:
     def _is_up(self) -> bool:
         return self.state is State.MEMBER or self.state is State.LEAVING
 
+    def _move(self, cause: type[Event | Effect]) -> bool:
+        """Become what `TRANSITIONS` says; False: that cannot happen to this node now."""
+        after = TRANSITIONS[self.state].get(cause)
+        if after is None:
+            return False
+        self.state = after
+        if not TRANSITIONS[after]:
+            self._timers.clear()
+            self._gossip.clear()
+        return True
+
     # --- messages ------------------------------------------------------------------------------------------
 
     def _on_message(self, sender: int, message: Message, now: float) -> None:
         """Who may say what: see the package's docstring."""
-        if self.state in _OVER or sender == self.me:
+        if sender == self.me:
             return
-        if self.state is State.JOINING:
-            self._newcomer.on_message(sender, message, now)
+        if not self._is_up:
+            if self.state is State.JOINING:
+                self._newcomer.on_message(sender, message, now)
             return
         entry = self.table.entries.get(sender)
         if entry is None:
@@ -362,21 +389,13 @@ class MembershipMachine:
         self._obituaries.on_resurfaced(message.incarnation)
 
     def _expel(self, why: str) -> None:
-        if self.state is State.LEAVING:
-            self._depart()  # nobody waits for it any more, which is what it wanted
-            return
-        self.state = State.EXPELLED
-        self._stop()
-        self._outbox.tell(events.Expelled(why))
-
-    def _stop(self) -> None:
-        self._timers.clear()
-        self._gossip.clear()
+        if self._move(events.Expelled):
+            self._outbox.tell(events.Expelled(why) if self.state is State.EXPELLED else events.Departed())
 
     # --- coming ----------------------------------------------------------------------------------------------
 
     def _become_member(self, now: float) -> None:
-        self.state = State.MEMBER
+        self._move(events.Admitted)
         self._prober.begin(now)
         self._spreading.begin(now)
         self._obituaries.begin(now)
@@ -395,9 +414,8 @@ class MembershipMachine:
         self._learn([update for update in answer.updates if update.incarnation == self.me], now)
 
     def _refuse(self, why: str) -> None:
-        self.state = State.REFUSED
-        self._stop()
-        self._outbox.tell(events.Refused(why))
+        if self._move(events.Refused):
+            self._outbox.tell(events.Refused(why))
 
     def _on_newcomer(self, sender: int, message: NewcomerMessage, now: float) -> None:
         """Only who stays can answer for anybody."""
@@ -412,16 +430,6 @@ class MembershipMachine:
         if self.table.myself.admission:
             self._outbox.send(sender, Introduction(self.table.myself))
 
-    # --- going -----------------------------------------------------------------------------------------------
-
-    def _leave(self, now: float) -> None:
-        self.state = State.LEAVING
-        left = Update(self.me, Status.LEFT, 0)
-        self.table.apply(left, now)
-        self._spreading.spread(left, now)
-        self._farewell.begin(now)
-
     def _depart(self) -> None:
-        self.state = State.DEPARTED
-        self._stop()
-        self._outbox.tell(events.Departed())
+        if self._move(events.Departed):
+            self._outbox.tell(events.Departed())

@@ -14,11 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from farcall.protocol.membership.events import MembershipOptions, Randomness
-from farcall.protocol.membership.members import Table
 from farcall.protocol.membership.messages import Message, Obituary, Resurfaced, Status
-from farcall.protocol.membership.outbox import Outbox
-from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.news import Shared
 
 __all__ = ["Obituaries"]
 
@@ -28,20 +25,9 @@ RESURFACED_FANOUT: Final = 8
 class Obituaries:
     """What one member says to those who are dead to it."""
 
-    def __init__(
-        self,
-        options: MembershipOptions,
-        randomness: Randomness,
-        table: Table,
-        timers: Timers,
-        outbox: Outbox,
-        expel: Callable[[str], None],
-    ) -> None:
-        self._options = options
-        self._random = randomness
-        self._table = table
-        self._timers = timers
-        self._outbox = outbox
+    def __init__(self, shared: Shared, expel: Callable[[str], None]) -> None:
+        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._timers, self._outbox = shared.timers, shared.outbox
         self._expel = expel
         self._fallen: list[int] = []  # dead, and known alive before: if it was a partition, they come back
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import Final
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import BUCKETS, Status, Update, precedence
 
-__all__ = ["Change", "Entry", "Table"]
+__all__ = ["CHANGES", "Change", "Entry", "Table"]
 
 _WORD = (1 << 63) - 1
 
@@ -34,6 +35,25 @@ class Change(Enum):
     DIED = "died"
     LEFT = "left"
     NOTED = "noted"  # the end of one that was no member here (any more)
+
+
+CHANGES: Final[dict[tuple[Status | None, Status], Change]] = {
+    (None, Status.ALIVE): Change.JOINED,
+    (None, Status.SUSPECTED): Change.JOINED,
+    (None, Status.DEAD): Change.NOTED,
+    (None, Status.LEFT): Change.NOTED,
+    (Status.ALIVE, Status.ALIVE): Change.RENEWED,
+    (Status.ALIVE, Status.SUSPECTED): Change.SUSPECTED,
+    (Status.ALIVE, Status.DEAD): Change.DIED,
+    (Status.ALIVE, Status.LEFT): Change.LEFT,
+    (Status.SUSPECTED, Status.ALIVE): Change.RECOVERED,
+    (Status.SUSPECTED, Status.SUSPECTED): Change.SUSPECTED,
+    (Status.SUSPECTED, Status.DEAD): Change.DIED,
+    (Status.SUSPECTED, Status.LEFT): Change.LEFT,
+    (Status.DEAD, Status.LEFT): Change.NOTED,
+}
+"""What a later claim makes of an incarnation that was unknown (None), alive, suspected or dead. No claim is later than
+"left", nor than "dead" but "left" (`messages.precedence`)."""
 
 
 class Entry:
@@ -152,13 +172,9 @@ class Table:
         entry.why, entry.since = update.why, now
         if update.status < Status.DEAD:
             self._flip(entry)
-            if update.status is Status.SUSPECTED:
-                return Change.SUSPECTED
-            return Change.RECOVERED if was is Status.SUSPECTED else Change.RENEWED
-        if was >= Status.DEAD:
-            return Change.NOTED
-        self._retire(entry, now)
-        return Change.DIED if update.status is Status.DEAD else Change.LEFT
+        elif was < Status.DEAD:
+            self._retire(entry, now)
+        return CHANGES[was, update.status]
 
     def _add(self, update: Update, now: float) -> Change:
         if update.incarnation in self.buried:
@@ -171,7 +187,7 @@ class Table:
         if not alive:
             entry.member = None
             self._ended.append((now, update.incarnation))
-            return Change.NOTED
+            return CHANGES[None, update.status]
         assert entry.member is not None
         self._flip(entry)
         self._by_name[entry.member.name] = self._by_rank[entry.member.rank] = update.incarnation
@@ -179,7 +195,7 @@ class Table:
         if update.incarnation != self.me:
             entry.place = len(self.others)
             self.others.append(update.incarnation)
-        return Change.JOINED
+        return CHANGES[None, update.status]
 
     def _retire(self, entry: Entry, now: float) -> None:
         member, incarnation = entry.member, entry.incarnation

@@ -6,7 +6,7 @@ import pytest
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership import Status, Update
-from farcall.protocol.membership.members import Change, Table
+from farcall.protocol.membership.table import Change, Table
 
 ME = Member("me", 0, 1)
 OTHER = Member("other", 1, 2, ("tcp:host:1",), admission=4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from farcall.protocol.membership import Status, Update
-from farcall.protocol.membership.gossip import GossipQueue, sends_needed
 from farcall.protocol.membership.messages import MAX_UPDATES
+from farcall.protocol.membership.news import GossipQueue, sends_needed
 
 
 def dead(incarnation: int, why: str = "") -> Update:
