@@ -46,7 +46,7 @@ class RemoteModule(nn.Module):
         remote_device: ``"worker"``, ``"worker/cpu"``, ``"worker/cuda:0"``, ``"rank:0/cpu"``; the CPU if none is given.
         module_cls: a subclass of ``nn.Module``, or a function that makes a module, to be called there.
         args: for ``module_cls``.
-        kwargs: the same.
+        kwargs: for ``module_cls``, too.
     """
 
     module_rref: RRef[nn.Module]

@@ -141,8 +141,6 @@ class TensorPipeAgent(RpcAgent):
 
     def get_debug_info(self) -> dict[str, str]:
         """Numbers about this worker, as text."""
-        from farcall.compat.rpc import native
-
         executor = self._node.executor
         info = {
             "agent.num_pending_requests": str(len(self._node.calls)),
@@ -152,7 +150,7 @@ class TensorPipeAgent(RpcAgent):
             "agent.server_active_calls": str(len(self._node.server.active)),
             "agent.server_active_async_calls": str(sum(one.deferred for one in self._node.server.active)),
         }
-        if native.gil_profiling_enabled():
+        if _gil_profiling:
             info["agent.gil_average_wait_time_us"] = f"{_interpreter_wait_us():.3f}"
         return info
 
@@ -193,6 +191,13 @@ class TensorPipeAgent(RpcAgent):
 
 _DATA = bytes(1 << 19)
 _TRIES = 5
+_gil_profiling = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Let `get_debug_info` measure how long a thread waits for the interpreter."""
+    global _gil_profiling
+    _gil_profiling = flag
 
 
 def _interpreter_wait_us() -> float:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from farcall.compat.rpc import backend_registry, constants
 from farcall.compat.rpc.agent import TensorPipeAgent
@@ -154,18 +153,10 @@ def _construct_options(
     )
 
 
-def _init_backend(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> FaultyTensorPipeAgent:
-    from farcall.compat.rpc import api
-
-    if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
-    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
-    agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
-    api._init_rpc_states(agent)
-    return agent
+def _init_backend(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
+    return backend_registry.start_agent(
+        FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options
+    )
 
 
 if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):

@@ -12,7 +12,7 @@ from farcall.api import (
     _set_rpc_timeout,
     get_rpc_timeout,
 )
-from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent, WorkerInfo
+from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent, WorkerInfo, enable_gil_profiling
 from farcall.compat.rpc.agent import current_agent as _get_current_rpc_agent
 from farcall.compat.rpc.agent import is_agent_set as _is_current_rpc_agent_set
 from farcall.compat.rpc.agent import reset_agent as _reset_current_rpc_agent
@@ -52,19 +52,6 @@ __all__ = [
     "enable_gil_profiling",
     "get_rpc_timeout",
 ]
-
-_gil_profiling = False
-
-
-def enable_gil_profiling(flag: bool) -> None:
-    """Have `get_debug_info` measure how long a thread waits for the interpreter."""
-    global _gil_profiling
-    _gil_profiling = flag
-
-
-def gil_profiling_enabled() -> bool:
-    """The flag that `enable_gil_profiling` set."""
-    return _gil_profiling
 
 
 def _set_profiler_node_id(node_id: int) -> None:

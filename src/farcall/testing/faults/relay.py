@@ -50,7 +50,7 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * array.array("i").it
 def connect(
     faults: Faults, direction: Direction, transport: Transport, fail_call: Callable[[int, str], None]
 ) -> FaultyTransport:
-    """``transport``, with faults in what is sent over it."""
+    """``transport``, with faults for the messages that are sent over it."""
     if transport.fileno() is None:
         raise ValueError(f"{transport.describe()} has no descriptor to poll: faults need a tcp or unix connection")
     for_node, near = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
