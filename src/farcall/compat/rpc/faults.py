@@ -28,9 +28,9 @@ from farcall.compat.rpc.agent import TensorPipeAgent
 from farcall.compat.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farcall.protocol.notes import decode_notes
 from farcall.serialize import decode_function
-from farcall.testing.faults import Delay, Fail, Faults
+from farcall.testing.faults import Delay, Fail, Faults, Rule
 from farcall.testing.faults.messages import Message
-from farcall.testing.faults.rules import Fault, make_rule
+from farcall.testing.faults.rules import Fault
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
@@ -83,9 +83,9 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
 def _is_script(message: Message) -> bool:
     """Whether it calls an operator of torch's, or a script function: stock has other messages for those."""
-    if not message.function:
+    if not message.frame.function:
         return False
-    called = decode_function(message.function)
+    called = decode_function(message.frame.function)
     if isinstance(called, torch.jit.ScriptFunction | torch._ops.OpOverload):
         return True
     find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
@@ -94,7 +94,7 @@ def _is_script(message: Message) -> bool:
 
 def _in_context(message: Message) -> bool:
     """Whether it belongs to a distributed autograd context: stock wraps such calls into messages of another name."""
-    return bool(message.notes) and decode_notes(message.notes).context_id != 0
+    return bool(message.frame.notes) and decode_notes(message.frame.notes).context_id != 0
 
 
 class _Meant(NamedTuple):
@@ -133,7 +133,7 @@ def _add(faults: Faults, name: str, fault: Fault) -> None:
     meant = MESSAGES.get(name)
     if meant is None:
         raise ValueError(f"there is no message type called {name!r} to fail or delay: there are {', '.join(MESSAGES)}")
-    faults.add(make_rule(fault, kind=meant.kind, where=meant.where))
+    faults.add(Rule(fault, kind=meant.kind, where=meant.where))
 
 
 # ---------------------------------------------------------------------- the backend
