@@ -25,7 +25,7 @@ from farcall.observe.presence import find_nodes
 from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
-from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
+from farcall.testing.cluster import WorkerProcess, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
 SECRET = "the cluster's secret"
@@ -62,7 +62,7 @@ class Cluster:
         self.done = path / "done"
         self.size = size
         self.options = {"runtime_directory": str(self.directory), **options}
-        self.members: list[Member] = []
+        self.members: list[WorkerProcess] = []
 
     def __enter__(self) -> Cluster:
         self.members = start_cluster(self.size, stay, str(self.done), **self.options)
