@@ -206,7 +206,7 @@ def _references() -> list[Undo]:
     from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
     from farcall.compat.rpc.unserved import find_unserved
     from farcall.errors import RpcError
-    from farcall.rpc import proxy
+    from farcall.rpc.owner_calls import Proxy, call_method_remote
     from farcall.rpc.rref import RRef
 
     make: Callable[..., None] = RRef.__init__
@@ -223,11 +223,11 @@ def _references() -> list[Undo]:
         kind = rref._get_type(timeout=timeout_s)
         if not issubclass(kind, torch.jit.ScriptModule):  # whose methods are made with the instance
             getattr(kind, name)
-        return proxy.call_remote(rref, name, timeout_s, *args, **kwargs)
+        return call_method_remote(rref, name, timeout_s, *args, **kwargs)
 
     def remote(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
-        return proxy.Proxy(call_remote, self, timeout)
+        return Proxy(call_remote, self, timeout)
 
     def get_profiling_future(self: RRef[Any]) -> torch.futures.Future[None]:
         """A future that completes when the record of the creating call, if it was profiled, has come here."""
