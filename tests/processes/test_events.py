@@ -17,6 +17,7 @@ from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import RpcBackendOptions
 from farcall.protocol.hello import Resume
 from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 30.0
@@ -70,7 +71,7 @@ def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> Non
         assert [(one.peers_lost, one.members["dead"]) for one in found] == [(0, 0), (0, 0)]
         assert found[0].frames_sent_again >= 1  # the request was cut
         for node, peer in zip(nodes, ("w1", "w0"), strict=True):
-            assert node.event_log.latest()[-1][1:3] == ("reconnected", peer)
+            assert runtime_of(node).event_log.latest()[-1][1:3] == ("reconnected", peer)
 
 
 def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> None:

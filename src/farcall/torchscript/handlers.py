@@ -47,7 +47,7 @@ def call_async(
     """``rpc_async`` in a script."""
     stop_reading()  # the script is likely to wait for the result in C++, where nothing can take over reading
     with _inside(context_id):
-        return issue(api.current_node(), to, _find(name), args, kwargs, timeout_s, "async_jit")
+        return issue(api.current_runtime(), to, _find(name), args, kwargs, timeout_s, "async_jit")
 
 
 def call_remote(
@@ -68,7 +68,7 @@ def _inside(context_id: int) -> Iterator[None]:
     """The distributed autograd context of that number, unless this thread is in one, or the context is unknown."""
     recording = None
     if context_id != _NO_CONTEXT and RECORDING.get() is None:
-        recording = api.current_node().part(Recorder).contexts.find(context_id)
+        recording = api.current_runtime().part(Recorder).contexts.find(context_id)
     if recording is None:
         yield
         return
@@ -190,7 +190,7 @@ def keep_pickled(number: int, rref: RRef[Any]) -> None:
 
 def find_pickled(writer: int, number: int) -> RRef[Any]:
     """The reference that worker ``writer`` wrote as its ``number``-th, for TorchScript, which read it from a file."""
-    pickled = api.current_node().part(_Pickled)
+    pickled = api.current_runtime().part(_Pickled)
     with pickled.lock:
         found = pickled.read.get((writer, number))
     if found is None:
@@ -202,7 +202,7 @@ def find_pickled(writer: int, number: int) -> RRef[Any]:
 
 def _written(number: int) -> RRef[Any]:
     """At the writer."""
-    node = api.current_node()
+    node = api.current_runtime()
     try:
         return node.part(_Pickled).written[number]
     except KeyError:

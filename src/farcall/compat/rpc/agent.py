@@ -22,6 +22,7 @@ from farcall import api as farcall_api
 from farcall import ids
 from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
 from farcall.errors import NotInitialized, RpcError, UnknownWorker
+from farcall.runtime.node.current import slot
 
 __all__ = ["RpcAgent", "TensorPipeAgent", "WorkerInfo", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
 
@@ -95,7 +96,7 @@ class TensorPipeAgent(RpcAgent):
             options = to_farcall(rpc_backend_options, init_method)
             # 0 was "not given" in programs written before there were groups without a size.
             farcall_api.init_rpc(name, rank=rank, world_size=world_size or None, rpc_backend_options=options)
-        node = farcall_api._slot.node
+        node = slot.runtime
         assert node is not None
         self._node = node
         node.server.on_failure = self._print_failure
@@ -217,7 +218,7 @@ _foreign: list[Any] = []
 def is_agent_set() -> bool:
     """Is RPC initialized in this process?"""
     try:
-        return bool(_foreign) or farcall_api.current_node() is not None
+        return bool(_foreign) or farcall_api.current_runtime() is not None
     except NotInitialized:
         return False
 
@@ -227,7 +228,7 @@ def current_agent() -> Any:
     if _foreign:
         return _foreign[-1]
     try:
-        node = farcall_api.current_node()
+        node = farcall_api.current_runtime()
     except NotInitialized as error:
         raise NotInitialized(
             f"Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)? "

@@ -23,6 +23,8 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
+from farcall.runtime.membership.turnover import Turnover
+from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -44,33 +46,36 @@ class ClusterLinks:
     def __init__(
         self,
         membership: Membership,
-        is_static: bool,
         options: RpcBackendOptions,
-        foundation: Resources,
-        on_message: Callable[[Peer, Frame], None],
-        on_frame: Callable[[RemotePeer, Frame], None],
-        on_gone: Callable[[RemotePeer, str], None],
-        fail_unsent: Callable[[int, str], None],
+        resources: Resources,
+        *,
+        is_static: bool,
+        dispatcher: Dispatcher,
+        turnover: Turnover,
+        write_later: Callable[[Callable[[], None]], None],
+        on_expelled: Callable[[str], None],
     ) -> None:
-        """``on_message`` takes what this node sends to itself, ``on_frame`` what others send."""
         me = membership.me
         self._name = me.name
         self._membership = membership
         self._options = options
-        self._foundation = foundation
-        self._fail_unsent = fail_unsent
+        self._resources = resources
+        self._fail_unsent = turnover.fail_unsent
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
-        self._releases = foundation.loop.timer(self._send_releases)
+        self._releases = resources.loop.timer(self._send_releases)
+        on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
-        self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
+        self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
         hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            hello, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+            hello, membership.secret, options.reconnect_s, self._ways_to, resources.loop, self._wrapped
         )
+        self.reconnecting.lost_hooks.append(turnover.on_interrupted)
+        self.reconnecting.back_hooks.append(turnover.on_reconnected)
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
         self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.incarnation)
@@ -78,25 +83,28 @@ class ClusterLinks:
             self.myself,
             is_static,
             options,
-            foundation.loop,
-            foundation.pool,
-            foundation.memory,
+            resources.loop,
+            resources.pool,
+            resources.memory,
             self.reconnecting,
             hello,
             membership.secret,
             lambda: self.watch,
-            foundation.write_later,
-            fail_unsent,
-            on_frame,
-            on_gone,
+            write_later,
+            turnover.fail_unsent,
+            dispatcher.on_frame,
+            turnover.on_gone,
             self.on_release,
             self._wrapped,
         )
+        self.acquaintances.on_entered = turnover.on_entered
+        self.acquaintances.on_change = turnover.on_change
+        self.acquaintances.on_expelled = on_expelled
         self.watch: FailureDetector = FailureDetector(
             me,
             membership.members if is_static else None,
             chosen(options),
-            foundation.loop,
+            resources.loop,
             self.acquaintances,
         )
         """Another one once this node has founded a group."""
@@ -141,7 +149,7 @@ class ClusterLinks:
     def connect_all(self, deadline: float) -> None:
         """In a group of fixed size: be connected to everybody."""
         mesh = Mesh(self._membership, self._options, self.acquaintances.remotes, self._linked, self.is_over)
-        mesh.connect(self._foundation.door, self._on_connected, self.reconnecting, deadline)
+        mesh.connect(self._resources.listener, self._on_connected, self.reconnecting, deadline)
         self.reconnecting.starting = False
 
     def _on_connected(self, transport: Transport, established: Established, dialled: bool) -> None:
@@ -151,9 +159,9 @@ class ClusterLinks:
 
     def join(self, entry: Entry) -> None:
         """In a group whose members come and go: be let in, or found it."""
-        foundation = self._foundation
+        resources = self._resources
         entry.enter(
-            foundation.door, foundation.loop, self.acquaintances, self.reconnecting, self.watch, self._set_watch
+            resources.listener, resources.loop, self.acquaintances, self.reconnecting, self.watch, self._set_watch
         )
         self.reconnecting.starting = False
 
