@@ -192,11 +192,12 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
     incarnation = runtime_of(nodes[1]).me.incarnation
-    runtime_of(nodes[0]).reconnecting.condemn(1, "for the test")
+    here = runtime_of(nodes[0])
+    here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "for the test"))
     wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
     record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None
-    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.acquaintances.on_suspected(record, False))
+    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.peers.on_suspected(record, False))
     wait_until(lambda: ("dead", "w1") in events)
     wait_until(lambda: not runtime_of(nodes[1]).running)
     with pytest.raises(Expelled, match="w0 could not reach it"):
@@ -216,11 +217,9 @@ def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
 
     def connect() -> None:
         wait_until(lambda: runtime_of(stays).is_gone("ends", runtime_of(ends).me.incarnation))
-        runtime_of(stays).call_soon(
-            lambda: runtime_of(stays).links.acquaintances._dialling.dial(runtime_of(ends).membership.me)
-        )
-        wait_until(lambda: runtime_of(ends).links.acquaintances._strangers)
-        came.extend(runtime_of(ends).links.acquaintances._strangers.values())
+        runtime_of(stays).call_soon(lambda: runtime_of(stays).connector.dial(runtime_of(ends).membership.me))
+        wait_until(lambda: runtime_of(ends).links.peers._strangers)
+        came.extend(runtime_of(ends).links.peers._strangers.values())
 
     runtime_of(ends).hooks.ended.append(connect)
     ends.shutdown(graceful=False)

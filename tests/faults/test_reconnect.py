@@ -100,7 +100,7 @@ def wait_for_the_test() -> str:
 def cut_often(faults: Faults, nodes: list[farcall.Node]) -> None:
     """Cut the connection of two nodes CUTS times, each time after something has come over it in both directions."""
     source = random.Random(faults.seed)
-    sessions = [next(iter(runtime_of(node).links.acquaintances.remotes.values())).link.session for node in nodes]
+    sessions = [next(iter(runtime_of(node).links.peers.remotes.values())).link.session for node in nodes]
     for _ in range(CUTS):
         before = [session.received for session in sessions]
         wait_until(lambda: all(session.received > count for session, count in zip(sessions, before, strict=True)))  # noqa: B023
@@ -161,7 +161,7 @@ def test_every_small_call_ends_with_its_result_and_runs_once(transport: str) -> 
         for node in nodes:
             if runtime_of(node).pool is not None:
                 wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
-            (peer,) = runtime_of(node).links.acquaintances.remotes.values()
+            (peer,) = runtime_of(node).links.peers.remotes.values()
             assert peer.link.session.received > len(asked) // 4
 
 
@@ -342,14 +342,15 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
     faults = Faults()
     heard: list[str] = []
     with team([faults, None]) as nodes:
-        runtime_of(nodes[0]).reconnecting.lost_hooks.append(
+        runtime_of(nodes[0]).connector.lost_hooks.append(
             lambda info, reason: heard.append(f"lost {info.name}: {reason}")
         )
-        runtime_of(nodes[0]).reconnecting.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
+        runtime_of(nodes[0]).connector.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
         with faults.half_open(sender="w0") as rule:
             rule.wait_hits()
             calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
-            runtime_of(nodes[0]).reconnecting.interrupt(1, "it is silent")  # w1 dialled, and has noticed nothing
+            # w1 dialled, and has noticed nothing
+            runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
@@ -377,12 +378,12 @@ def test_a_connection_that_falls_silent_is_replaced_and_nobody_is_dead(who: int,
 
 
 def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
-    def no_way(peer: object) -> list[str]:
+    def no_way(incarnation: int) -> list[str]:
         return []  # not over what it listens on
 
     with team([None, None]) as nodes:
-        runtime_of(nodes[0]).reconnecting._ways_to = no_way
-        runtime_of(nodes[0]).reconnecting.interrupt(1, "for the test")
+        runtime_of(nodes[0]).links.peers.ways_to = no_way
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("for the test")
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
@@ -391,9 +392,9 @@ def test_connections_that_break_one_after_another_are_no_death(who: int) -> None
     """Nothing comes over them, so it is one trouble; one of the two may hear of each break from the other first."""
     back: list[WorkerInfo] = []
     with team([None, None]) as nodes:
-        runtime_of(nodes[who]).reconnecting.back_hooks.append(back.append)
+        runtime_of(nodes[who]).connector.back_hooks.append(back.append)
         for number in range(5):
-            runtime_of(nodes[who]).reconnecting.interrupt(1 - who, "for the test")
+            runtime_of(nodes[who]).links.peers.remotes[1 - who].link.interrupt("for the test")
             wait_until(lambda: len(back) == number + 1)  # noqa: B023
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
@@ -402,7 +403,8 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
     with team([None, None, None], 3) as nodes:
         pending = nodes[1].rpc_async("w0", wait_for_the_test)
         assert reached.wait(30.0)
-        runtime_of(nodes[0]).reconnecting.condemn(1, "it was late")
+        here = runtime_of(nodes[0])
+        here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "it was late"))
         wait_until(lambda: runtime_of(nodes[0]).peer("w1").broken)
         with pytest.raises(PeerDead, match="was late"):
             nodes[0].rpc_sync("w1", run, (1,))
@@ -419,14 +421,14 @@ def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known()
     with team(faults, reconnect_s=1.0, probe_interval_s=0.2, probe_timeout_s=0.1) as nodes:
         under_way = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(30.0)
-        (bond,) = runtime_of(nodes[0]).reconnecting._bonds.values()
+        (tie,) = runtime_of(nodes[0]).connector._ties.values()
         faults.cut(count=None)
         wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         with pytest.raises(PeerDead) as caught:
             under_way.wait()
         assert caught.value.delivery == Delivery.UNKNOWN
         # Since the last connection over which a frame came before it was cut, too: that was another trouble.
-        assert 0.9 < time.monotonic() - bond.lost_at < 1.0 + AT_ONCE_S
+        assert 0.9 < time.monotonic() - tie.bond.lost_at < 1.0 + AT_ONCE_S
         wait_until(lambda: runtime_of(nodes[1]).peer("w0").broken)
         for call in (lambda: nodes[0].rpc_sync("w1", run, (1,)), lambda: nodes[1].rpc_sync("w0", run, (1,))):
             with pytest.raises(PeerDead) as caught:
@@ -441,9 +443,9 @@ def test_calls_that_were_never_written_say_so() -> None:
     with team([faults, None], reconnect_s=1.0) as nodes, faults.half_open(sender="w0", count=None) as silence:
         silence.wait_hits()
         # A new connection is silent as well; w1, which has noticed nothing, is not asked: its address leads nowhere.
-        runtime_of(nodes[0]).reconnecting._ways_to = lambda rank: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
-        runtime_of(nodes[1]).reconnecting._stopped = True
-        runtime_of(nodes[0]).reconnecting.interrupt(1, "it is silent")
+        runtime_of(nodes[0]).links.peers.ways_to = lambda incarnation: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
+        runtime_of(nodes[1]).connector._stopped = True
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
         wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         call = nodes[0].rpc_async("w1", run, (1,))
         with pytest.raises(PeerDead, match="not sent") as caught:

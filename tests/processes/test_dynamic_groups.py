@@ -19,9 +19,10 @@ import farcall
 from farcall import api
 from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
 from farcall.runtime.node import runtime_of
-from farcall.runtime.peers import table as acquaintances
+from farcall.runtime.peers import table as peer_table
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -270,7 +271,7 @@ def test_who_is_called_all_the_time_can_leave(url: str) -> None:
 
 
 def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    monkeypatch.setattr(peer_table, "MAX_GONE", 2)
     with team(1, url) as nodes:
         decoders = set()
         for number in range(4):
@@ -366,10 +367,11 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])
 
 
-def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:
+def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
-        late = member("w1", 1, url)
-        group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", runtime_of(late).me.incarnation))
+        late, incarnation = member("w1", 1, url), new_incarnation(7)
+        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda random_bits: incarnation)
+        group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()
         with late:

@@ -139,7 +139,7 @@ def test_port_is_shared_with_a_process_group(order: str) -> None:
 def describe_ways(rank: int) -> list[str]:
     see_everybody(2)
     node = api.current_runtime()
-    peer = node.links.acquaintances.remotes[1 - rank]
+    peer = node.links.peers.remotes[1 - rank]
     return [peer.link.transport.kind, "shared" if peer.lending is not None and peer.lending.is_used else "inline"]
 
 

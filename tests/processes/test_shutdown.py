@@ -214,7 +214,7 @@ def leave_alone(rank: int, port: int) -> list[str]:
         assert len({farcall.rpc_sync(other, os.getpid) for other in (1, 2)}) == 2
         farcall.shutdown(graceful=False)
         return seen
-    wait_until(lambda: api.current_runtime().links.acquaintances.remotes[0].link.broken is not None)
+    wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)
     with pytest.raises(PeerDead):
         farcall.rpc_sync("w0", os.getpid)
     seen.append(farcall.rpc_sync(3 - rank, farcall.get_worker_info).name)
@@ -282,7 +282,7 @@ def hammer_while_ending(rank: int, port: int, to: str) -> int:
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=0))
     farcall._barrier(["w0", "w1"])
     if rank == 1:
-        wait_until(lambda: api.current_runtime().links.acquaintances.remotes[0].link.broken is not None)
+        wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)
         farcall.shutdown(graceful=False)
         return 0
     calls = [0] * 4
