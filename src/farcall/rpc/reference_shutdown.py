@@ -62,9 +62,9 @@ class ReferenceShutdown:
         self._parted: set[int] = set()  # members whose Farewell is here
         self._news = threading.Event()  # a Farewell came, or a member is gone
         self._leaks: list[Held] = []
-        references.node.wait_for(self._unsettled)
-        references.node.on_control(Farewell, self._on_farewell)
-        references.node.on_agreed(self._on_agreed)
+        references.node.hooks.unsettled.append(self._unsettled)
+        references.node.hooks.on_control(Farewell, self._on_farewell)
+        references.node.hooks.agreed.append(self._on_agreed)
 
     def on_peer_gone(self) -> None:
         """A member is gone: no Farewell of it will come."""
