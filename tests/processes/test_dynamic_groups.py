@@ -20,7 +20,7 @@ from farcall import api
 from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
 from farcall.rpc.gather import _contribute
-from farcall.runtime.peers.peer import table as acquaintances
+from farcall.runtime.peers import table as acquaintances
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
