@@ -35,18 +35,29 @@ def context() -> BaseContext:
     return found
 
 
-def free_port() -> int:
-    """A TCP port that is free on loopback right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Port:
+    """A TCP port of loopback, kept from everybody else until ``close``.
+
+    It is bound, so the system gives it to nobody, and not listened on, so a server that sets SO_REUSEADDR, as torch's
+    stores do, may have it meanwhile. A port that was only looked up would be anybody's.
+    """
+
+    def __init__(self) -> None:
+        self._bound = socket.socket()
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.number: int = self._bound.getsockname()[1]
+
+    def close(self) -> None:
+        self._bound.close()
 
 
 class Member:
-    """One process of a cluster."""
+    """One process of a cluster, and the port that it keeps for its cluster."""
 
-    def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any], port: Port | None = None) -> None:
         self.rank = rank
+        self._port = port
         self.result: Any = None
         self.error: str | None = None
         found = context()
@@ -87,6 +98,8 @@ class Member:
         self.process.join()
         self.process.close()  # its descriptor, too: a failed test keeps this object in its traceback
         self._receiving.close()
+        if self._port is not None:
+            self._port.close()
 
 
 def _run(sending: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -123,8 +136,11 @@ def start_cluster(
     size: int, work: Callable[..., Any], *args: Any, url: str | None = None, **options: Any
 ) -> list[Member]:
     """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``; ``options`` are those of the node."""
-    url = url or f"tcp://127.0.0.1:{free_port()}"
-    return [Member(rank, _member, (rank, size, url, work, args, options)) for rank in range(size)]
+    port = None
+    if url is None:
+        port = Port()
+        url = f"tcp://127.0.0.1:{port.number}"
+    return [Member(rank, _member, (rank, size, url, work, args, options), port) for rank in range(size)]
 
 
 def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:
@@ -160,9 +176,9 @@ def temporary_file_url() -> str:
 __all__ = [
     "Member",
     "MemberFailed",
+    "Port",
     "context",
     "finish",
-    "free_port",
     "run_cluster",
     "start_cluster",
     "start_processes",
