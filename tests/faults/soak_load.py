@@ -26,6 +26,7 @@ from tests.conftest import remains
 
 import farcall
 from farcall.errors import Expelled, InitError, RpcError, UnknownWorker
+from farcall.protocol.member import incarnation_text
 
 LARGE = 300_000
 """Elements of a tensor that goes through shared memory."""
@@ -178,7 +179,7 @@ def work(rank: int, url: str, names: list[str], directory: str, seed: int, optio
 def _live(node: farcall.Node, names: list[str], directory: str, seed: int) -> None:
     assert _Here.journal is not None
     node.start()
-    _Here.journal.write("lives", node.info.name, node._incarnation, monotonic())
+    _Here.journal.write("lives", node.info.name, incarnation_text(node._incarnation), monotonic())
     stop = Path(directory, "stop")
     for thread in start_load(node, names, seed + os.getpid(), stop.exists):
         thread.join()

@@ -193,10 +193,10 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
         node.start()
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
-    life = nodes[1].me.life
+    incarnation = nodes[1].me.incarnation
     nodes[0].reconnecting.condemn(1, "for the test")
     wait_until(lambda: nodes[0].is_gone("w1", nodes[1].me.incarnation))
-    record = nodes[0].watch.record_of(life)
+    record = nodes[0].watch.member_of(incarnation)
     assert record is not None
     nodes[0].call_soon(lambda: nodes[0]._acquaintances.on_suspected(record, False))
     wait_until(lambda: ("dead", "w1") in events)

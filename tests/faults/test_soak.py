@@ -24,6 +24,7 @@ from tests.conftest import descriptors, segments
 from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
 
 import farcall
+from farcall.protocol.member import incarnation_text
 from farcall.testing.cluster import Member, temporary_file_url
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
@@ -180,7 +181,8 @@ class Soak:
             peer = self.node.peer(worker.name)
         except farcall.errors.UnknownWorker:
             return None
-        return None if peer.broken or peer.incarnation in self.dead else peer.incarnation
+        incarnation = incarnation_text(peer.incarnation)
+        return None if peer.broken or incarnation in self.dead else incarnation
 
     def pause(self, longest_s: float) -> Iterator[None]:
         until = monotonic() + self.source.uniform(0.0, longest_s)
@@ -194,7 +196,7 @@ def soak(directory: str) -> Iterator[Soak]:
     here = journal(directory)
     node = farcall.Node(NAMES[0], 0, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
     node.start()
-    here.write("lives", node.info.name, node._incarnation, monotonic())
+    here.write("lives", node.info.name, incarnation_text(node._incarnation), monotonic())
     workers = [Worker(rank, url, directory) for rank in range(1, len(NAMES))]
     try:
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tests.kit.ports import tcp_url
@@ -43,11 +43,15 @@ def team(faults: Faults | list[Faults | None], size: int = 2, **options: Any) ->
             f"w{rank}",
             rank=rank,
             world_size=size,
-            options=farcall.RpcBackendOptions(init_method=url, faults=given[rank], **options),
+            options=farcall.RpcBackendOptions(init_method=url, **options),
         )
         for rank in range(size)
     ]
-    together([node.start for node in nodes])
+    with ExitStack() as installed:
+        for rank, one in enumerate(given):
+            if one is not None:
+                installed.enter_context(one.installed(f"w{rank}"))
+        together([node.start for node in nodes])
     try:
         yield nodes
     except BaseException:

@@ -276,7 +276,7 @@ def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest
         for number in range(4):
             with member(f"n{number}", 10 + number, url) as guest:
                 assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
-                link = nodes[0].other(guest.me.member)
+                link = nodes[0].other(guest.me.number)
             assert link is not None
             wait_until(lambda link=link: link.broken)
             decoders.add(id(link.link._decoder))
@@ -397,6 +397,6 @@ def test_barriers_go_on_with_one_that_left_and_came_back(again: str, url: str) -
 
 def test_a_gather_with_a_former_life_of_its_leader_is_told_so(url: str) -> None:
     with team(2, url) as nodes:
-        group = (("w0", "0" * 16), ("w1", nodes[1]._incarnation))
+        group = (("w0", 1), ("w1", nodes[1]._incarnation))
         with pytest.raises(PeerDead, match="anew"):
             nodes[1].rpc_sync("w0", _contribute, (group, 0, "w1", 1, BOUND_S))

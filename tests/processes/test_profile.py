@@ -389,9 +389,9 @@ def nothing_left(rank: int) -> int:
         with torch.profiler.profile():
             farcall.rpc_sync("w1", twice, (torch.ones(2),))
     gc.collect()
-    from farcall.observe.torch_profilers import Session
+    from farcall.observe.torch_profilers import ProfilerSession
 
-    return sum(isinstance(found, Session) for found in gc.get_objects())
+    return sum(isinstance(found, ProfilerSession) for found in gc.get_objects())
 
 
 def test_a_session_dies_with_its_profiler() -> None:

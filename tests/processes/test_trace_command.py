@@ -16,7 +16,7 @@ import torch
 from tests.processes.trace_reader import Trace
 
 import farcall
-from farcall.observe import tracing
+from farcall.observe import cluster
 from farcall.observe.observer import Observer
 from farcall.observe.spans import Harvest
 from farcall.options import RpcBackendOptions
@@ -101,15 +101,15 @@ def _observer(directory: Path) -> Observer:
 
 
 def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "GRACE_S", 0.05)
+    monkeypatch.setattr(cluster, "GRACE_S", 0.05)
     options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", runtime_directory=str(tmp_path / "run"))
     with farcall.Node("alone", 0, 1, options):
         with _observer(tmp_path / "run") as observer:
-            begin = msgspec.msgpack.encode(tracing.Begin("unfetched", 0, 0.05))
-            assert observer.ask(tracing.BEGIN, tuple[str, int], argument=begin).answers == [("alone", 0)]
+            begin = msgspec.msgpack.encode(cluster.TraceWish("unfetched", 0, 0.05))
+            assert observer.ask(cluster.TRACE_BEGIN, tuple[str, int], argument=begin).answers == [("alone", 0)]
         wait_for(lambda: PROFILING.everywhere == 0)
         with _observer(tmp_path / "run") as observer:
-            (harvest,) = observer.ask(tracing.END, Harvest, argument=msgspec.msgpack.encode("unfetched")).answers
+            (harvest,) = observer.ask(cluster.TRACE_END, Harvest, argument=msgspec.msgpack.encode("unfetched")).answers
             assert harvest.spans == []
 
 
@@ -123,7 +123,7 @@ def test_an_interrupted_trace_is_what_there_is_by_then(tmp_path: Path, monkeypat
             thread.join()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(tracing.time, "sleep", interrupted)
-        found = tracing.record(observer, 60.0, 0)
+        monkeypatch.setattr(cluster.time, "sleep", interrupted)
+        found = cluster.record(observer, 60.0, 0)
         assert (found.calls, found.missing, found.harvest.names) == (1, [], {0: "alone"})
         assert found.operators > 0

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farcall.runtime.calls.admission import Admission, Fullness
+from farcall.runtime.io.timers import Timers
 
 CALLERS = 3
 EVENTS = st.one_of(
@@ -48,8 +49,8 @@ class Caller:
 @given(st.integers(1, 6), st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(limit: int, events: list[tuple[str, int | None, bool | None]]) -> None:
     queued = 0
-    looks: list[float] = []
-    admission = Admission(limit, lambda: queued, looks.append)
+    timers = Timers(lambda: None)
+    admission = Admission(limit, lambda: queued, timers.timer)
     callers = [Caller() for _ in range(CALLERS)]
     held: list[Fullness] = []
     for kind, number, refusable in events:
@@ -63,18 +64,18 @@ def test_any_order_of_events(limit: int, events: list[tuple[str, int | None, boo
             assert refused == (full and refusable)
             if full and not refusable:
                 assert caller.told
-                assert looks, "nobody would look whether there is room"
+                assert timers.named, "nobody would look whether there is room"
             queued += not refused
         elif kind == "run" and number is not None:
             queued = max(0, queued - number)
         elif kind == "look":
-            due = admission.tick(0.0)
+            due = admission.look_for_room(0.0)
             assert (due < 1.0) == any(caller.told for caller in callers)
             assert queued > limit // 2 or not any(caller.told for caller in callers)
         elif kind == "read" and number is not None:
             callers[number].read()
     queued = 0
-    admission.tick(0.0)
+    admission.look_for_room(0.0)
     for caller in callers:
         caller.read()
         assert caller.full is None

@@ -1,6 +1,6 @@
 """Membership under any order of messages that hypothesis can think of, with any of them twice or not at all.
 
-Two promises. An end is an end: whoever was told that a life died or left is never told that it joined, and never
+Two promises. An end is an end: whoever was told that a member died or left is never told that it joined, and never
 holds it for a member again. And when the network behaves again, all who run hold the same members: those who
 run. In between members may well be declared dead wrongly (nothing that was sent may ever arrive): then those learn it.
 """
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from farcall.protocol.member import Member
 from farcall.protocol.membership import (
     Departed,
     Effect,
@@ -31,29 +32,28 @@ from farcall.protocol.membership import (
     MembershipOptions,
     Message,
     Received,
-    Record,
     Refused,
     Send,
     State,
     Status,
     Update,
 )
-from farcall.protocol.membership.members import Table
+from farcall.protocol.membership.table import Table
 
 INDEX = st.integers(0, 1 << 16)
 OPTIONS = MembershipOptions()
-ME = Record(1, "me", 0)
+ME = Member("me", 0, 1)
 
 
-def record(life: int) -> Record:
-    return Record(life, f"worker{life}", life, ("tcp:host:1",))
+def record(incarnation: int) -> Member:
+    return Member(f"worker{incarnation}", incarnation, incarnation, ("tcp:host:1",))
 
 
 # --- the table -----------------------------------------------------------------------------------------
 
 
-def update(life: int, status: Status, version: int) -> Update:
-    return Update(life, status, version, None if status >= Status.DEAD else record(life))
+def update(incarnation: int, status: Status, version: int) -> Update:
+    return Update(incarnation, status, version, None if status >= Status.DEAD else record(incarnation))
 
 
 UPDATES = st.lists(
@@ -66,9 +66,9 @@ def after(updates: list[Update]) -> tuple[dict[int, int], tuple[int, ...], list[
     ended: set[int] = set()
     for number, claim in enumerate(updates):
         table.apply(claim, float(number))
-        ended |= {life for life, entry in table.entries.items() if entry.ended}
+        ended |= {incarnation for incarnation, entry in table.entries.items() if entry.ended}
         assert ended.isdisjoint(table.others)
-    claims = {life: entry.precedence for life, entry in table.entries.items()}
+    claims = {incarnation: entry.precedence for incarnation, entry in table.entries.items()}
     return claims, table.digest(), sorted(table.others)
 
 
@@ -111,32 +111,32 @@ class MembershipMachines(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.now = 0.0
         self.newest = size
-        records = [record(life) for life in range(1, size + 1)]
+        records = [record(incarnation) for incarnation in range(1, size + 1)]
         self.running: dict[int, MembershipMachine] = {
-            one.life: MembershipMachine(one, records, OPTIONS, self.random, 0.0) for one in records
+            one.incarnation: MembershipMachine(one, records, OPTIONS, self.random, 0.0) for one in records
         }
-        self.ended: dict[int, set[int]] = {one.life: set() for one in records}
+        self.ended: dict[int, set[int]] = {one.incarnation: set() for one in records}
         self.packets: list[Packet] = []
 
     # --- what carries effects out, and judges them -----------------------------------------------------
 
-    def feed(self, life: int, event: Event) -> None:
-        if life in self.running:
-            self.carry_out(life, self.running[life].handle(event, self.now))
+    def feed(self, incarnation: int, event: Event) -> None:
+        if incarnation in self.running:
+            self.carry_out(incarnation, self.running[incarnation].handle(event, self.now))
 
-    def carry_out(self, life: int, effects: list[Effect]) -> None:
-        ended = self.ended[life]
+    def carry_out(self, incarnation: int, effects: list[Effect]) -> None:
+        ended = self.ended[incarnation]
         for effect in effects:
             if isinstance(effect, Send):
-                self.packets.append(Packet(life, effect.to, effect.message))
+                self.packets.append(Packet(incarnation, effect.to, effect.message))
             elif isinstance(effect, MemberDied | MemberLeft):
-                ended.add(effect.record.life)
+                ended.add(effect.member.incarnation)
             elif isinstance(effect, MemberJoined):
-                assert effect.record.life not in ended, f"{life}: {effect.record.name} rose from the dead"
+                assert effect.member.incarnation not in ended, f"{incarnation}: {effect.member.name} rose from the dead"
             elif isinstance(effect, Departed | Expelled | Refused):
-                self.running.pop(life, None)
-        if life in self.running:
-            assert ended.isdisjoint(self.running[life].table.others)
+                self.running.pop(incarnation, None)
+        if incarnation in self.running:
+            assert ended.isdisjoint(self.running[incarnation].table.others)
 
     def deliver(self, packet: Packet) -> None:
         if packet.receiver in self.running:
@@ -145,11 +145,11 @@ class MembershipMachines(RuleBasedStateMachine):
             self.feed(packet.sender, LinkRefused(packet.receiver))
 
     def run_timers(self) -> None:
-        for life in list(self.running):
-            machine = self.running.get(life)
+        for incarnation in list(self.running):
+            machine = self.running.get(incarnation)
             deadline = machine.next_deadline() if machine is not None else None
             if machine is not None and deadline is not None and deadline <= self.now:
-                self.carry_out(life, machine.handle_deadline(self.now))
+                self.carry_out(incarnation, machine.handle_deadline(self.now))
 
     def some(self, index: int) -> int:
         alive = sorted(self.running)
@@ -191,9 +191,9 @@ class MembershipMachines(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 1)
     @rule(index=INDEX, peer=INDEX)
     def crash(self, index: int, peer: int) -> None:
-        life = self.some(index)
-        del self.running[life]
-        self.feed(self.some(peer), LinkLost(life))
+        incarnation = self.some(index)
+        del self.running[incarnation]
+        self.feed(self.some(peer), LinkLost(incarnation))
 
     @precondition(lambda self: self.running)
     @rule(index=INDEX, peer=INDEX)
@@ -211,12 +211,12 @@ class MembershipMachines(RuleBasedStateMachine):
         """Under a new name, or under one that was used before (or is in use)."""
         self.newest += 1
         model = 1 + like % (self.newest - 1) if reuse else self.newest
-        newcomer = Record(self.newest, f"worker{model}", model)
+        newcomer = Member(f"worker{model}", model, self.newest)
         sponsor = self.some(via)
         machine = MembershipMachine(newcomer, None, OPTIONS, self.random, self.now)
-        self.running[newcomer.life] = machine
-        self.ended[newcomer.life] = set()
-        self.feed(newcomer.life, LocalJoin(sponsor))
+        self.running[newcomer.incarnation] = machine
+        self.ended[newcomer.incarnation] = set()
+        self.feed(newcomer.incarnation, LocalJoin(sponsor))
 
     # --- the end ---------------------------------------------------------------------------------------
 
@@ -237,15 +237,23 @@ class MembershipMachines(RuleBasedStateMachine):
         for number in range(800):
             self.step(0.25)
             if number % 40 == 0:  # a newcomer whose sponsor is gone asks another member
-                members = [life for life, machine in self.running.items() if machine.state is State.MEMBER]
-                for life in [life for life, machine in self.running.items() if machine.state is State.JOINING]:
+                members = [
+                    incarnation for incarnation, machine in self.running.items() if machine.state is State.MEMBER
+                ]
+                for incarnation in [
+                    incarnation for incarnation, machine in self.running.items() if machine.state is State.JOINING
+                ]:
                     if members:
-                        self.feed(life, LocalJoin(self.random.choice(members)))
-        members = {life: machine for life, machine in self.running.items() if machine.state is State.MEMBER}
-        for life, machine in members.items():
-            assert {life, *machine.table.others} == set(members), f"{life}: {machine.table.others}, not {set(members)}"
+                        self.feed(incarnation, LocalJoin(self.random.choice(members)))
+        members = {
+            incarnation: machine for incarnation, machine in self.running.items() if machine.state is State.MEMBER
+        }
+        for incarnation, machine in members.items():
+            assert {incarnation, *machine.table.others} == set(members), (
+                f"{incarnation}: {machine.table.others}, not {set(members)}"
+            )
         for held in (lambda one: one.name, lambda one: one.rank):
-            holders = [held(machine.table.my_record) for machine in members.values()]
+            holders = [held(machine.table.myself) for machine in members.values()]
             assert len(set(holders)) == len(holders), "two members share a name or a rank"
 
 

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable
 from enum import Enum
 
+from farcall.protocol.member import Member
 from farcall.protocol.membership import (
     Admitted,
     Departed,
@@ -30,7 +31,6 @@ from farcall.protocol.membership import (
     MembershipOptions,
     MemberSuspected,
     Received,
-    Record,
     Refused,
     Send,
     State,
@@ -51,9 +51,9 @@ class Process(Enum):
 class Node:
     """One process."""
 
-    def __init__(self, record: Record, machine: MembershipMachine) -> None:
-        self.record = record
-        self.life = record.life
+    def __init__(self, record: Member, machine: MembershipMachine) -> None:
+        self.member = record
+        self.incarnation = record.incarnation
         self.machine = machine
         self.process = Process.RUNNING
         self.side = 0
@@ -82,7 +82,7 @@ class Cluster:
         self.now = 0.0
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
-        self.lives = itertools.count(1)
+        self.incarnations = itertools.count(1)
         self.cut_pairs: set[frozenset[int]] = set()
         self.deaf: set[int] = set()
         self.mute: set[int] = set()
@@ -90,17 +90,19 @@ class Cluster:
         self.most_updates = 0
         self.suspected = 0
         self.false_deaths: list[str] = []
-        records = [self.record(f"worker{rank}", rank) for rank in range(count)]
+        records = [self.new_member(f"worker{rank}", rank) for rank in range(count)]
         self.nodes: dict[int, Node] = {}
         for record in records:
             machine = MembershipMachine(record, records, self.options, self.random, 0.0)
-            node = self.nodes[record.life] = Node(record, machine)
+            node = self.nodes[record.incarnation] = Node(record, machine)
             node.admitted_at = 0.0
             self.schedule(node)
 
-    def record(self, name: str, rank: int) -> Record:
+    def new_member(self, name: str, rank: int) -> Member:
         # Lives are as good as random: nothing may depend on who was first.
-        return Record(next(self.lives) * 0x9E3779B97F4A7C15 % (2**61 - 1) + 1, name, rank, (f"tcp:10.0.0.1:{rank}",))
+        return Member(
+            name, rank, next(self.incarnations) * 0x9E3779B97F4A7C15 % (2**61 - 1) + 1, (f"tcp:10.0.0.1:{rank}",)
+        )
 
     # --- time ------------------------------------------------------------------------------------------
 
@@ -165,9 +167,9 @@ class Cluster:
         receiver = self.nodes[to]
         if sender.side != receiver.side or (self.loss and self.random.random() < self.loss):
             return
-        if self.cut_pairs and frozenset((sender.life, to)) in self.cut_pairs:
+        if self.cut_pairs and frozenset((sender.incarnation, to)) in self.cut_pairs:
             return
-        if sender.life in self.mute or to in self.deaf:
+        if sender.incarnation in self.mute or to in self.deaf:
             return
         # Mostly a millisecond, sometimes much more: messages overtake each other.
         draw = self.random.random()
@@ -176,7 +178,7 @@ class Cluster:
 
     def arrive(self, sender: Node, receiver: Node, message: Message) -> None:
         if receiver.process is Process.RUNNING:
-            self.feed(receiver, Received(sender.life, message))
+            self.feed(receiver, Received(sender.incarnation, message))
         elif receiver.process is not Process.SILENT:
             self.at(self.now + 0.001, lambda: self.refuse(sender, receiver))
 
@@ -184,7 +186,7 @@ class Cluster:
         if sender.machine.state is State.JOINING:
             self.ask_to_join(sender)
         else:
-            self.feed(sender, LinkRefused(receiver.life))
+            self.feed(sender, LinkRefused(receiver.incarnation))
 
     # --- what processes do -----------------------------------------------------------------------------
 
@@ -200,15 +202,15 @@ class Cluster:
 
     def lose_link(self, peer: Node, node: Node) -> None:
         if peer.side == node.side:
-            self.feed(peer, LinkLost(node.life))
+            self.feed(peer, LinkLost(node.incarnation))
 
     def sample(self, nodes: list[Node], count: int) -> list[Node]:
         return self.random.sample(nodes, min(count, len(nodes)))
 
     def join(self, name: str, rank: int, side: int = 0) -> Node:
-        record = self.record(name, rank)
+        record = self.new_member(name, rank)
         machine = MembershipMachine(record, None, self.options, self.random, self.now)
-        node = self.nodes[record.life] = Node(record, machine)
+        node = self.nodes[record.incarnation] = Node(record, machine)
         node.side = side
         self.ask_to_join(node)
         return node
@@ -219,7 +221,7 @@ class Cluster:
             return
         sponsors = [other for other in self.members() if other.side == node.side]
         if sponsors:
-            self.carry_out(node, node.machine.handle(LocalJoin(self.random.choice(sponsors).life), self.now))
+            self.carry_out(node, node.machine.handle(LocalJoin(self.random.choice(sponsors).incarnation), self.now))
         self.at(self.now + 5.0, lambda: self.ask_to_join(node))
 
     def leave(self, node: Node) -> None:
@@ -259,45 +261,45 @@ class Cluster:
     # --- the judge -------------------------------------------------------------------------------------
 
     def judge_death(self, node: Node, death: MemberDied) -> None:
-        victim = self.nodes[death.record.life]
+        victim = self.nodes[death.member.incarnation]
         if victim.is_member and victim.longest_sleep_s < self.options.suspicion_s:
             self.false_deaths.append(
-                f"at {self.now:.2f} s {node.record.name} declared {victim.record.name} dead: {death.why}"
+                f"at {self.now:.2f} s {node.member.name} declared {victim.member.name} dead: {death.why}"
             )
 
     def awake(self) -> list[Node]:
         return [node for node in self.members() if self.now >= node.sleeps_until]
 
     def who_does_not_know_the_end_of(self, gone: Node) -> list[str]:
-        return [node.record.name for node in self.awake() if node.machine.table.member(gone.life) is not None]
+        return [node.member.name for node in self.awake() if node.machine.table.member(gone.incarnation) is not None]
 
     def who_does_not_know(self, newcomer: Node) -> list[str]:
         """Nobody has to know one that is not, or no longer, a member."""
         if not newcomer.is_member:
             return []
         peers = [node for node in self.awake() if node.side == newcomer.side]
-        return [node.record.name for node in peers if node.machine.table.member(newcomer.life) is None]
+        return [node.member.name for node in peers if node.machine.table.member(newcomer.incarnation) is None]
 
     def expect_end_known(self, gone: Node, within_s: float) -> None:
         """Fail if by then anybody awake does not know of it."""
 
         def check() -> None:
             late = self.who_does_not_know_the_end_of(gone)
-            assert not late, f"{within_s:.1f} s after {gone.record.name} ended, {len(late)} do not know: {late[:5]}"
+            assert not late, f"{within_s:.1f} s after {gone.member.name} ended, {len(late)} do not know: {late[:5]}"
 
         self.at(self.now + within_s, check)
 
     def check_known(self, newcomer: Node) -> None:
         late = self.who_does_not_know(newcomer)
-        assert not late, f"{len(late)} do not know in time that {newcomer.record.name} came: {late[:5]}"
+        assert not late, f"{len(late)} do not know in time that {newcomer.member.name} came: {late[:5]}"
 
     def check_converged(self) -> None:
         """All members have the same members in their tables: those that are."""
         members = self.members()
-        true = {node.life for node in members}
+        true = {node.incarnation for node in members}
         for node in members:
             table = node.machine.table
             assert {*table.others, table.me} == true, (
-                f"{node.record.name}: {len(true - {*table.others, table.me})} missing, "
+                f"{node.member.name}: {len(true - {*table.others, table.me})} missing, "
                 f"{len({*table.others, table.me} - true)} too many"
             )

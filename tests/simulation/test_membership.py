@@ -94,7 +94,7 @@ class Churn:
 
 def check_nobody_wronged(cluster: Cluster, seed: int) -> None:
     assert not cluster.false_deaths, f"seed {seed}: {cluster.false_deaths[:5]}"
-    wronged = {node.record.name: node.expelled for node in cluster.nodes.values() if node.expelled}
+    wronged = {node.member.name: node.expelled for node in cluster.nodes.values() if node.expelled}
     assert not wronged, f"seed {seed}: {wronged}"
 
 
@@ -179,8 +179,8 @@ def test_a_killed_process_is_known_dead_long_before_the_suspicion_is_over(seed: 
 def test_bad_links_are_no_death(seed: int) -> None:
     """One pair in five cannot reach each other, for good; all others can, and say so."""
     cluster = Cluster(seed, 20)
-    lives = list(cluster.nodes)
-    for one, other in itertools.combinations(lives, 2):
+    incarnations = list(cluster.nodes)
+    for one, other in itertools.combinations(incarnations, 2):
         if cluster.random.random() < 0.2:
             cluster.cut_pairs.add(frozenset((one, other)))
     run(cluster, seed, 60)
@@ -194,7 +194,7 @@ def test_one_that_hears_nobody_or_is_heard_by_nobody_harms_no_other(seed: int) -
     cluster = Cluster(seed, 3 + seed)
     run(cluster, seed, 2)
     broken = cluster.random.choice(cluster.members())
-    (cluster.deaf if seed % 2 else cluster.mute).add(broken.life)
+    (cluster.deaf if seed % 2 else cluster.mute).add(broken.incarnation)
     run(cluster, seed, 200)
     cluster.deaf.clear()
     cluster.mute.clear()
@@ -276,8 +276,8 @@ def test_after_a_long_partition_the_larger_side_stays(seed: int) -> None:
     smaller.append(newcomers[1])
     cluster.heal()
     run(cluster, seed, 4 * options.reconnect_interval_s)
-    expelled = {node.life: node.expelled for node in cluster.nodes.values() if node.expelled}
-    assert set(expelled) == {node.life for node in smaller}, f"seed {seed}: {len(expelled)} of {len(smaller)}"
+    expelled = {node.incarnation: node.expelled for node in cluster.nodes.values() if node.expelled}
+    assert set(expelled) == {node.incarnation for node in smaller}, f"seed {seed}: {len(expelled)} of {len(smaller)}"
     cluster.check_converged()
 
 
@@ -303,7 +303,7 @@ def test_of_two_who_want_one_name_at_once_one_gets_it(seed: int) -> None:
 
 @seeds(20, 500)
 def test_a_name_is_used_again_after_a_death_or_a_leave(seed: int) -> None:
-    """At once, before anybody has noticed: then the newcomer waits until the old life is known to be over."""
+    """At once, before anybody has noticed: then the newcomer waits until the old incarnation is known to be over."""
     cluster = Cluster(seed, 12, loss=LOSS)
     run(cluster, seed, 1)
     old = cluster.random.choice(cluster.members())
@@ -312,7 +312,7 @@ def test_a_name_is_used_again_after_a_death_or_a_leave(seed: int) -> None:
         cluster.leave(old)
     else:
         cluster.end(old, how)
-    new = cluster.join(old.record.name, old.record.rank)
+    new = cluster.join(old.member.name, old.member.rank)
     run(cluster, seed, cluster.options.death_bound_s(12) + 10)
     assert new.is_member, f"seed {seed}: {new.refused or new.expelled}"
     check_nobody_wronged(cluster, seed)
@@ -335,7 +335,7 @@ def test_many_come_and_go_at_once(seed: int) -> None:
     run(cluster, seed, 60)
     assert all(node.machine.state is State.DEPARTED for node in leavers), f"seed {seed}"
     for rank in range(100, 120):
-        pair = [node for node in newcomers if node.record.rank == rank]
+        pair = [node for node in newcomers if node.member.rank == rank]
         assert sum(node.is_member for node in pair) == 1, f"seed {seed}: {[node.machine.state for node in pair]}"
         assert all(node.is_member or "rank" in (node.refused or node.expelled or "") for node in pair), f"seed {seed}"
     cluster.check_converged()

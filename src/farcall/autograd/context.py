@@ -75,16 +75,16 @@ class Context:
         return not self.released and torch.is_grad_enabled() and self.contexts.port.knows(peer)
 
     def record_send(self, peer: Any, tensors: list[torch.Tensor]) -> int:
-        return self.contexts.attach_send(self, peer.member, tensors) or 0
+        return self.contexts.attach_send(self, peer.number, tensors) or 0
 
     def withdraw_send(self, message_id: int) -> None:
         self.contexts.detach_send(self, message_id)
 
     def record_receive(self, peer: Any, message_id: int, tensors: list[torch.Tensor]) -> None:
-        self.contexts.attach_receive(self, peer.member, message_id, tensors)
+        self.contexts.attach_receive(self, peer.number, message_id, tensors)
 
     def decline_receive(self, peer: Any, message_id: int) -> None:
-        self.contexts.decline(self, peer.member, message_id)
+        self.contexts.decline(self, peer.number, message_id)
 
     def enter(self) -> Recording | None:
         previous = RECORDING.get()

@@ -15,22 +15,32 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 
-from farcall.autograd.gradient_messages import GRADIENTS, encode_letters
+from farcall.autograd.gradient_messages import encode_letters
 from farcall.autograd.passes import Letter, Task
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
+from farcall.serialize import withdraw
 
 __all__ = ["NodePort"]
 
 QUICK_S = 1e-3
 """A part of a pass that took less than this is expected to be as quick the next time."""
+
+
+def origin_of(peer: Peer) -> int:
+    """What the ids of a worker's contexts begin with: its rank, then 16 bits that tell incarnations apart.
+
+    Two incarnations that share an origin by chance begin to count at different numbers.
+    """
+    rank = peer.info.id
+    if peer.number == rank:
+        return rank << 16  # in a group of fixed size, where a rank is never given away again
+    return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)
 
 
 class NodePort:
@@ -46,11 +56,11 @@ class NodePort:
 
     @property
     def worker_id(self) -> int:
-        return self._node.me.member
+        return self._node.me.number
 
     @property
     def origin(self) -> int:
-        return self._node.me.origin
+        return origin_of(self._node.me)
 
     def knows(self, peer: Peer) -> bool:
         return self._node.is_peer(peer)
@@ -64,7 +74,7 @@ class NodePort:
 
     def peer_gone(self, peer: Peer) -> None:
         """Nobody can be asked for its name any more."""
-        self._gone[peer.member] = peer.info
+        self._gone[peer.number] = peer.info
 
     def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
         node = self._node
@@ -72,14 +82,13 @@ class NodePort:
         if peer is None:
             gone = self._gone.get(worker_id)
             raise PeerDead(f"{gone.name if gone else 'that worker'} is gone", Delivery.NOT_SENT, gone)
-        flags, payload, buffers = encode_letters(letters, peer)
+        frame = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
         try:
-            peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+            peer.send(frame, deadline)
         except BaseException:
-            if isinstance(buffers, Annotated):
-                buffers.withdraw()
+            withdraw(frame)
             raise
 
     def submit(self, task: Task) -> None:
@@ -97,7 +106,7 @@ class NodePort:
             self.in_order(deliver)
         finally:
             self._reading.tasks = None
-            sender = peer.member
+            sender = peer.number
             for task in tasks:
                 work = _Work(self, sender, task)
                 kept = peer.run_inline(work) if self._quick.get(sender) and task is tasks[-1] else None

@@ -23,9 +23,9 @@ from farcall.observe import explaining, metrics
 from farcall.observe.threads import take_snapshot
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -54,7 +54,7 @@ class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
     """What has happened of late at one worker, the oldest first."""
 
     worker: str
-    events: list[Event]
+    events: list[LoggedEvent]
 
 
 class _PassedOn(NamedTuple):
@@ -70,7 +70,7 @@ class _Own(NamedTuple):
 
 
 class Answering:
-    """A part of a node: ``node.part(Answering)``. Also a ticker of its loop."""
+    """A part of a node: ``node.part(Answering)``."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -93,7 +93,7 @@ class Answering:
         node.calls.explain = self.explain
         node.wait_for(lambda: len(self._own))
         node.on_end(self._give_up_all)
-        node.add_ticker(self)
+        self._timer = node.timer(self._give_up_overdue)
 
     # ------------------------------------------------------------------ what others ask
 
@@ -138,7 +138,7 @@ class Answering:
                 number = next(self._numbers)
                 self._passed_on[number] = _PassedOn(onlooker, ask.number, deadline)
                 peer.control(Ask(number, ask.subject, ask.argument))
-        node.attend_by(deadline)
+        self._timer.at(deadline)
         self.answer(None, ask.subject, ask.argument, lambda data: onlooker.tell(Told(ask.number, node.info.name, data)))
 
     def _everyone(self) -> list[WorkerState]:
@@ -173,13 +173,13 @@ class Answering:
             self.answer(peer, subject, argument, done)
             return
         now = monotonic()
-        if peer.broken or self._silent_until.get(peer.member, 0.0) > now or not isinstance(peer, RemotePeer):
+        if peer.broken or self._silent_until.get(peer.number, 0.0) > now or not isinstance(peer, RemotePeer):
             done(b"")
             return
         number = next(self._numbers)
         self._own[number] = _Own(peer, now + bound_s, done)
         peer.control(Ask(number, subject, argument))
-        self._node.attend_by(now + bound_s)
+        self._timer.at(now + bound_s)
         # After it is in the table: if the node ends in this moment, one of the two sees the other.
         if not self._node.running and self._own.pop(number, None) is not None:
             done(b"")
@@ -207,12 +207,11 @@ class Answering:
 
     # ------------------------------------------------------------------ bounds
 
-    def tick(self, now: float) -> float:
-        """Give up what was not answered in time."""
+    def _give_up_overdue(self, now: float) -> float:
         nearest = NEVER
         for number, own in list(self._own.items()):
             if own.deadline <= now:
-                self._silent_until[own.peer.member] = now + SILENT_S
+                self._silent_until[own.peer.number] = now + SILENT_S
                 if self._own.pop(number, None) is not None:
                     self._end_own(own, b"")
             else:

@@ -1,10 +1,10 @@
-"""What torch's operators do on one thread, between two moments, as spans.
+"""torch's operators on one thread, between two moments, as spans.
 
-Uses torch's legacy profiler, because that one belongs to a thread: any number of requests can be profiled at once, and
-threads that torch makes for a backward pass are included. Kineto has one session in a process, which may be the user's.
-Its parser is torch's own (`torch.autograd.profiler_legacy`); a torch without it gives spans of calls and runs only.
+Uses torch's legacy profiler, because it belongs to a thread: any number of requests can be profiled at once, and the
+threads of a backward pass are included. Kineto has one session in a process, which may be the user's. The parser is
+torch's own (`torch.autograd.profiler_legacy`); a torch without it gives spans of calls and runs only.
 
-    bit  what is recorded beside names and times
+    bit  recorded beside names and times
     1    shapes of arguments
     2    memory
     4    Python stacks
@@ -54,16 +54,16 @@ MODULES: Final = 16
 DEVICE: Final = 32
 
 Records = list[list[Any]]
-"""What the profiler noted, for each thread."""
+"""The notes of torch's profiler, for each thread."""
 
 _autograd: Any = torch.autograd
 _parse: Any = None if legacy is None else legacy._parse_legacy_records
 _OTHER_THREADS: Final = 1 << 24
-"""From here on are the numbers of threads that torch does not name as the system does: above all of the system's."""
+"""Threads that torch does not number as the system does get numbers from here on: above all of the system's."""
 
 
 def start(options: int) -> bool:
-    """Begin on the calling thread; False: it cannot be, or somebody else's profiler is at work there."""
+    """Begin on the calling thread; False: torch cannot, or another profiler is at work there."""
     if legacy is None or is_profiled():
         return False
     device = options & DEVICE and torch.cuda.is_available()
@@ -88,7 +88,7 @@ def stop() -> Records:
 
 
 def start_record(records: Records) -> Any:
-    """The mark of the moment at which it began; times are counted from there."""
+    """The mark of the beginning, from which times are counted."""
     return next(record for thread in records for record in thread if record.name() == "__start_profile")
 
 
@@ -119,26 +119,24 @@ def to_spans(records: Records, worker: int, thread: int, call: int) -> list[Span
     ]
 
 
+_DETAILS: Final = {
+    "shapes": "input_shapes",
+    "cpu_bytes": "cpu_memory_usage",
+    "device_bytes": "device_memory_usage",
+    "stack": "stack",
+    "flops": "flops",
+    "scope": "scope",
+    "async": "is_async",
+}
+"""The names of a span's details, and of the attributes of torch's events that they are."""
+
+
 def _details(event: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {ours: value for ours, theirs in _DETAILS.items() if (value := getattr(event, theirs))}
     if event.trace_name is None:
         found["timeless"] = True  # memory that was taken or freed outside of any operator
-    if event.input_shapes:
-        found["shapes"] = event.input_shapes
-    if event.cpu_memory_usage:
-        found["cpu_bytes"] = event.cpu_memory_usage
-    if event.device_memory_usage:
-        found["device_bytes"] = event.device_memory_usage
-    if event.stack:
-        found["stack"] = event.stack
-    if event.flops:
-        found["flops"] = event.flops
-    if event.scope:
-        found["scope"] = event.scope
     if event.kernels:
         found["kernels"] = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
-    if event.is_async:
-        found["async"] = True
     if event.sequence_nr is not None and event.sequence_nr >= 0:
         found["sequence"] = event.sequence_nr
         found["forward_thread"] = event.fwd_thread

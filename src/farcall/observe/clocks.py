@@ -1,25 +1,26 @@
-"""One time for all workers: how far apart their clocks are, measured on the links, and what follows from calls.
+"""One time for all workers: the differences of their clocks, from questions over the links and from calls.
 
-Every worker's spans are in its own clock. A question and its answer bound the difference of two clocks: whatever the
-other one said, it said it between the two moments at which we asked and heard. So does each call: its run lies inside
-it. `align` finds one offset for each worker that breaks none of these bounds, and is near the tightest ones.
+Every worker's spans are in its own clock. A question and its answer bound the difference of two clocks: the other clock
+was read between the two moments at which we asked and heard. So does each call: its run lies inside it. `align` finds
+one offset for each worker that breaks none of these bounds, and is near the tightest ones.
 
-`Clocks` asks over the links: by control messages, which never wait for a function, and without anybody waiting for the
-answers. A peer is asked a few times when it is first called by somebody who is profiled, and again half a minute later.
+`Clocks` asks by control messages, which never wait for a function; nothing waits for the answers. A peer is asked a few
+times when a profiled caller first calls it, and again half a minute later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from time import monotonic
 
-from farcall.observe.spans import CALL, RUN, Bound, Span
+from farcall.observe.spans import CALL, RUN, Bound, Harvest, Span
 from farcall.protocol.messages import ClockAsked, ClockTold
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["Clocks", "align", "bounds_of_calls"]
+__all__ = ["Clocks", "align", "bounds_of_calls", "offsets_of"]
 
 QUESTIONS = 5
 STALE_S = 30.0
@@ -33,11 +34,11 @@ class Clocks:
         self._best: dict[int, Bound] = {}  # by worker: the tightest of the latest questions
         self._asked_at: dict[int, float] = {}
         self._left: dict[int, int] = {}
-        # In order, and so by the thread that reads: on its way to another one an answer would only get older.
+        # In order, and so on the thread that reads: on its way to another one an answer would only get older.
         node.on_control(ClockTold, self._on_told, in_order=True)
 
     def ask(self, peer: Peer) -> None:
-        """Have the difference to ``peer``'s clock measured, unless that was done a moment ago."""
+        """Measure the difference to ``peer``'s clock, unless that was done a moment ago."""
         worker, now = peer.info.id, monotonic()
         if not isinstance(peer, RemotePeer) or now - self._asked_at.get(worker, -STALE_S) < STALE_S:
             return
@@ -47,7 +48,7 @@ class Clocks:
         peer.control(ClockAsked(PROFILING.clock_ns()))
 
     def bounds(self) -> list[Bound]:
-        """What is known by now."""
+        """The bounds known by now."""
         return list(self._best.values())
 
     def _on_told(self, peer: RemotePeer, message: ClockTold) -> None:
@@ -64,7 +65,7 @@ class Clocks:
 
 
 def bounds_of_calls(spans: Iterable[Span]) -> list[Bound]:
-    """What the calls among ``spans`` say: whatever was run for one was run while it lasted."""
+    """The bounds that calls among ``spans`` give: a run lies inside its call."""
     calls: dict[int, Span] = {}
     runs: dict[int, tuple[int, int, int]] = {}
     for span in spans:
@@ -81,12 +82,17 @@ def bounds_of_calls(spans: Iterable[Span]) -> list[Bound]:
     return found
 
 
+def offsets_of(harvest: Harvest, origin: int) -> dict[int, int]:
+    """How far the clock of each worker in ``harvest`` is ahead of that of ``origin``, in nanoseconds."""
+    return align(origin, [*harvest.bounds, *bounds_of_calls(harvest.spans)])
+
+
 def align(origin: int, bounds: Iterable[Bound]) -> dict[int, int]:
     """For each worker named in ``bounds``: how far its clock is ahead of ``origin``'s, in nanoseconds."""
     tightest = _tightest(bounds)
     offsets = _estimates(origin, tightest)
-    # Each bound is two inequalities, x <= y + limit. Lowering what breaks one, again and again, ends after as many
-    # rounds as there are workers, if all can be kept at all; a clock that was set meanwhile may make that impossible.
+    # Each bound is two inequalities, x <= y + limit. Lowering x wherever one is broken ends after as many rounds as
+    # there are workers, if all can be kept at all; a clock that was set meanwhile may make that impossible.
     limits = []
     for (here, there), (low, high) in tightest.items():
         limits += [(there, here, high), (here, there, -low)]
@@ -119,23 +125,18 @@ def _tightest(bounds: Iterable[Bound]) -> dict[tuple[int, int], tuple[int, int]]
 
 def _estimates(origin: int, tightest: dict[tuple[int, int], tuple[int, int]]) -> dict[int, int]:
     """The middle of the bounds, along the narrowest ways from ``origin``; workers out of reach count from 0."""
-    offsets = {origin: 0}
     ways: dict[int, list[tuple[int, int, int]]] = {}
     for (here, there), (low, high) in tightest.items():
         middle, width = (low + high) // 2, high - low
         ways.setdefault(here, []).append((width, there, middle))
         ways.setdefault(there, []).append((width, here, -middle))
+    offsets: dict[int, int] = {}
     for start in (origin, *ways):
-        if start not in offsets:
-            offsets[start] = 0
-        elif start != origin:
-            continue
-        open_ways = [(width, there, offsets[start] + ahead) for width, there, ahead in ways.get(start, ())]
+        open_ways = [(0, start, 0)]
         while open_ways:
-            narrowest = min(open_ways)
-            open_ways.remove(narrowest)
-            _, worker, offset = narrowest
+            _, worker, offset = heappop(open_ways)
             if worker not in offsets:
                 offsets[worker] = offset
-                open_ways += [(width, there, offset + ahead) for width, there, ahead in ways[worker]]
+                for width, there, ahead in ways.get(worker, ()):
+                    heappush(open_ways, (width, there, offset + ahead))
     return offsets

@@ -1,45 +1,74 @@
-"""`farcall.profile`: one trace of everything that all workers do for a while.
+"""One trace of all workers, for a while: `farcall.profile` from inside, ``farcall trace`` from outside.
 
-The worker that enters the block tells the others, by ordinary calls, to record; each does, whatever thread a call is
-made on, and whoever a request comes from. At the end it fetches what they have and joins it by one clock.
+`farcall.profile` tells the other workers to record by ordinary calls, and fetches their records at the end. An observer
+asks two questions instead, which each worker answers on its I/O thread:
 
-A worker records until it is told to stop, or until whoever told it to start is gone. A worker that cannot be reached at
-the end is named in ``missing``: the trace of the others is worth having.
+    worker is      question         then
+    idle           TRACE_BEGIN      recording, for ``for_s`` and GRACE_S at most
+    recording      TRACE_END        idle; a thread of its own writes the answer, since it may be long
+    recording      its time is up   idle: the observer is gone, and the record is dropped
+    idle           TRACE_END        an empty answer: it joined meanwhile
+
+A worker also stops when the worker that told it to record is gone. The clock of the trace is that of the worker where
+the block is, or that the observer is connected to. A worker that cannot be reached at the end is named in ``missing``:
+the trace of the others is worth having.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
+from time import monotonic
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
+from farcall.observe.answering import Answering
 from farcall.observe.clocks import Clocks
-from farcall.observe.events import function_events
-from farcall.observe.profile import THREAD, Collector, add_recorder, remove_recorder
-from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
-from farcall.observe.trace import chrome_trace, write_json
-from farcall.rpc.call import UNSET_TIMEOUT, call_async
+from farcall.observe.observer import Observer
+from farcall.observe.profile import PROFILER, THREAD, Collector
+from farcall.observe.spans import CALL, OPERATOR, Harvest, decode_harvest, encode_harvest
+from farcall.observe.trace import chrome_trace, function_events, write_json
+from farcall.protocol.observing import WorkerState
+from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.future import call_async
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node, current_node
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.runtime.peers.peer import Peer
 
-__all__ = ["profile"]
+__all__ = ["ObservedTrace", "Tracing", "profile", "record"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_SPANS = 1_000_000
-"""That one worker keeps; what comes after that is counted only."""
+"""The spans that one worker keeps; later ones are counted only."""
+TRACE_BEGIN = "trace: begin"
+TRACE_END = "trace: end"
+MOST_S = 600.0
+GRACE_S = 30.0
+FETCH_S = 25.0
+"""How long the answers may take; a member forgets a question that it passed on after 30 s."""
+MOST_BYTES = 48 << 20
+"""The limit of one worker's answer to an observer; operators beyond it are counted only."""
+_OBSERVER = -1
+"""In the place of the id of the worker that asked."""
 
 
-class Recording:
-    """What one worker does for a while; a `Recorder`."""
+# ---------------------------------------------------------------------- at each worker
+
+
+class WorkerRecording:
+    """The record of one worker's work for a while; a `ProcessRecorder`."""
 
     def __init__(self, worker: WorkerInfo, options: int) -> None:
         self.options = options
@@ -47,7 +76,7 @@ class Recording:
         self.collector: Collector = Collector(options, home=False)
         self.collector.worker = worker
         self.collector.harvest.names[worker.id] = worker.name
-        add_recorder(self)
+        PROFILER.add(self)
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
         if worker.id != self._worker.id:
@@ -65,8 +94,8 @@ class Recording:
         return self.collector if worker.id == self._worker.id else None
 
     def stop(self) -> Harvest:
-        """No more; what there is."""
-        remove_recorder(self)
+        """Record no more; return the record."""
+        PROFILER.remove(self)
         return self.collector.everything()
 
 
@@ -75,12 +104,12 @@ class Recordings:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._running: dict[str, tuple[int, Recording]] = {}
+        self._running: dict[str, tuple[int, WorkerRecording]] = {}
         node.on_peer_gone(self._on_peer_gone)
         node.on_end(lambda: self._stop_all(list(self._running)))
 
     def start(self, name: str, origin: int, options: int) -> None:
-        self._running[name] = (origin, Recording(self._node.info, options))
+        self._running[name] = (origin, WorkerRecording(self._node.info, options))
 
     def stop(self, name: str) -> Harvest:
         running = self._running.pop(name, None)
@@ -104,8 +133,97 @@ def start_recording(name: str, origin: int, options: int) -> None:
 
 
 def stop_recording(name: str) -> bytes:
-    """On each worker: stop, and give what was recorded."""
+    """On each worker: stop, and return the record."""
     return encode_harvest(current_node().part(Recordings).stop(name), most_bytes=None)
+
+
+class TraceWish(msgspec.Struct, frozen=True, array_like=True):
+    """An observer's wish for a trace."""
+
+    name: str
+    options: int
+    for_s: float
+
+
+class Tracing:
+    """A node's answers to observers that want a trace; ``node.part(Tracing)``. Also a ticker of its loop."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._ends: dict[str, float] = {}
+        subjects = node.part(Answering).subjects
+        subjects[TRACE_BEGIN] = self._begin
+        subjects[TRACE_END] = self._end
+        self._timer = node.timer(self._drop_unfetched)
+
+    def _begin(self, peer: Peer | None, argument: bytes) -> bytes:
+        wanted = msgspec.msgpack.decode(argument, type=TraceWish)
+        node = self._node
+        if peer is None:
+            for other in node.others():
+                node.part(Clocks).ask(other)
+        node.part(Recordings).start(wanted.name, _OBSERVER, wanted.options)
+        self._ends[wanted.name] = monotonic() + min(wanted.for_s, MOST_S) + GRACE_S
+        self._timer.at(self._ends[wanted.name])
+        return msgspec.msgpack.encode((node.info.name, node.info.id))
+
+    def _end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
+        name = msgspec.msgpack.decode(argument, type=str)
+        self._ends.pop(name, None)
+        harvest = self._node.part(Recordings).stop(name)
+        return lambda: encode_harvest(harvest, MOST_BYTES)
+
+    def _drop_unfetched(self, now: float) -> float:
+        """Drop records that nobody fetched."""
+        for name, end in list(self._ends.items()):
+            if end <= now:
+                del self._ends[name]
+                self._node.part(Recordings).stop(name)
+        return min(self._ends.values(), default=NEVER)
+
+
+# ---------------------------------------------------------------------- from outside
+
+
+@dataclass(frozen=True)
+class ObservedTrace:
+    """The records of all workers, as an observer got them."""
+
+    harvest: Harvest
+    origin: int
+    """The rank of the worker whose clock counts."""
+    missing: list[WorkerState]
+    """Workers that did not send their record."""
+
+    @property
+    def calls(self) -> int:
+        """The number of calls in it."""
+        return sum(span.kind == CALL for span in self.harvest.spans)
+
+    @property
+    def operators(self) -> int:
+        """The number of operators in it."""
+        return sum(span.kind == OPERATOR for span in self.harvest.spans)
+
+
+def record(observer: Observer, seconds: float, options: int) -> ObservedTrace:
+    """Have all workers record for a while. Ctrl-C ends it early, and the trace is what there is by then."""
+    name = secrets.token_hex(8)
+    wish = msgspec.msgpack.encode(TraceWish(name, options, seconds))
+    ranks = dict(observer.ask(TRACE_BEGIN, tuple[str, int], argument=wish).answers)
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        pass
+    heard = observer.ask(TRACE_END, Harvest, FETCH_S, msgspec.msgpack.encode(name))
+    harvest = Harvest([], [], {})
+    for one in heard.answers:
+        harvest.add(one)
+    missing = [worker for worker in heard.silent if not worker.gone or worker.name in ranks]
+    return ObservedTrace(harvest, ranks.get(observer.member, 0), missing)
+
+
+# ---------------------------------------------------------------------- from inside
 
 
 class profile:
@@ -163,7 +281,7 @@ class profile:
         except BaseException:  # Ctrl-C
             self._ask_others(stop_recording, (self._name,))
             raise
-        self._recording = Recording(node.info, self._options)
+        self._recording = WorkerRecording(node.info, self._options)
         THREAD.collector = self._recording.collector
         self._captures = capture.start(self._options)
         return self
@@ -173,8 +291,7 @@ class profile:
     ) -> None:
         node = self._node
         assert node is not None
-        worker = node.info.id
-        spans = capture.to_spans(capture.stop(), worker, get_native_id(), 0) if self._captures else []
+        spans = capture.to_spans(capture.stop(), node.info.id, get_native_id(), 0) if self._captures else []
         THREAD.collector = None
         harvest = self._recording.stop()
         harvest.spans += spans
@@ -184,7 +301,7 @@ class profile:
         self._harvest = harvest
 
     def _ask_others(self, what: Any, args: tuple[Any, ...]) -> list[Any]:
-        """Call all others at once; who does not answer is missing."""
+        """Call all others at once; those that do not answer are missing."""
         assert self._node is not None
         futures = {}
         for worker in self._others:
@@ -203,7 +320,7 @@ class profile:
 
     def _miss(self, name: str, error: Exception) -> None:
         self.missing[name] = str(error)
-        logger.warning("farcall.profile: what %s does is not recorded: %s", name, error)
+        logger.warning("farcall.profile: %s is not recorded: %s", name, error)
 
     def _finished(self) -> tuple[Harvest, int]:
         if self._harvest is None or self._node is None:

@@ -11,6 +11,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from farcall.observe.cluster import Tracing
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observer import Observer
@@ -19,8 +20,7 @@ from farcall.observe.prometheus import MetricsServer
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
-from farcall.observe.tracing import Tracing
-from farcall.protocol.handshake import observer_key
+from farcall.protocol.hello import observer_key
 from farcall.rpc import node
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.rendezvous.rendezvous import Membership
@@ -66,7 +66,13 @@ class Node(node.Node):
     def _make_calls(self) -> CallTable:
         if self._telemetry is None:
             return super()._make_calls()
-        return TracedCalls(self._loop, self.executor, self.options.when_overloaded, self._telemetry)
+        return TracedCalls(
+            self._loop.timer,
+            self.executor,
+            self.options.when_overloaded,
+            self._telemetry,
+            on_given_up=self.something_ended,
+        )
 
     def _become_member(self, membership: Membership) -> None:
         super()._become_member(membership)

@@ -1,17 +1,16 @@
-"""Profiled calls: what a profiled caller asks of its callee, what the callee records, and how that comes home.
+"""Profiled calls: the caller's wish, the callee's record of it, and the way of that record home.
 
-A `Collector` is where the spans of one profiled piece of work go: a session (a block inside some profiler), or a run
-(a request that a profiled caller sent). Which one a thread works for is a thread-local variable, like torch's own
-profilers. A call made for a collector asks, in its notes, to be profiled; its run collects what happens there, what the
-calls onward brought home included, and sends all of it with the answer. So everything ends up in the first session,
-whatever the depth.
+A `Collector` gathers the spans of one profiled piece of work: a session (a block inside some profiler), or a run (a
+request that a profiled caller sent). Which one a thread works for is thread-local, like torch's own profilers. A call
+made for a collector asks, in its notes, to be profiled; its run collects what happens there, the harvests of calls
+onward included, and sends all of it with the answer. So everything ends up in the first session, whatever the depth.
 
-    who                      on which thread         made by                  gives its spans to
+    object                   on which thread         made by                  gives its spans to
     `Collector` of session   the profiled one        `torch_profilers`        the profiler of torch's, at its end
     `Call`                   the caller's            every call made for it   its collector, when the answer is there
-    `Run`                    any that serves it      every request that asks  the answer, and recordings of this process
+    `Run`                    any that serves it      every request that asks  the answer, and recorders of this process
 
-Recordings (`Recorder`) want everything that a process does, from whatever thread.
+A `ProcessRecorder` wants everything that a process does, from whatever thread.
 
 Invariant: nothing here raises into a call; each span is handed over once.
 """
@@ -24,7 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from threading import current_thread, get_native_id
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -38,7 +37,7 @@ from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["THREAD", "Call", "Collector", "Recorder", "Run", "add_recorder", "call_name", "remove_recorder"]
+__all__ = ["PROFILER", "THREAD", "Call", "Collector", "ProcessRecorder", "Run", "call_name"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -48,7 +47,7 @@ _KNOWN_NAMES = {"RRef._get_type": "_rref_typeof_on_owner"}
 
 
 class _Thread(threading.local):
-    """What the calling thread works for."""
+    """The work of the calling thread."""
 
     collector: Collector | None = None
     closing: Collector | None = None
@@ -58,41 +57,23 @@ class _Thread(threading.local):
 THREAD = _Thread()
 
 
-class Recorder(Protocol):
-    """Wants to know of everything that happens in this process."""
+class ProcessRecorder(Protocol):
+    """A recorder of everything that happens in this process."""
 
     options: int
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
-        """A call that ``worker`` made for another collector than its own, or a run there, is over."""
+        """Take a call that ``worker`` made for another collector than this recorder's, or a run there."""
 
     def take_records(self, records: capture.Records) -> None:
-        """The operators of one part of a run."""
+        """Take the operators of one part of a run."""
 
     def collector_of(self, worker: WorkerInfo) -> Collector | None:
-        """For calls that nobody else profiles."""
-
-
-_recorders: list[Recorder] = []
-_lock = threading.Lock()
-
-
-def add_recorder(recorder: Recorder) -> None:
-    """From now on, every run and call is recorded."""
-    with _lock:
-        _recorders.append(recorder)
-        PROFILING.everywhere += 1
-
-
-def remove_recorder(recorder: Recorder) -> None:
-    """Not for this one any more."""
-    with _lock:
-        _recorders.remove(recorder)
-        PROFILING.everywhere -= 1
+        """The collector of calls that nobody else profiles."""
 
 
 class Collector:
-    """Where spans go."""
+    """The spans of one profiled piece of work, and its calls under way."""
 
     def __init__(self, options: int, inside: int = 0, home: bool = True) -> None:
         self.options = options
@@ -103,7 +84,7 @@ class Collector:
         self.open: dict[int, Call] = {}  # by number
 
     def everything(self) -> Harvest:
-        """What has come home, and the calls that are still under way, as if they ended now."""
+        """The harvest, and the calls that are still under way as if they ended now."""
         found = Harvest([], [], {})
         for call in list(self.open.values()):
             span = call.span(PROFILING.clock_ns(), {"unanswered": True})
@@ -129,13 +110,13 @@ class Call:
         self._details: dict[str, Any] = {
             "kind": kind,
             "to": peer.info.name,
-            "transport": _transport(peer),
+            "transport": peer.link.transport.describe() if isinstance(peer, RemotePeer) else "this process",
             "thread": current_thread().name,
         }
         self.name: str = call_name(kind, what, node.info.name, peer.info.name)
         node.part(Clocks).ask(peer)
 
-    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
+    def sends(self, payload: bytes | memoryview, buffers: Sequence[memoryview]) -> ProfileWanted:
         self._details["request_bytes"] = len(payload) + sum(buffer.nbytes for buffer in buffers)
         collector = self._collector
         collector.worker = self._node.info
@@ -148,22 +129,22 @@ class Call:
             return
         span = self.span(end_ns, {"response_bytes": size_bytes})
         harvest = Harvest([span], self._node.part(Clocks).bounds(), self.names())
-        for recorder in tuple(_recorders):
+        for recorder in PROFILER.recorders:
             if recorder.collector_of(self._node.info) is not self._collector:
                 recorder.take_harvest(self._node.info, harvest)
         if profiled:
             try:
                 harvest.add(decode_harvest(profiled))
             except (msgspec.DecodeError, ValueError) as error:
-                logger.warning("what %s recorded of %s cannot be read: %s", self._peer.info.name, self.name, error)
+                logger.warning("the record of %s from %s is unreadable: %s", self.name, self._peer.info.name, error)
         self._collector.harvest.add(harvest)
 
     def names(self) -> dict[int, str]:
-        """Who takes part in it."""
+        """The names of caller and callee, by id."""
         return {info.id: info.name for info in (self._node.info, self._peer.info)}
 
     def span(self, end_ns: int, details: dict[str, Any]) -> Span:
-        """This call, if it ended then."""
+        """The span of this call, if it ends at ``end_ns``."""
         return Span(
             CALL,
             self._node.info.id,
@@ -190,7 +171,7 @@ class Run(Collector):
     def __init__(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> None:
         number = 0 if wanted is None else wanted.number
         options = 0 if wanted is None else wanted.options
-        for recorder in tuple(_recorders):
+        for recorder in PROFILER.recorders:
             options |= recorder.options
         super().__init__(options, number, wanted is not None and wanted.home)
         self.worker: WorkerInfo = worker
@@ -200,9 +181,10 @@ class Run(Collector):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         outside, THREAD.collector = THREAD.collector, self
-        here = self._here
         details = {"thread": current_thread().name}
-        here.part = Span(RUN, self.worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside, 0, details)
+        self._here.part = Span(
+            RUN, self.worker.id, get_native_id(), "", PROFILING.clock_ns(), 0, self.inside, 0, details
+        )
         self.resume()
         try:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -211,7 +193,7 @@ class Run(Collector):
             THREAD.collector = outside
 
     def steps(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        return _Steps(self, coroutine)
+        return _RunCoroutine(self, coroutine)
 
     def pause(self) -> None:
         records = self._stop_capture()
@@ -227,24 +209,22 @@ class Run(Collector):
         self._take(records)
         return records is not None
 
-    def _stop_capture(self) -> capture.Records | None:
-        if not self._here.captures:
-            return None
-        self._here.captures = False
-        return capture.stop()
-
-    def _take(self, records: capture.Records | None) -> None:
-        if records is not None:
-            self._own += capture.to_spans(records, self.worker.id, get_native_id(), self.inside)
-            for recorder in tuple(_recorders):
-                recorder.take_records(records)
-
     def resume(self) -> None:
         """Record the operators of this thread."""
         self._here.captures = capture.start(self.options)
 
+    def _stop_capture(self) -> capture.Records | None:
+        captured, self._here.captures = self._here.captures, False
+        return capture.stop() if captured else None
+
+    def _take(self, records: capture.Records | None) -> None:
+        if records is not None:
+            self._own += capture.to_spans(records, self.worker.id, get_native_id(), self.inside)
+            for recorder in PROFILER.recorders:
+                recorder.take_records(records)
+
     def take_own(self, name: str) -> list[Span]:
-        """What was done here for it, called ``name``."""
+        """The spans of this run itself, which gets ``name``."""
         own, self._own = self._own, []
         for span in own:
             if span.kind == RUN:
@@ -254,7 +234,7 @@ class Run(Collector):
     def finish(self, name: str) -> bytes:
         self.pause()  # a callback that completes a future answers the request from inside of the run
         own = self.take_own(name)
-        for recorder in tuple(_recorders):
+        for recorder in PROFILER.recorders:
             recorder.take_harvest(self.worker, Harvest(own, [], {self.worker.id: self.worker.name}))
         if not self.home:
             return b""
@@ -262,7 +242,7 @@ class Run(Collector):
         return encode_harvest(self.everything())
 
 
-class _Steps(Coroutine[Any, Any, Any]):
+class _RunCoroutine(Coroutine[Any, Any, Any]):
     """A coroutine whose steps are parts of a run: others run on the same thread in between."""
 
     def __init__(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -283,7 +263,7 @@ class _Steps(Coroutine[Any, Any, Any]):
 
 
 def call_name(kind: str, what: Any, caller: str, callee: str) -> str:
-    """What a call is called among a profiler's events: as in ``torch.distributed.rpc``."""
+    """The name of a call among a profiler's events: as in ``torch.distributed.rpc``."""
     if kind == "backward":
         return f"backward({caller} -> {callee})"
     name: str = getattr(what, "__qualname__", None) or type(what).__qualname__
@@ -297,58 +277,65 @@ def call_name(kind: str, what: Any, caller: str, callee: str) -> str:
     return f"rpc_{kind}#{_KNOWN_NAMES.get(name, name)}({caller} -> {callee})"
 
 
-def _transport(peer: Peer) -> str:
-    return peer.link.transport.describe() if isinstance(peer, RemotePeer) else "this process"
+class _ProcessProfiler:
+    """The `Profiler` of this process, and its recorders."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.recorders: tuple[ProcessRecorder, ...] = ()
+
+    def add(self, recorder: ProcessRecorder) -> None:
+        """Have ``recorder`` hear of every run and call from now on."""
+        with self._lock:
+            self.recorders += (recorder,)
+            PROFILING.everywhere += 1
+
+    def remove(self, recorder: ProcessRecorder) -> None:
+        """Have it hear of no more."""
+        with self._lock:
+            self.recorders = tuple(other for other in self.recorders if other is not recorder)
+            PROFILING.everywhere -= 1
+
+    def close_after_fork(self) -> None:
+        """In a forked child: recorders belong to the parent."""
+        self._lock = threading.Lock()
+        self.recorders = ()
+        PROFILING.everywhere = 0
+
+    def begin_call(self, node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
+        collectors = itertools.chain(
+            (run, THREAD.collector), (recorder.collector_of(node.info) for recorder in self.recorders)
+        )
+        collector = next((found for found in collectors if found is not None), None)
+        return None if collector is None else Call(node, peer, kind, what, collector)
+
+    def begin_run(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
+        if not self.recorders and (wanted is None or not wanted.home):
+            return None  # its caller keeps what it records, and nobody does here
+        return Run(worker, wanted)
+
+    def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        collector = THREAD.collector
+        if collector is None:
+            return callback
+
+        def run(future: Any) -> Any:
+            worker = collector.worker
+            if THREAD.collector is collector or worker is None:
+                return callback(future)
+            if isinstance(collector, Run):
+                return collector.run(callback, (future,))
+            part = Run(worker, ProfileWanted(collector.inside, collector.options, collector.home))
+            part.harvest, part.open = collector.harvest, collector.open  # its calls are the collector's
+            try:
+                return part.run(callback, (future,))
+            finally:
+                collector.harvest.spans += part.take_own(getattr(callback, "__qualname__", "callback"))
+
+        return run
 
 
-def _begin_call(node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
-    collector: Collector | None = run if run is not None else THREAD.collector
-    if collector is None:
-        for recorder in tuple(_recorders):
-            collector = recorder.collector_of(node.info)
-            if collector is not None:
-                break
-    return None if collector is None else Call(node, peer, kind, what, collector)
-
-
-def _begin_run(worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
-    if not _recorders and (wanted is None or not wanted.home):
-        return None  # its caller keeps what it records, and nobody does here
-    return Run(worker, wanted)
-
-
-def _carry(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``callback``, to be profiled for whom this thread works, on whatever thread it will run."""
-    collector = THREAD.collector
-    if collector is None:
-        return callback
-
-    def run(future: Any) -> Any:
-        worker = collector.worker
-        if THREAD.collector is collector or worker is None:
-            return callback(future)
-        if isinstance(collector, Run):
-            return collector.run(callback, (future,))
-        part = Run(worker, ProfileWanted(collector.inside, collector.options, collector.home))
-        part.harvest, part.open = collector.harvest, collector.open  # its calls are the collector's
-        try:
-            return part.run(callback, (future,))
-        finally:
-            collector.harvest.spans += part.take_own(getattr(callback, "__qualname__", "callback"))
-
-    return run
-
-
-def _after_fork() -> None:
-    """Recordings belong to the parent."""
-    global _lock
-    _lock = threading.Lock()
-    _recorders.clear()
-    PROFILING.everywhere = 0
-
-
-PROFILING.begin_call = _begin_call
-PROFILING.begin_run = _begin_run
-PROFILING.carry = _carry
+PROFILER: Final = _ProcessProfiler()
+PROFILING.use(PROFILER)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=PROFILER.close_after_fork)

@@ -1,14 +1,14 @@
-"""What is recorded, and how it travels: spans of time on some worker's thread, by that worker's own clock.
+"""Spans, and how they travel: pieces of time on some worker's thread, by that worker's own clock.
 
-Owns the shapes and their bytes. A harvest is what was recorded of one run and of everything it set off elsewhere; it
-goes home in the notes of an answer, so it never holds user objects, and nothing of it is unpickled.
+Owns the shapes and their bytes. A harvest is the record of one run and of everything it set off elsewhere; it goes home
+in the notes of an answer, so it never holds user objects, and nothing of it is unpickled.
 
-Invariant: spans are in the clock of the worker that they name; whoever wants one time for all asks `clocks.align`.
+Invariant: spans are in the clock of the worker that they name; `clocks.align` gives one time for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
@@ -20,11 +20,11 @@ CALL: Final = 1
 RUN: Final = 2
 
 MOST_BYTES = 8 * 1024 * 1024
-"""Of one harvest; a frame takes notes of twice that."""
+"""The limit of one harvest; a frame takes notes of twice that."""
 
 
 class Span(msgspec.Struct, array_like=True):
-    """Something that took time.
+    """An operator, a call or a run, from start to end.
 
     kind       name                      call                            inside
     OPERATOR   as the profiler names it  of the run it is part of, or 0
@@ -53,7 +53,7 @@ class Bound(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Harvest(msgspec.Struct, array_like=True):
-    """What was recorded."""
+    """The record of some work, wherever it was done."""
 
     spans: list[Span] = []
     bounds: list[Bound] = []
@@ -61,7 +61,7 @@ class Harvest(msgspec.Struct, array_like=True):
     dropped: int = 0  # operators that were too many to be sent
 
     def add(self, other: Harvest) -> None:
-        """Take over what ``other`` has."""
+        """Take over everything of ``other``."""
         self.spans.extend(other.spans)
         self.bounds.extend(other.bounds)
         self.names.update(other.names)
@@ -73,25 +73,16 @@ _decoder: msgspec.msgpack.Decoder[Harvest] = msgspec.msgpack.Decoder(Harvest)
 
 
 def encode_harvest(harvest: Harvest, most_bytes: int | None = MOST_BYTES) -> bytes:
-    """Its bytes. Of one that is too large, the calls and runs, and as many operators as there is room for."""
+    """The bytes of ``harvest``; of a too large one, the calls and runs, and as many operators as there is room for."""
     data = _encode(harvest)
     if most_bytes is None or len(data) <= most_bytes:
         return data
     frame = [span for span in harvest.spans if span.kind != OPERATOR]
+    operators = [span for span in harvest.spans if span.kind == OPERATOR]
     room = most_bytes - len(_encode(Harvest(frame, harvest.bounds, harvest.names)))
-    kept = _as_many_as_fit((span for span in harvest.spans if span.kind == OPERATOR), room)
-    dropped = len(harvest.spans) - len(frame) - len(kept)
-    return _encode(Harvest(frame + kept, harvest.bounds, harvest.names, harvest.dropped + dropped))
-
-
-def _as_many_as_fit(spans: Iterable[Span], room: int) -> list[Span]:
-    kept = []
-    for span in spans:
-        room -= len(_encode(span))
-        if room < 0:
-            break
-        kept.append(span)
-    return kept
+    kept = sum(used <= room for used in accumulate(len(_encode(span)) for span in operators))
+    dropped = harvest.dropped + len(operators) - kept
+    return _encode(Harvest(frame + operators[:kept], harvest.bounds, harvest.names, dropped))
 
 
 def decode_harvest(data: bytes) -> Harvest:

@@ -1,17 +1,17 @@
-"""torch's own profilers as homes of what workers record: `torch.profiler`, autograd's profiler and the legacy one.
+"""torch's own profilers as homes of remote records: `torch.profiler`, autograd's profiler and the legacy one.
 
-Each of them, when it starts on a thread, becomes the collector of that thread's calls, and when its results are read,
-what came home is part of them:
+Each of them, when it starts on a thread, gets a collector for that thread's calls; when its results are read, the
+harvest is part of them:
 
     profiler                     operators of other workers, and calls, are in
     torch.profiler, autograd's   the file that ``export_chrome_trace`` writes
     profiler_legacy              the same, and ``function_events`` with all that is made of them
 
-(``torch.profiler``'s own list of events stays as torch makes it; PyTorch's suite wants no RPC in it. The events are in
-`farcall.profile`, if a list is needed.) torch offers no hook for this, so a few methods of its classes are wrapped,
-once, when this module is loaded; a profiler that was started before has only what happens on its own worker.
+``torch.profiler``'s own list of events stays as torch makes it: PyTorch's suite wants no RPC in it, and
+`farcall.profile` has a list. torch offers no hook for this, so a few methods of its classes are wrapped, once, when
+this module is loaded; a profiler that was started before has only what happens on its own worker.
 
-Invariant: what torch itself does is done, unchanged and first.
+Invariant: torch's own work is done, unchanged and first.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from torch.autograd import profiler
 
 from farcall.observe import capture
 from farcall.observe.capture import legacy
-from farcall.observe.events import function_events
 from farcall.observe.profile import THREAD, Collector, Run
-from farcall.observe.trace import add_to_trace
+from farcall.observe.trace import add_to_trace, function_events
 
-__all__ = ["Session", "install"]
+__all__ = ["ProfilerSession", "install"]
 
 _ATTRIBUTE = "_farcall_session"
 _WRAPPED = "_farcall_wraps"
 
 
-class Session(Collector):
-    """What is recorded while a profiler of torch's is at work on a thread."""
+class ProfilerSession(Collector):
+    """The collector of a thread on which a profiler of torch's is at work."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__(_options_of(owner))
@@ -46,7 +45,7 @@ class Session(Collector):
         self._suspended = isinstance(self.outside, Run) and self.outside.suspend()
 
     def leave(self) -> None:
-        """The profiler has stopped; answers that come later still count."""
+        """End with the profiler; answers that come later still count."""
         if THREAD.collector is self:
             THREAD.collector = self.outside
         if self._suspended and isinstance(self.outside, Run):
@@ -55,7 +54,7 @@ class Session(Collector):
 
 
 def _options_of(owner: Any) -> int:
-    """The bits that ask callees for what this profiler records here."""
+    """The bits that ask callees for the details that this profiler records here."""
     wanted = {
         capture.SHAPES: "record_shapes",
         capture.MEMORY: "profile_memory",
@@ -69,7 +68,7 @@ def _options_of(owner: Any) -> int:
 
 
 def _start(original: Callable[[Any], None], self: Any) -> None:
-    session = Session(self)  # first: it makes room for another profiler on this thread
+    session = ProfilerSession(self)  # first: it makes room for another profiler on this thread
     try:
         original(self)
     except BaseException:
@@ -80,17 +79,19 @@ def _start(original: Callable[[Any], None], self: Any) -> None:
 
 
 def _exit(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    session: Session | None = getattr(self, _ATTRIBUTE, None)
+    session: ProfilerSession | None = getattr(self, _ATTRIBUTE, None)
+    THREAD.closing = session  # for `_parse`
     try:
         return original(self, *args)
     finally:
+        THREAD.closing = None
         if session is not None:
             session.leave()
 
 
 def _export(original: Callable[..., Any], self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, path, *args, **kwargs)
-    session: Session | None = getattr(self, _ATTRIBUTE, None)
+    session: ProfilerSession | None = getattr(self, _ATTRIBUTE, None)
     if session is not None and session.worker is not None:
         file = Path(path)
         trace = json.loads(file.read_text())
@@ -113,22 +114,11 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(kind, name, wrapper)
 
 
-def _exit_legacy(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    session: Session | None = getattr(self, _ATTRIBUTE, None)
-    THREAD.closing = session
-    try:
-        return original(self, *args)
-    finally:
-        THREAD.closing = None
-        if session is not None:
-            session.leave()
-
-
 def _parse(original: Callable[[Any], Any], records: Any) -> Any:
-    """The legacy profiler parses its records when it ends: that is where ours are added."""
+    """Add our events where the legacy profiler parses its records, which it does when it ends."""
     events = original(records)
     session = THREAD.closing
-    if isinstance(session, Session) and session.worker is not None:
+    if isinstance(session, ProfilerSession) and session.worker is not None:
         began = capture.start_record(records)
         base_ns = capture.start_ns(began)
         events += function_events(session.everything(), session.worker.id, base_ns, began.thread_id())
@@ -137,13 +127,13 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
 
 
 def install() -> None:
-    """Wrap what has to be wrapped; once is enough."""
+    """Wrap torch's methods; once is enough."""
     _wrap(profiler.profile, "_start_trace", _start)
     _wrap(profiler.profile, "__exit__", _exit)
     _wrap(profiler.profile, "export_chrome_trace", _export)
     if legacy is not None:
         _wrap(legacy.profile, "_start_trace", _start)
-        _wrap(legacy.profile, "__exit__", _exit_legacy)
+        _wrap(legacy.profile, "__exit__", _exit)
         _wrap(legacy, "_parse_legacy_records", _parse)
 
 

@@ -1,8 +1,9 @@
-"""One Chrome trace of all workers: a process row for each, one clock, and arrows from call to run to answer.
+"""A harvest in the two forms that people read: a Chrome trace, and events of torch's legacy profiler.
 
-Owns the form of the file, which Perfetto, ``chrome://tracing`` and TensorBoard read: spans in, events out.
+The trace is for Perfetto, ``chrome://tracing`` and TensorBoard: a process row for each worker, one clock, and arrows
+from call to run to answer. Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
 
-    what                     row of                        drawn as
+    thing                    row of                        drawn as
     a worker                 itself                        a process, by its name
     an operator, a run       the thread it ran on          a slice; operators lie inside their run
     a call that waits        the caller's thread           a slice; the run on the other worker lies inside its time
@@ -10,42 +11,53 @@ Owns the form of the file, which Perfetto, ``chrome://tracing`` and TensorBoard 
     request                  from call to run              an arrow
     answer                   from run to call              an arrow, between slices at the ends of the two
 
-Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
+Events have the names that `torch.distributed.rpc` gives them, and the ``node_id`` of their worker. Runs are no events,
+as they are none in stock: whatever they do would be counted twice.
+
+    rpc_sync#function(caller -> callee)                             a call, on its caller
+    ... #remote_op: aten::add                                       an operator of its run, ``is_remote``
+    ... #remote_op: rpc_async#other(callee -> third)                a call made in its run
+    ... #remote_op: rpc_async#other(callee -> third)#remote_op: ..  and so on
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from farcall.observe.events import offsets_of
+from torch.autograd.profiler_util import FunctionEvent
+
+from farcall.observe.clocks import offsets_of
 from farcall.observe.spans import CALL, OPERATOR, RUN, Harvest, Span
 
-__all__ = ["add_to_trace", "chrome_trace", "write_json"]
+__all__ = ["REMOTE_OPERATOR", "add_to_trace", "chrome_trace", "function_events", "write_json"]
+
+REMOTE_OPERATOR: Final = "#remote_op: "
+_FIRST_EVENT: Final = 1 << 40
 
 _FIRST_PROCESS: Final = 10_000_000
-"""Workers' rows are numbered from here: above the process ids of a system, since workers on two hosts may share one.
-Perfetto shows the number beside the name, so it is one that can be read."""
+"""The row of worker 0: above the process ids of a system, since workers on two hosts may share one. Perfetto shows the
+number beside the name, so it is a readable one."""
 _FIRST_LANE: Final = 100_000_000
 _FIRST_ARROW: Final = 1 << 52
-"""Perfetto takes numbers only, and JSON no larger ones than twice this; torch's own are small."""
+"""The number of the first arrow. Perfetto takes numbers only, and JSON none above twice this; torch's are small."""
 MOMENT_NS: Final = 100
 _CATEGORIES = {OPERATOR: "cpu_op", CALL: "farcall", RUN: "farcall"}
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def chrome_trace(harvest: Harvest, origin: int) -> Event:
+def chrome_trace(harvest: Harvest, origin: int) -> TraceEvent:
     """A whole trace, by the clock of worker ``origin``."""
     base_ns = min((span.start_ns for span in harvest.spans), default=0) // 1_000_000_000 * 1_000_000_000
-    trace: Event = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": []}
+    trace: TraceEvent = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": []}
     add_to_trace(trace, harvest, origin)
     return trace
 
 
-def write_json(trace: Event, path: str | Path) -> None:
+def write_json(trace: TraceEvent, path: str | Path) -> None:
     """Write a trace; compressed, if ``path`` ends with ``.gz``."""
     text = json.dumps(trace)
     if str(path).endswith(".gz"):
@@ -55,7 +67,7 @@ def write_json(trace: Event, path: str | Path) -> None:
         Path(path).write_text(text)
 
 
-def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | None = None) -> None:
+def add_to_trace(trace: TraceEvent, harvest: Harvest, origin: int, process: int | None = None) -> None:
     """Add a harvest to a trace that torch wrote; ``process`` is the row there of worker ``origin``."""
     offsets = offsets_of(harvest, origin)
     rows = {worker: _FIRST_PROCESS + worker for worker in harvest.names}
@@ -74,13 +86,14 @@ def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | Non
         added.slice(span, span.thread)
     for span, lane in lanes:
         added.slice(span, _FIRST_LANE + lane)
-    for worker, thread, name in sorted(_thread_names(harvest.spans)):
+    named = {(span.worker, span.thread): span.details["thread"] for span in harvest.spans if "thread" in span.details}
+    for (worker, thread), name in sorted(named.items()):
         added.name_thread(worker, thread, name)
     for worker, lane in sorted({(span.worker, lane) for span, lane in lanes}):
         added.name_thread(worker, _FIRST_LANE + lane, f"calls {lane}")
     threads = {span.call: span.thread for span in waiting} | {span.call: _FIRST_LANE + lane for span, lane in lanes}
     added.arrows(calls, threads, [span for span in harvest.spans if span.kind == RUN])
-    # What torch said of the same rows goes: of two names Perfetto takes the first.
+    # torch's names of the same rows go: of two names Perfetto takes the first.
     said = {_about_row(event) for event in added.events if event["ph"] == "M"}
     kept = [event for event in trace["traceEvents"] if event["ph"] != "M" or _about_row(event) not in said]
     trace["traceEvents"] = kept + added.events
@@ -88,20 +101,14 @@ def add_to_trace(trace: Event, harvest: Harvest, origin: int, process: int | Non
         trace["farcallDroppedOperators"] = harvest.dropped
 
 
-def _about_row(event: Event) -> tuple[Any, ...]:
-    """Which thing a metadata event says, of which row."""
+def _about_row(event: TraceEvent) -> tuple[Any, ...]:
+    """The subject of a metadata event: its kind, and its row."""
     name = event["name"]
     return (name, event["pid"]) if name.startswith("process_") else (name, event["pid"], event.get("tid"))
 
 
-def _thread_names(spans: Iterable[Span]) -> set[tuple[int, int, str]]:
-    """Of each worker's threads, where a span knows its thread's name."""
-    names = {(span.worker, span.thread): span.details["thread"] for span in spans if "thread" in span.details}
-    return {(*thread, name) for thread, name in names.items()}
-
-
 def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, int]]:
-    """For each call the first lane of its worker that is free while it lasts."""
+    """Each call with the first lane of its worker that is free while the call lasts."""
     ends: dict[int, list[int]] = {}
     placed = []
     for span in sorted(calls, key=lambda span: span.start_ns - offsets.get(span.worker, 0)):
@@ -115,13 +122,13 @@ def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, i
 
 
 class _Drawing:
-    """Events of a trace that are being made."""
+    """The events of a trace in the making."""
 
     def __init__(self, rows: dict[int, int], offsets: dict[int, int], base_ns: int) -> None:
         self._rows = rows
         self._offsets = offsets
         self._base_ns = base_ns
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
 
     def _us(self, worker: int, when_ns: int) -> float:
         return (when_ns - self._offsets.get(worker, 0) - self._base_ns) / 1000
@@ -184,7 +191,7 @@ class _Drawing:
 
     def _arrow(self, name: str, number: int, start: tuple[Span, int, int], end: tuple[Span, int, int]) -> None:
         for phase, (span, thread, when_ns) in (("s", start), ("f", end)):
-            event: Event = {
+            event: TraceEvent = {
                 "ph": phase,
                 "cat": "farcall",
                 "name": name,
@@ -196,3 +203,61 @@ class _Drawing:
             if phase == "f":
                 event["bp"] = "e"
             self.events.append(event)
+
+
+def function_events(harvest: Harvest, origin: int, base_ns: int, thread: int) -> list[Any]:
+    """The calls and operators as torch's events, in ``origin``'s clock from ``base_ns`` on; ``thread`` is profiled."""
+    offsets = offsets_of(harvest, origin)
+    key_of = _keys(harvest)
+    events = []
+    for number, span in enumerate(harvest.spans):
+        if span.kind == RUN:
+            continue
+        details = span.details
+        prefix = key_of(span.inside if span.kind == CALL else span.call)
+        name = prefix + REMOTE_OPERATOR + span.name if prefix else span.name
+        is_async = bool(details.get("async")) if span.kind == OPERATOR else details.get("kind") != "sync"
+        mine = span.kind == CALL and span.worker == origin and not span.inside
+        zero_ns = base_ns + offsets.get(span.worker, 0)
+        event: Any = FunctionEvent(  # type: ignore[no-untyped-call]
+            id=_FIRST_EVENT + number,
+            node_id=span.worker,
+            name=name,
+            trace_name=None if details.get("timeless") else name,
+            thread=thread if mine else span.thread,
+            start_us=(span.start_ns - zero_ns) / 1000,
+            end_us=(span.end_ns - zero_ns) / 1000,
+            fwd_thread=details.get("forward_thread"),
+            input_shapes=details.get("shapes", []),
+            stack=details.get("stack", []),
+            scope=details.get("scope", 0),
+            use_device="cuda" if details.get("kernels") else None,
+            cpu_memory_usage=details.get("cpu_bytes", 0),
+            device_memory_usage=details.get("device_bytes", 0),
+            is_async=is_async,
+            is_remote=not mine and bool(prefix),
+            sequence_nr=details.get("sequence", -1),
+            is_legacy=True,
+            flops=details.get("flops"),
+        )
+        for kernel, device, duration_us in details.get("kernels", ()):
+            event.append_kernel(kernel, device, duration_us)
+        events.append(event)
+    return events
+
+
+def _keys(harvest: Harvest) -> Callable[[int], str]:
+    """From a call's number to its name, behind the names of the calls in whose runs it was made."""
+    calls = {span.call: span for span in harvest.spans if span.kind == CALL}
+    keys = {0: ""}
+
+    def key_of(number: int) -> str:
+        if number not in keys:
+            keys[number] = ""  # until it is known: what came over the network may be a circle
+            call = calls.get(number)
+            if call is not None:
+                outer = key_of(call.inside)
+                keys[number] = outer + REMOTE_OPERATOR + call.name if outer else call.name
+        return keys[number]
+
+    return key_of

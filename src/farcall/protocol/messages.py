@@ -150,7 +150,7 @@ class QueueHasRoom(_Control, frozen=True, tag=22):
     """The end of a ``QueueFull``."""
 
 
-# --- departure: how they are used is told in departure/ ------------------------------------------------
+# --- departure: how they are used is told in departure.py ----------------------------------------------
 
 
 class DepartureReport(_Control, frozen=True, tag=30):

@@ -22,12 +22,12 @@ import torch
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.functions import async_execution
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node, node_of_thread
 from farcall.runtime.peers.peer import Peer
 
 T = TypeVar("T")
-Group = tuple[tuple[str, str], ...]
+Group = tuple[tuple[str, int], ...]
 """The names of its members and their incarnations, by name."""
 
 GRACE_S = 5.0
@@ -52,7 +52,7 @@ class _Gather:
 
 
 class _Gathers:
-    """The gathers of one node: those it leads, and how many of each group it has begun. A ticker of the loop."""
+    """The gathers of one node: those it leads, and how many of each group it has begun."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -60,7 +60,7 @@ class _Gathers:
         self._led: dict[tuple[Group, int], _Gather] = {}
         self._begun: dict[Group, int] = {}
         self._failed: dict[tuple[Group, int], RpcError] = {}
-        node.add_ticker(self)
+        self._timer = node.timer(self._fail_overdue)
         node.on_peer_gone(self.on_peer_gone)
 
     def next_number(self, group: Group) -> int:
@@ -93,15 +93,14 @@ class _Gathers:
             gather.future.set_result({name: gather.contributions[name] for name, _ in group})
         else:
             if deadline != NEVER:
-                self._node.attend_by(deadline)
+                self._timer.at(deadline)
             # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
             for member, incarnation in group:
                 if member not in gather.contributions and self._node.is_gone(member, incarnation):
                     self._on_member_lost(member, incarnation)
         return gather.future
 
-    def tick(self, now: float) -> float:
-        """Fail what is overdue."""
+    def _fail_overdue(self, now: float) -> float:
         nearest = NEVER
         with self._lock:
             for key, gather in list(self._led.items()):
@@ -115,7 +114,7 @@ class _Gathers:
         """Who is gone does not contribute any more: do not let the others wait for it."""
         self._on_member_lost(peer.info.name, peer.incarnation)
 
-    def _on_member_lost(self, name: str, incarnation: str) -> None:
+    def _on_member_lost(self, name: str, incarnation: int) -> None:
         with self._lock:
             for key, gather in list(self._led.items()):
                 if (name, incarnation) in gather.group and name not in gather.contributions:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SETTLING_S = 5.0
 """How long a shutdown that looks for leaks waits for forks on their way to settle, and for farewells."""
-_LOOK_AGAIN_S = 0.01
 _MOST_SHOWN = 32
 
 
@@ -81,7 +80,7 @@ class ReferenceShutdown:
             self._settled_by = now + SETTLING_S
         if now > self._settled_by:
             return 0
-        self._references.node.attend_by(now + _LOOK_AGAIN_S)
+        self._references.node.something_ended()  # may have, when it looks again
         return unsettled
 
     def _on_agreed(self) -> None:
@@ -97,7 +96,7 @@ class ReferenceShutdown:
             self._find_leaks()
 
     def _on_farewell(self, peer: RemotePeer, message: Farewell) -> None:
-        self._parted.add(peer.member)
+        self._parted.add(peer.number)
         self._news.set()
 
     def _wait_for_farewells(self) -> None:

@@ -26,7 +26,7 @@ import torch
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP, REFUSED, Notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
@@ -36,12 +36,12 @@ from farcall.rpc.owned_value import Owned, TypeTold, dispose
 from farcall.rpc.owned_values import Values
 from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.serving import Server
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import Annotated, encode_failure
+from farcall.serialize import encode_failure, withdraw
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -61,22 +61,23 @@ _MESSAGES = (
 
 
 class NodeReferences:
-    """A part of a node: ``node.part(NodeReferences)``. Also a ticker of its loop."""
+    """A part of a node: ``node.part(NodeReferences)``."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.traced = False
         """Record where in the program each reference is created?"""
-        # By the number that the machine knows a member by: see Peer.member.
+        # By the number that the machine knows a member by: see Peer.number.
         self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         if not node.is_static:
-            self._workers = {node.me.member: node.info}
+            self._workers = {node.me.number: node.info}
         self._lock = threading.RLock()
+        self._timer = node.timer(self._do_due)
         self._machine = References(
-            node.me.member,
+            node.me.number,
             self._workers,
             linger_s=LINGER_S,
-            wake=lambda: node.attend_by(monotonic() + LINGER_S),
+            wake=lambda: self._timer.at(monotonic() + LINGER_S),
         )
         self.released: ReleasedForks = self._machine.released
         self._values = Values(node.info)
@@ -94,7 +95,6 @@ class NodeReferences:
         node.on_peer_joined(self._on_peer_joined)
         node.on_peer_gone(self._on_peer_gone)
         self.parting: ReferenceShutdown = ReferenceShutdown(self)
-        node.add_ticker(self)
 
     # ------------------------------------------------------------------ references come to be
 
@@ -111,20 +111,21 @@ class NodeReferences:
         self,
         peer: Peer,
         what: Callable[..., Any],
-        function: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
+        frame: Frame,
         timeout_s: float,
         keeps: RRef[Any] | None = None,
         make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
-        """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
+        """Have ``peer`` run the function of the request ``frame`` and own its result.
+
+        ``keeps``: the function is a method of that reference's value.
+        """
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
         origin = _origin() if self.traced else ""
         with self._lock:
-            fork = self._machine.create(peer.member)
+            fork = self._machine.create(peer.number)
             owned: Owned | None = None
             if fork.owner == self._machine.me:
                 owned = self._places[fork.ref] = Owned(origin)
@@ -132,14 +133,15 @@ class NodeReferences:
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
             creation.profile = profile
-            wanted = None if profile is None else profile.sends(payload, buffers)
-            notes = request_notes(peer, buffers, fork, origin, wanted)
             if keeps is not None and keeps._creation is not None:
-                keeps._creation.attach(creation)  # without the object there is no method to wait for
-            self.node.calls.send(creation, function, notes, payload, buffers, KEEP)
+                try:
+                    keeps._creation.attach(creation)  # without the object there is no method to wait for
+                except BaseException:
+                    withdraw(frame)
+                    raise
+            frame.flags = KEEP
+            self.node.calls.send(creation, frame, fork, origin)
         except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
             if not isinstance(error, NetworkError | RpcTimeout):
                 if profile is not None:
                     profile.ended()
@@ -169,7 +171,7 @@ class NodeReferences:
     def refused_creation(self, fork: Fork, error: RpcError) -> None:
         """The owner has refused the creating call, and knows nothing of the reference."""
         self.withdraw_creation(fork)
-        if fork.owner == self.node.me.member:
+        if fork.owner == self.node.me.number:
             owned = self._places.get(fork.ref)
             if owned is not None:
                 owned.fail(encode_failure(error, self.node.info))  # nobody else tells us: the request was ours
@@ -185,7 +187,7 @@ class NodeReferences:
             raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
         with self._lock:
             try:
-                return self._machine.fork(rref._fork, peer.member)
+                return self._machine.fork(rref._fork, peer.number)
             except LookupError as error:
                 raise ReferenceLost(f"{rref!r} cannot be sent: {error}") from None
 
@@ -196,24 +198,25 @@ class NodeReferences:
             freed = self._carry_out()
         dispose(self.node, freed)
 
-    def take_forks(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """A message with forks came: whatever becomes of it, its forks are accounted for from now on.
 
-        They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
+        They become references in ``frame.forks``; those that nobody takes out die with it. False: nobody is to read
+        the message, or not now.
         """
-        sender = peer.member
+        sender = peer.number
         machine = self._machine
         if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
-            self._kept_back.keep(peer, message)
-            return None
+            self._kept_back.keep(peer, frame)
+            return False
         arrived: list[Any] = []
         with self._lock:
             created = notes.created
             if created is not None:
                 self._values.count_created(created.ref)
-            if created is not None and not message[1] & REFUSED:
+            if created is not None and not frame.flags & REFUSED:
                 if created.owner != created.holder and not machine.own(created):
-                    return None  # it came twice, or its caller is dead
+                    return False  # it came twice, or its caller is dead
                 owned = self._values.place(created.ref)
                 if notes.origin:
                     owned.origin = f"{notes.origin} on {peer.info.name}"
@@ -226,8 +229,8 @@ class NodeReferences:
                 arrived.append(rref)
             freed = self._carry_out() if machine.has_news else []
         dispose(self.node, freed)
-        kind, flags, call_id, function, noted, payload, buffers = message
-        return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
+        frame.forks = arrived
+        return True
 
     def _give_up_on(self, members: Sequence[int]) -> None:
         """No word has come of these owners of references: they are gone."""
@@ -236,15 +239,16 @@ class NodeReferences:
                 self._workers[member] = WorkerInfo(f"member-{member}", -1)
                 self._lost.add(member)
 
-    def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
-        """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
-        buffers = frame[6]
-        assert type(buffers) is Annotated
-        return KeptRequest(server, peer, frame, buffers.notes.pop(0), self._flush_soon)
+    def _kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
+        """The request of a frame with the flag KEEP; its value's place is the first of its forks."""
+        arrived = list(frame.forks)
+        owned = arrived.pop(0)
+        frame.forks = arrived
+        return KeptRequest(server, peer, frame, owned, self._flush_soon)
 
     def _flush_soon(self, peer: Peer) -> None:
         self._held_back.add(peer)
-        self.node.attend_by(monotonic() + CONFIRM_S)
+        self._timer.at(monotonic() + CONFIRM_S)
 
     def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
@@ -317,12 +321,10 @@ class NodeReferences:
 
     # ------------------------------------------------------------------ what the loop, and the others, say
 
-    def tick(self, now: float) -> float:
+    def _do_due(self, now: float) -> float:
         """On the I/O thread: send what has lingered, look again after those who were about to wait."""
         while self._held_back:
             self._held_back.pop().flush()
-        if self._kept_back:
-            self._kept_back.deliver(now)
         if self._failed:
             failed, self._failed = self._failed, []
             for creation in failed:
@@ -338,32 +340,31 @@ class NodeReferences:
         if self._failed or self._unsent:
             return now + RETRY_S
         deadline = self._machine.next_deadline()
-        first_kept = self._kept_back.next_deadline
-        return first_kept if deadline is None else min(deadline, first_kept)
+        return NEVER if deadline is None else deadline
 
     def fail_waiting_soon(self, creation: Creation) -> None:
         """Look again, in a moment, whether calls that were about to be sent wait for a failed creation."""
         self._failed.append(creation)
-        self.node.attend_by(monotonic() + RETRY_S)
+        self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
         now = monotonic()
         with self._lock:
-            freed = self._carry_out(now, self._machine.handle(peer.member, message, now))
+            freed = self._carry_out(now, self._machine.handle(peer.number, message, now))
         dispose(self.node, freed)
         if self.parting.checks_leaks:
-            self.node.attend_by(now + LINGER_S)  # a shutdown may be waiting for this
+            self.node.something_ended()
 
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
-            self._workers[peer.member] = peer.info
-            self._lost.discard(peer.member)  # given up when word of it was later than a message with its values
-            self._machine.member_joined(peer.member)
+            self._workers[peer.number] = peer.info
+            self._lost.discard(peer.number)  # given up when word of it was later than a message with its values
+            self._machine.member_joined(peer.number)
         if self._kept_back:
             self.node.call_soon(self._kept_back.deliver)
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        member = peer.member
+        member = peer.number
         now = monotonic()
         with self._lock:
             self._lost.add(member)
@@ -395,7 +396,7 @@ class NodeReferences:
                 self._lost.add(effect.fork.owner)
         deadline = machine.next_deadline()
         if deadline is not None:
-            self.node.attend_by(deadline)
+            self._timer.at(deadline)
         return freed
 
     def _send(self, effect: Send) -> None:
@@ -405,7 +406,7 @@ class NodeReferences:
         elif effect.member not in self._lost:
             # This node is still starting. A fork came over one link, and the link to its owner does not stand yet.
             self._unsent.append(effect)
-            self.node.attend_by(monotonic() + RETRY_S)
+            self._timer.at(monotonic() + RETRY_S)
 
     # ------------------------------------------------------------------ the end
 
@@ -478,5 +479,4 @@ def call_remote(
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    function, payload, buffers = encode_request(peer, func, args, kwargs)
-    return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)
+    return node.part(NodeReferences).create(peer, func, encode_request(peer, func, args, kwargs), timeout_s)

@@ -11,11 +11,11 @@ from bisect import bisect_right
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard.access import REALM
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
-from farcall.observe.observer import Heard
+from farcall.observe.observer import Answers
 from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 
 FUNCTIONS = ("forward", "backward_step", "ParameterServer.fetch_parameters", "heartbeat")
 STACK = [Frame("/home/me/train.py", 57, "step"), Frame("/home/me/train.py", 112, "main")]
@@ -57,7 +57,7 @@ class SimulatedObserver:
             self._calls[caller, callee, function] = (buckets, failed)
             self._bytes[caller, callee] = self._bytes.get((caller, callee), 0) + int(rate * 4096 * wave)
 
-    def metrics(self) -> Heard[Metrics]:
+    def metrics(self) -> Answers[Metrics]:
         self._go_on()
         called: dict[int, list[CallMetrics]] = {}
         served: dict[int, list[CallMetrics]] = {}
@@ -98,9 +98,9 @@ class SimulatedObserver:
             )
             for rank, name in enumerate(self.names[:-2])
         ]
-        return Heard("4f0c2b9d", answers, self._silent)
+        return Answers("4f0c2b9d", answers, self._silent)
 
-    def snapshots(self) -> Heard[WorkerSnapshot]:
+    def snapshots(self) -> Answers[WorkerSnapshot]:
         answers = []
         for rank, name in enumerate(self.names[:-2]):
             moving = self._random.randrange(1 << 40)
@@ -112,21 +112,21 @@ class SimulatedObserver:
             pool = PoolView(16, 16, 4, 1, 0)
             threads = [thread, ThreadView(8, "farcall-worker", 1.0, moving, STACK[::-1])]
             answers.append(WorkerSnapshot(name, rank, 1000 + rank, "node00", "running", pool, calls, served, threads))
-        return Heard("4f0c2b9d", answers, self._silent)
+        return Answers("4f0c2b9d", answers, self._silent)
 
-    def events(self) -> Heard[WorkerEvents]:
+    def events(self) -> Answers[WorkerEvents]:
         now = time.time()
         first, last = self.names[0], self.names[-1]
         happened = [
-            Event(now - 300, "joined", self.names[1]),
-            Event(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
-            Event(now - 119, "reconnected", self.names[2]),
-            Event(now - 60, "suspected", last),
-            Event(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
-            Event(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
-            Event(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
+            LoggedEvent(now - 300, "joined", self.names[1]),
+            LoggedEvent(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
+            LoggedEvent(now - 119, "reconnected", self.names[2]),
+            LoggedEvent(now - 60, "suspected", last),
+            LoggedEvent(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
+            LoggedEvent(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
+            LoggedEvent(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
         ]
-        return Heard("4f0c2b9d", [WorkerEvents(first, happened)], self._silent)
+        return Answers("4f0c2b9d", [WorkerEvents(first, happened)], self._silent)
 
     def interrupt(self) -> None:
         pass

@@ -18,6 +18,7 @@ from farcall.observe.explaining import CallState
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call
 from farcall.protocol.observing import Ask, Told
+from farcall.runtime.io.timers import Timers
 from farcall.runtime.peers.peer import RemotePeer
 
 POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
@@ -54,6 +55,8 @@ class FakeNode:
         self.handlers: dict[type, Callable[..., None]] = {}
         self.ending: list[Callable[[], None]] = []
         self.counts: list[Callable[[], int]] = []
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
 
     def on_control(self, kind: type, handle: Callable[..., None]) -> None:
         self.handlers[kind] = handle
@@ -63,12 +66,6 @@ class FakeNode:
 
     def on_end(self, hook: Callable[[], None]) -> None:
         self.ending.append(hook)
-
-    def add_ticker(self, ticker: object) -> None:
-        pass
-
-    def attend_by(self, when: float) -> None:
-        pass
 
     def something_ended(self) -> None:
         pass
@@ -111,15 +108,16 @@ def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
 
 
 def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
+    node: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
     peer = FakePeer()
     heard = ask(answering, peer)
-    assert answering.tick(100.2) == pytest.approx(100.3)
+    node.timers.run_due(100.2)
+    assert node.timers.next_due == pytest.approx(100.3)
     assert heard == []
-    answering.tick(100.3)
+    node.timers.run_due(100.4)
     assert heard == [b""]
     assert ask(answering, peer) == [b""]
     assert len(peer.sent) == 1

@@ -16,7 +16,7 @@ from farcall.observe.dashboard import digest, looks
 from farcall.observe.dashboard.access import NONCE_S, Access, Denied
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.rates import rows
-from farcall.runtime.observing.event_log import Event
+from farcall.runtime.observing.event_log import LoggedEvent
 
 SECRET = b"the cluster's secret"
 PATIENCE_S = 30.0
@@ -110,15 +110,15 @@ def test_a_call_is_joined_from_both_ends() -> None:
 
 
 def test_a_death_that_everybody_saw_is_told_once() -> None:
-    dead = [WorkerEvents(f"w{rank}", [Event(100.0 + rank, "dead", "w9", text="silent")]) for rank in range(5)]
-    late = WorkerEvents("w8", [Event(50.0, "failed", "w1", "f"), Event(500.0, "dead", "w9")])
+    dead = [WorkerEvents(f"w{rank}", [LoggedEvent(100.0 + rank, "dead", "w9", text="silent")]) for rank in range(5)]
+    late = WorkerEvents("w8", [LoggedEvent(50.0, "failed", "w1", "f"), LoggedEvent(500.0, "dead", "w9")])
     found = digest.events([*dead, late])
     assert [(event["kind"], event["at"], event["seen_by"]) for event in found] == [
         ("dead", 500.0, ["w8"]),  # another one of that name
         ("dead", 100.0, ["w0", "w1", "w2", "w3", "w4"]),
         ("failed", 50.0, ["w8"]),
     ]
-    many = digest.events([WorkerEvents("w0", [Event(float(at), "failed", f"w{at}", "f") for at in range(300)])])
+    many = digest.events([WorkerEvents("w0", [LoggedEvent(float(at), "failed", f"w{at}", "f") for at in range(300)])])
     assert [event["at"] for event in many[:2]] == [299.0, 298.0]
     assert len(many) == digest.MOST_EVENTS
 

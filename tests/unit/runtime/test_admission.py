@@ -6,7 +6,7 @@ import threading
 from time import monotonic
 
 from farcall.runtime.calls.admission import LOOK_S, Admission, Fullness
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER, Timers
 
 PATIENCE_S = 20.0
 
@@ -25,8 +25,8 @@ class Caller:
 class Queue:
     def __init__(self, limit: int) -> None:
         self.length = 0
-        self.attended: list[float] = []
-        self.admission = Admission(limit, lambda: self.length, self.attended.append)
+        self.timers = Timers(lambda: None)
+        self.admission = Admission(limit, lambda: self.length, self.timers.timer)
 
 
 def test_below_the_limit_all_are_taken_in_and_nobody_is_told() -> None:
@@ -34,7 +34,7 @@ def test_below_the_limit_all_are_taken_in_and_nobody_is_told() -> None:
     queue.length = 3
     assert not queue.admission.refuses(caller, True)
     assert not queue.admission.refuses(caller, False)
-    assert (caller.heard, queue.attended, queue.admission.tick(1.0)) == ([], [], NEVER)
+    assert (caller.heard, queue.timers.next_due, queue.admission.look_for_room(1.0)) == ([], NEVER, NEVER)
 
 
 def test_at_the_limit_some_are_refused_and_the_others_told_once() -> None:
@@ -47,7 +47,7 @@ def test_at_the_limit_some_are_refused_and_the_others_told_once() -> None:
     assert not queue.admission.refuses(first, False)
     assert not queue.admission.refuses(second, False)
     assert (first.heard, second.heard) == ([(4, 4)], [(5, 4)])
-    assert len(queue.attended) == 2
+    assert queue.timers.next_due <= monotonic() + LOOK_S
 
 
 def test_there_is_room_when_half_is_free_and_all_who_were_told_hear_of_it() -> None:
@@ -57,10 +57,10 @@ def test_there_is_room_when_half_is_free_and_all_who_were_told_hear_of_it() -> N
         queue.admission.refuses(caller, False)
     queue.admission.forget(gone)
     queue.length = 3
-    assert queue.admission.tick(7.0) == 7.0 + LOOK_S
+    assert queue.admission.look_for_room(7.0) == 7.0 + LOOK_S
     assert first.heard == [(4, 4)]
     queue.length = 2
-    assert queue.admission.tick(8.0) == NEVER
+    assert queue.admission.look_for_room(8.0) == NEVER
     assert (first.heard, second.heard, gone.heard) == ([(4, 4), "room"], [(4, 4), "room"], [(4, 4)])
     queue.length = 4
     queue.admission.refuses(first, False)
@@ -71,9 +71,9 @@ def test_with_a_limit_of_one_an_empty_queue_is_room() -> None:
     queue, caller = Queue(1), Caller()
     queue.length = 1
     queue.admission.refuses(caller, False)
-    assert queue.admission.tick(0.0) == LOOK_S
+    assert queue.admission.look_for_room(0.0) == LOOK_S
     queue.length = 0
-    queue.admission.tick(0.0)
+    queue.admission.look_for_room(0.0)
     assert caller.heard == [(1, 1), "room"]
 
 

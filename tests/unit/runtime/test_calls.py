@@ -10,23 +10,18 @@ import torch
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.calls.pending import CallTable, PendingCall, name_of
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER, Timers
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize.context import Annotated, IfUnsent
-
-
-class FakeLoop:
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def attend_by(self, when: float) -> None:
-        self.times.append(when)
+from farcall.serialize.context import IfUnsent
 
 
 class FakePeer(Peer):
     def __init__(self, name: str) -> None:
         super().__init__(WorkerInfo(name, 0), "1f", True)
+
+    def send(self, *message: Any) -> None: ...
 
 
 class Call(PendingCall):
@@ -43,15 +38,19 @@ class Call(PendingCall):
 
 
 @pytest.fixture
-def loop() -> FakeLoop:
-    return FakeLoop()
+def timers() -> Timers:
+    return Timers(lambda: None)
 
 
 @pytest.fixture
-def table(loop: FakeLoop) -> CallTable:
+def table(timers: Timers) -> CallTable:
     unused: Any = None
-    fake: Any = loop
-    return CallTable(fake, unused)
+    return CallTable(timers.timer, unused)
+
+
+def send(table: CallTable, *calls: Call) -> None:
+    for call in calls:
+        table.send(call, b"f", b"", b"", [])
 
 
 def test_a_call_is_claimed_once(table: CallTable) -> None:
@@ -62,30 +61,40 @@ def test_a_call_is_claimed_once(table: CallTable) -> None:
     assert len(table) == 0
 
 
-def test_deadlines_in_order_of_time(table: CallTable, loop: FakeLoop) -> None:
+def test_deadlines_in_order_of_time(table: CallTable, timers: Timers) -> None:
     far, near, none = Call(20.0), Call(10.0), Call()
-    for call in (far, near, none):
-        table.register(call)
-        table.watch_deadline(call)
-    assert loop.times == [20.0, 10.0]
-    assert table.tick(9.9) == 10.0
+    send(table, far, near, none)
+    assert timers.next_due == 10.0
+    timers.run_due(9.9)
     assert not near.failures
-    assert table.tick(10.0) == 20.0
+    timers.run_due(10.0)
     assert isinstance(near.failures[0], RpcTimeout)
     assert "1500 ms" in str(near.failures[0])
     assert "w1 has not answered len()" in str(near.failures[0])
-    assert table.tick(1e9) == NEVER
+    timers.run_due(19.9)
+    assert not far.failures
+    timers.run_due(20.0)
     assert len(far.failures) == 1
+    assert timers.next_due == NEVER
     assert not none.failures
 
 
-def test_an_equal_timeout_wakes_nobody(table: CallTable, loop: FakeLoop) -> None:
-    for deadline in (5.0, 5.1, 5.2):
-        call = Call(deadline)
-        table.register(call)
-        table.watch_deadline(call)
-    assert loop.times == [5.0]
-    assert table.tick(5.05) == 5.1
+def test_an_equal_timeout_names_no_time(table: CallTable, timers: Timers) -> None:
+    send(table, Call(5.0), Call(5.1), Call(5.2))
+    assert [when for when, _ in timers.named] == [5.0]
+    timers.run_due(5.05)
+    assert timers.next_due == 5.1
+
+
+def test_whoever_waits_for_the_last_call_hears_that_it_was_given_up(timers: Timers) -> None:
+    told: list[int] = []
+    unused: Any = None
+    table = CallTable(timers.timer, unused, on_given_up=lambda: told.append(len(table)))
+    send(table, Call(5.0), Call(5.0), Call(6.0))
+    timers.run_due(5.0)
+    assert told == [1]
+    timers.run_due(6.0)
+    assert told == [1, 0]
 
 
 def test_the_end_of_one_peer_fails_its_calls_only(table: CallTable) -> None:
@@ -100,24 +109,23 @@ def test_the_end_of_one_peer_fails_its_calls_only(table: CallTable) -> None:
 
 
 class StuckPeer(FakePeer):
-    """One that takes no bytes until the deadline of the call; the ticker is a moment faster."""
+    """One that takes no bytes until the deadline of the call; the I/O thread is a moment faster."""
 
     def __init__(self, table: CallTable) -> None:
         super().__init__("stuck")
         self.table = table
 
-    def send(self, *message: Any) -> None:
-        message[6].left = True
-        self.table._next_deadline = 0.0
-        self.table.tick(1e9)
+    def send(self, frame: Frame, *_: Any) -> None:
+        frame.handed_over = True
+        self.table.fail_overdue(1e9)
         raise RpcTimeout("took no bytes", Delivery.NOT_SENT)
 
 
 def test_what_goes_with_a_call_is_withdrawn_also_where_another_thread_fails_it(table: CallTable) -> None:
     withdrawn: list[str] = []
-    buffers = Annotated([], [], [IfUnsent(lambda: withdrawn.append("lent")), lambda: withdrawn.append("fork")])
+    undo = [IfUnsent(lambda: withdrawn.append("lent")), lambda: withdrawn.append("fork")]
     call = Call(1.0, StuckPeer(table))
-    table.send(call, b"f", b"", b"", buffers)
+    table.send(call, Frame(REQUEST, function=b"f", undo=undo))
     assert len(call.failures) == 1
     assert withdrawn == ["lent", "fork"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from farcall.runtime.calls.executor import STALLED_S, Executor
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER, Timers
 
 PATIENCE_S = 20.0
 
@@ -30,7 +30,7 @@ class Job:
 
 @pytest.fixture
 def executor() -> Iterator[Executor]:
-    made = Executor("test", 2, lambda when: None)
+    made = Executor("test", 2, Timers(lambda: None).timer)
     yield made
     assert made.stop(PATIENCE_S) == []
     assert made.threads == 0
@@ -78,10 +78,10 @@ def test_the_pool_grows_when_nothing_ends(executor: Executor) -> None:
         assert begun.acquire(timeout=PATIENCE_S)
     opener = Job(gate.set)
     executor.submit(opener)
-    executor.tick(0.0)
-    executor.tick(STALLED_S / 2)
+    executor.look_in(0.0)
+    executor.look_in(STALLED_S / 2)
     assert executor.threads == 2
-    executor.tick(2 * STALLED_S)  # time is given: nobody sleeps for it
+    executor.look_in(2 * STALLED_S)  # time is given: nobody sleeps for it
     assert opener.done.wait(PATIENCE_S)
     assert all(job.done.wait(PATIENCE_S) for job in blocked)
 
@@ -91,7 +91,7 @@ def test_a_task_that_raises_ends_no_worker(executor: Executor, caplog: pytest.Lo
     executor.submit(Job(lambda: 1 / 0))
     after = Job(lambda: None)
     executor.submit(after)
-    executor.tick(0.0)
+    executor.look_in(0.0)
     assert after.done.wait(PATIENCE_S)
     executor.stop(PATIENCE_S)  # another worker may have run the second before the first one's end was logged
     assert "please report this" in caplog.text
@@ -99,11 +99,11 @@ def test_a_task_that_raises_ends_no_worker(executor: Executor, caplog: pytest.Lo
 
 def test_nothing_to_do_is_nothing_to_attend_to(executor: Executor) -> None:
     executor.start()
-    assert executor.tick(1.0) == NEVER
+    assert executor.look_in(1.0) == NEVER
 
 
 def test_what_is_queued_at_the_end_or_later_is_dropped_aloud() -> None:
-    executor = Executor("test", 1, lambda when: None)
+    executor = Executor("test", 1, Timers(lambda: None).timer)
     early, late = Job(lambda: None), Job(lambda: None)
     executor.submit(early)
     executor.stop(PATIENCE_S)

@@ -9,31 +9,31 @@ import pytest
 
 from farcall.errors import MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Identity
+from farcall.protocol.hello import Hello
+from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.contacts import Group
 from farcall.runtime.rendezvous.joining import Joining
-from farcall.runtime.rendezvous.records import MemberRecord
 from farcall.runtime.rendezvous.store import MeetingPlace
 
-ME = MemberRecord("me", 1, (), "", "4f")
-MEMBER = MemberRecord("member", 0, (), "", "1f")
+ME = Member("me", 1, 0x4F)
+MEMBER = Member("member", 0, 0x1F)
 PLACE = MeetingPlace("tcp://127.0.0.1:1", "tcp", 1, -1, "127.0.0.1", 1)
 
 
 class Contacts:
     """A store that dies when it was asked ``answers`` times."""
 
-    def __init__(self, answers: int, *contacts: MemberRecord) -> None:
+    def __init__(self, answers: int, *contacts: Member) -> None:
         self.answers = answers
         self.group = Group("cluster", "secret", contacts)
 
-    def enter(self, me: MemberRecord) -> Group:
+    def enter(self, me: Member) -> Group:
         self.answers -= 1
         if self.answers < 0:
             raise RuntimeError("Broken pipe")
         return self.group
 
-    def replace(self, me: MemberRecord, gone: object) -> Group:
+    def replace(self, me: Member, gone: object) -> Group:
         return self.enter(me)
 
 
@@ -53,7 +53,7 @@ def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Joining, C
         RpcBackendOptions(init_method=PLACE.url),
         contacts,  # type: ignore[arg-type]
         b"secret",
-        Identity("me", 1, "cluster", "4f"),
+        Hello(ME, "cluster"),
         candidate,  # type: ignore[arg-type]
     )
     found._look = lambda *_: outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
@@ -67,7 +67,7 @@ def test_who_was_found_before_the_store_died_lets_us_in() -> None:
 
 
 def test_a_store_that_dies_when_we_are_in_is_not_missed() -> None:
-    dead = MemberRecord("dead", 2, (), "", "2f")
+    dead = Member("dead", 2, 0x2F)
     found, _ = joining(Contacts(1, dead, MEMBER, ME), [True])
     found._gone.add(dead.incarnation)
     found.run(monotonic() + 10.0)

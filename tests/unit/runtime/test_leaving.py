@@ -9,25 +9,24 @@ from collections.abc import Callable
 
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
+from farcall.runtime.io.timers import NEVER, Timers
 from farcall.runtime.membership.shutdown import Leaving
 
 LONG_S = 10.0
 
 
 class StillLoop:
-    """A loop that is run by hand, and remembers by when it was asked to wake."""
+    """A loop that is run by hand."""
 
     def __init__(self) -> None:
         self.soon: deque[Callable[[], object]] = deque()
         self.asked = threading.Event()
-        self.wake_at = float("inf")
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.soon.append(function)
         self.asked.set()
-
-    def attend_by(self, when: float) -> None:
-        self.wake_at = min(self.wake_at, when)
 
     def run(self) -> None:
         assert self.asked.wait(LONG_S)
@@ -83,10 +82,10 @@ def test_busy_member_waits_until_poked() -> None:
     leaver.other_is_ready(0)
     assert probes(leaver) == []
     leaver.in_flight = 0
-    leaver.loop.wake_at = float("inf")
     leaver.leaving.poke()
-    assert leaver.loop.wake_at < time.monotonic() + 0.1  # soon
-    leaver.leaving.tick(0.0)
+    now = time.monotonic() + 0.1
+    assert leaver.loop.timers.next_due < now  # soon
+    leaver.loop.timers.run_due(now)
     assert probes(leaver) == [1]
 
 
@@ -94,21 +93,20 @@ def test_poke_costs_nothing_while_nobody_leaves() -> None:
     loop = StillLoop()
     leaving = Leaving(0, {0: "w0"}, loop, lambda: (0, 0), lambda rank, message: None)  # type: ignore[arg-type]
     leaving.poke()
-    assert loop.wake_at == float("inf")
+    assert loop.timers.next_due == NEVER
 
 
 def test_loop_is_asked_to_wake_at_the_deadline() -> None:
-    # Handled on the I/O thread between two looks at the tickers: without this the loop would sleep past the deadline.
     leaver = Leaver(timeout_s=4.0)
     first = leaver.leaving._machine.next_deadline()
     assert first is not None
-    assert leaver.loop.wake_at == first
+    assert leaver.loop.timers.next_due == first
 
 
 def test_timeout_says_who_is_late_and_why() -> None:
     leaver = Leaver(timeout_s=4.0)
-    while (deadline := leaver.leaving._machine.next_deadline()) is not None:
-        leaver.leaving.tick(deadline)
+    while leaver.loop.timers.next_due != NEVER:
+        leaver.loop.timers.run_due(leaver.loop.timers.next_due)
     assert leaver.finished() == ("w1 has not called shutdown",)
     assert leaver.leaving.late_names == ("w1",)
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from time import monotonic
 
 import pytest
 
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 
 PATIENCE_S = 20.0
-
-
-class Ticking:
-    def __init__(self, function: Callable[[float], float]) -> None:
-        self.tick = function
 
 
 @pytest.fixture
@@ -47,40 +43,44 @@ def test_a_function_that_raises_ends_nothing(loop: Loop, caplog: pytest.LogCaptu
     assert "please report this" in caplog.text
 
 
-def test_a_ticker_is_asked_when_it_wished(loop: Loop) -> None:
-    asked: list[float] = []
+def test_a_timer_is_called_when_it_is_due(loop: Loop) -> None:
+    called: list[float] = []
     thrice = threading.Event()
 
-    def tick(now: float) -> float:
-        asked.append(now)
-        if len(asked) == 3:
+    def on_time(now: float) -> float:
+        called.append(now)
+        if len(called) == 3:
             thrice.set()
             return NEVER
         return now + 0.005
 
-    loop.add_ticker(Ticking(tick))
+    loop.timer(on_time).at(0.0)
     assert thrice.wait(PATIENCE_S)
-    assert all(later - earlier >= 0.005 for earlier, later in pairwise(asked))
+    assert all(later - earlier >= 0.005 for earlier, later in pairwise(called))
 
 
-def test_a_time_named_inside_a_tick_is_kept(loop: Loop) -> None:
-    """On the I/O thread attend_by cannot wake anybody: the loop itself must look at it before it sleeps."""
-    turns: list[float] = []
+def test_a_time_named_by_a_timer_is_kept(loop: Loop) -> None:
+    """On the I/O thread ``at`` cannot wake anybody: the loop itself must look at it before it sleeps."""
     again = threading.Event()
+    other = loop.timer(lambda now: again.set() or NEVER)
 
-    def late(now: float) -> float:
-        turns.append(now)
-        if len(turns) == 1:
-            loop.attend_by(monotonic() + 0.005)
-        else:
-            again.set()
+    def on_time(now: float) -> float:
+        other.at(monotonic() + 0.005)
         return NEVER
 
-    loop.add_ticker(Ticking(late))
+    loop.timer(on_time).at(0.0)
     assert again.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("where", ["function", "ticker"])
+def test_a_time_named_before_the_loop_starts_is_kept() -> None:
+    loop, called = Loop("early"), threading.Event()
+    loop.timer(lambda now: called.set() or NEVER).at(monotonic() + 0.005)
+    loop.start()
+    assert called.wait(PATIENCE_S)
+    loop.stop()
+
+
+@pytest.mark.parametrize("where", ["function", "timer"])
 def test_the_role_is_handed_over(loop: Loop, where: str) -> None:
     handed, go_on, done = threading.Event(), threading.Event(), threading.Event()
     old: list[threading.Thread] = []
@@ -96,7 +96,7 @@ def test_the_role_is_handed_over(loop: Loop, where: str) -> None:
     if where == "function":
         loop.call_soon(block)
     else:
-        loop.add_ticker(Ticking(block))
+        loop.timer(block).at(0.0)
     assert handed.wait(PATIENCE_S)
     loop.call_soon(done.set)
     assert done.wait(PATIENCE_S), "nobody took the role"

@@ -15,11 +15,12 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member
 from farcall.runtime.io import bounded_call as patience
 from farcall.runtime.rendezvous import addresses
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
-from farcall.runtime.rendezvous.records import MemberRecord, Slot, as_text
+from farcall.runtime.rendezvous.records import Slot, as_text
 from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
 
 PLACE = "file:///nowhere/in/particular"
@@ -202,7 +203,7 @@ def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any)
 
 
 def stale_slot(name: str, rank: int, world_size: int) -> str:
-    return as_text(Slot(MemberRecord(name, rank, ("tcp://dead:1",), "", "dead"), world_size, False, "dead", "00"))
+    return as_text(Slot(Member(name, rank, 0xDEAD, ("tcp://dead:1",)), world_size, False, "dead", "00"))
 
 
 def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> None:

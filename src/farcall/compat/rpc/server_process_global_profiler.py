@@ -16,14 +16,14 @@ from torch.autograd.profiler_util import EventList
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
-from farcall.observe.profile import Collector, add_recorder, remove_recorder
+from farcall.observe.profile import PROFILER, Collector
 from farcall.observe.spans import Harvest
 
 __all__: list[str] = []
 
 
 class _Everything:
-    """The operators of every request, as torch recorded them; a `Recorder`."""
+    """The operators of every request, as torch recorded them; a `ProcessRecorder`."""
 
     def __init__(self, options: int) -> None:
         self.options = options
@@ -58,7 +58,7 @@ class _server_process_global_profile(profiler_legacy.profile):
             capture.DEVICE: self.use_cuda,
         }
         self._everything = _Everything(sum(bit for bit, wanted in bits.items() if wanted))
-        add_recorder(self._everything)
+        PROFILER.add(self._everything)
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class _server_process_global_profile(profiler_legacy.profile):
     ) -> Any:
         if not self.enabled:
             return None
-        remove_recorder(self._everything)
+        PROFILER.remove(self._everything)
         module: Any = profiler_legacy
         found = [module._parse_legacy_records(records) for records in self._everything.records]
         self.process_global_function_events = found

@@ -1,13 +1,13 @@
 """Membership: who belongs to the cluster, who has come, who has gone, who is dead.
 
 Owns the answers, sans I/O: one ``MembershipMachine`` per member, ``handle(event, now) -> effects``. Must not
-know sockets, threads, clocks or calls. A member is a *life*: one number per process start. A name or a rank may be
-used again after its holder left or died, by another life; nothing said of one life ever applies to another.
+know sockets, threads, clocks or calls. A member is one incarnation (`protocol/member.py`): nothing said of one ever
+applies to another that has its name or rank later.
 
-What a member holds of another life:
+What a member holds of another incarnation:
 
     status      event                                                   next        effects
-    unknown     Update alive or suspected, with its record              the same    MemberJoined; spread
+    unknown     Update alive or suspected, with its Member              the same    MemberJoined; spread
     unknown     Update dead or left                                     the same    spread: it never becomes a member
     alive       probe failed (a ping, a second one, and through others) suspected   MemberSuspected; spread
     alive       LinkLost                                                -           probe at once, through others, too
@@ -95,7 +95,7 @@ from farcall.protocol.membership.events import (
     Send,
 )
 from farcall.protocol.membership.machine import MembershipMachine, State
-from farcall.protocol.membership.messages import Message, Record, Status, Update
+from farcall.protocol.membership.messages import Message, Status, Update
 
 __all__ = [
     "Admitted",
@@ -120,7 +120,6 @@ __all__ = [
     "Message",
     "Randomness",
     "Received",
-    "Record",
     "Refused",
     "Send",
     "State",

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from farcall.protocol.membership.messages import Message, Record
+from farcall.protocol.member import Member
+from farcall.protocol.membership.messages import Message
 
 _T = TypeVar("_T")
 
@@ -89,7 +90,7 @@ class MembershipOptions:
 
 @dataclass(frozen=True, slots=True)
 class LocalJoin:
-    """Join through ``via``, the life that answered at an address. Again, with another, where that one is gone."""
+    """Join through ``via``, which answered at an address. Again, with another, where that one is gone."""
 
     via: int
 
@@ -109,33 +110,33 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Something that is no membership message has come from ``life`` since the last such event."""
+    """Something that is no membership message has come from ``incarnation`` since the last such event."""
 
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link to ``life`` has ended without its goodbye."""
+    """The link to ``incarnation`` has ended without its goodbye."""
 
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRefused:
-    """Dialling ``life`` showed that it is not there: no one listens at its addresses, or another process does.
+    """Dialling ``incarnation`` showed that it is not there: no one listens at its addresses, or another process does.
 
     Not for timeouts, unreachable hosts or a full backlog: those are silence.
     """
 
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkGivenUp:
-    """There will be no link to ``life`` any more, whether it lives or not: that is a verdict, and final."""
+    """There will be no link to ``incarnation`` any more, whether it lives or not: that is a verdict, and final."""
 
-    life: int
+    incarnation: int
     why: str
 
 
@@ -144,7 +145,7 @@ class LinkGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``message`` to the life ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
+    """Send ``message`` to the incarnation ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
 
     to: int
     message: Message
@@ -154,7 +155,7 @@ class Send:
 class Admitted:
     """This node is a member; these are the others."""
 
-    members: tuple[Record, ...]
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,36 +179,36 @@ class Expelled:
 
 @dataclass(frozen=True, slots=True)
 class MemberJoined:
-    record: Record
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSuspected:
-    record: Record
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRecovered:
     """It was suspected, and lives."""
 
-    record: Record
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSilent:
-    """``life`` lives, as another one says, but did not answer us: perhaps nothing comes through between us two."""
+    """Another member hears from ``incarnation``, and we do not: perhaps nothing comes through between us two."""
 
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    record: Record
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
 class MemberDied:
-    record: Record
+    member: Member
     why: str
 
 

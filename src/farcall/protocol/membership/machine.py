@@ -1,4 +1,7 @@
-"""One member's part in the membership protocol: events in, effects out. The tables are in the package's docstring.
+"""One member's part in the membership protocol: events in, effects out.
+
+What becomes of this member itself is `TRANSITIONS`, what becomes of others `table.CHANGES`; the package's docstring has
+the rules around them.
 
 Owns the composition and this member's own state, and turns what the parts find out (a probe's outcome, a
 change of the table, an arbiter's word) into effects and news. No clock, socket or thread: ``now`` never goes
@@ -14,12 +17,10 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Final
 
+from farcall.protocol.member import Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
-from farcall.protocol.membership.farewell import Farewell, end_of
-from farcall.protocol.membership.gossip import GossipQueue
-from farcall.protocol.membership.joining import Admissions, NewcomerMessage, loser_of
-from farcall.protocol.membership.members import Change, Table
+from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
 from farcall.protocol.membership.messages import (
     Ack,
     Ask,
@@ -35,7 +36,6 @@ from farcall.protocol.membership.messages import (
     Message,
     Obituary,
     Ping,
-    Record,
     Resurfaced,
     Status,
     Update,
@@ -43,15 +43,12 @@ from farcall.protocol.membership.messages import (
     WhoAreYou,
     precedence,
 )
-from farcall.protocol.membership.newcomer import Newcomer
+from farcall.protocol.membership.news import GossipQueue, Outbox, Shared, Spreading, Timers
 from farcall.protocol.membership.obituaries import Obituaries
-from farcall.protocol.membership.outbox import Outbox
-from farcall.protocol.membership.probing import Outcome, Probe, Prober
-from farcall.protocol.membership.spreading import Spreading
-from farcall.protocol.membership.suspicion import Suspicions
-from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.probing import Outcome, Probe, Prober, Suspicions
+from farcall.protocol.membership.table import Change, Table
 
-__all__ = ["MembershipMachine", "State"]
+__all__ = ["TRANSITIONS", "MembershipMachine", "State"]
 
 
 class State(Enum):
@@ -66,7 +63,23 @@ class State(Enum):
     EXPELLED = "expelled"
 
 
-_OVER: Final = (State.NEW, State.REFUSED, State.DEPARTED, State.EXPELLED)
+TRANSITIONS: Final[dict[State, dict[type[Event | Effect], State]]] = {
+    State.NEW: {events.LocalJoin: State.JOINING, events.Admitted: State.MEMBER},
+    State.JOINING: {
+        events.LocalJoin: State.JOINING,  # through another sponsor
+        events.Admitted: State.MEMBER,
+        events.Refused: State.REFUSED,
+    },
+    State.MEMBER: {events.LocalLeave: State.LEAVING, events.Expelled: State.EXPELLED},
+    State.LEAVING: {
+        events.Departed: State.DEPARTED,
+        events.Expelled: State.DEPARTED,  # nobody waits for it any more, which is what it wanted
+    },
+    State.REFUSED: {},
+    State.DEPARTED: {},
+    State.EXPELLED: {},
+}
+"""What this node becomes, by the event that makes it so or by the effect that tells of it. Nothing follows an end."""
 
 
 class MembershipMachine:
@@ -78,27 +91,27 @@ class MembershipMachine:
 
     def __init__(
         self,
-        me: Record,
-        members: Iterable[Record] | None,
+        me: Member,
+        members: Iterable[Member] | None,
         options: MembershipOptions,
         randomness: Randomness,
         now: float,
     ) -> None:
-        self.me: int = me.life
+        self.me: int = me.incarnation
         self.state: State = State.NEW
         self.table: Table = Table(me, now)
         self._options = options
-        self._random = randomness
         self._timers = Timers()
         self._gossip = GossipQueue()
         self._outbox = Outbox(self.table, self._gossip)
-        self._prober = Prober(options, randomness, self.table, self._timers, self._outbox, self._conclude)
-        self._suspicions = Suspicions(options, randomness, self.table, self._timers, self._prober)
-        self._spreading = Spreading(options, randomness, self.table, self._timers, self._gossip, self._outbox)
-        self._obituaries = Obituaries(options, randomness, self.table, self._timers, self._outbox, self._expel)
-        self._admissions = Admissions(options, self.table, self._outbox, self._prober, self._take_in)
-        self._newcomer = Newcomer(options, self.table, self._timers, self._outbox, self._admit, self._refuse)
-        self._farewell = Farewell(options, randomness, self.table, self._timers, self._outbox, self._depart)
+        shared = Shared(options, randomness, self.table, self._timers, self._outbox)
+        self._prober = Prober(shared, self._conclude)
+        self._suspicions = Suspicions(shared, self._prober)
+        self._spreading = Spreading(shared, self._gossip)
+        self._obituaries = Obituaries(shared, self._expel)
+        self._admissions = Admissions(shared, self._prober, self._take_in)
+        self._newcomer = Newcomer(shared, self._admit, self._refuse)
+        self._farewell = Farewell(shared, self._depart)
         self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
             Ping: self._on_ping,
             Ack: self._on_news,
@@ -118,9 +131,9 @@ class MembershipMachine:
             Introduction: self._on_newcomer,
         }
         if members is not None:
-            for record in members:
-                if record.life != self.me:
-                    self.table.apply(Update(record.life, Status.ALIVE, 0, record), now)
+            for member in members:
+                if member.incarnation != self.me:
+                    self.table.apply(Update(member.incarnation, Status.ALIVE, 0, member), now)
             self._become_member(now)
 
     # --- the machine's shape -------------------------------------------------------------------------------
@@ -130,22 +143,26 @@ class MembershipMachine:
         match event:
             case events.Received(sender, message):
                 self._on_message(sender, message, now)
-            case events.Heard(life) if self._is_up and self.table.member(life) is not None:
-                self._prober.on_heard(life, now)
-            case events.LinkLost(life) if self._is_up and self.table.member(life) is not None:
-                self._prober.start(life, now, urgent=True)
-            case events.LinkRefused(life) if self._is_up and self.table.member(life) is not None:
-                if not self._prober.deny(life, now):
-                    self._suspect(life, now)
-                    self._prober.on_refused(life, now)
-            case events.LinkGivenUp(life, why) if self._is_up and (entry := self.table.member(life)) is not None:
-                self._apply(Update(life, Status.DEAD, entry.version, None, why), now)
-                self._obituaries.tell(life, why)
-            case events.LocalJoin(via) if self.state in (State.NEW, State.JOINING):
-                self.state = State.JOINING
+            case events.Heard(incarnation) if self._is_up and self.table.member(incarnation) is not None:
+                self._prober.on_heard(incarnation, now)
+            case events.LinkLost(incarnation) if self._is_up and self.table.member(incarnation) is not None:
+                self._prober.start(incarnation, now, urgent=True)
+            case events.LinkRefused(incarnation) if self._is_up and self.table.member(incarnation) is not None:
+                if not self._prober.deny(incarnation, now):
+                    self._suspect(incarnation, now)
+                    self._prober.on_refused(incarnation, now)
+            case events.LinkGivenUp(incarnation, why) if (
+                self._is_up and (entry := self.table.member(incarnation)) is not None
+            ):
+                self._apply(Update(incarnation, Status.DEAD, entry.version, None, why), now)
+                self._obituaries.tell(incarnation, why)
+            case events.LocalJoin(via) if self._move(events.LocalJoin):
                 self._newcomer.ask(via, now)
-            case events.LocalLeave() if self.state is State.MEMBER:
-                self._leave(now)
+            case events.LocalLeave() if self._move(events.LocalLeave):
+                left = Update(self.me, Status.LEFT, 0)
+                self.table.apply(left, now)
+                self._spreading.spread(left, now)
+                self._farewell.begin(now)
         return self._outbox.collect()
 
     def next_deadline(self) -> float | None:
@@ -157,28 +174,42 @@ class MembershipMachine:
         self._timers.run_due(now)
         return self._outbox.collect()
 
-    def is_trusted(self, life: int, now: float) -> bool:
+    def is_trusted(self, incarnation: int, now: float) -> bool:
         """Is that one a member that others hear from? One suspicion too young for a refutation says nothing.
 
         From any thread.
         """
-        entry = self.table.entries.get(life)
+        entry = self.table.entries.get(incarnation)
         if entry is None or entry.status >= Status.DEAD:
             return False
-        return entry.status is Status.ALIVE or self._suspicions.age_s(life, now) < 2 * self._options.probe_timeout_s
+        return (
+            entry.status is Status.ALIVE or self._suspicions.age_s(incarnation, now) < 2 * self._options.probe_timeout_s
+        )
 
     @property
     def _is_up(self) -> bool:
         return self.state is State.MEMBER or self.state is State.LEAVING
 
+    def _move(self, cause: type[Event | Effect]) -> bool:
+        """Become what `TRANSITIONS` says; False: that cannot happen to this node now."""
+        after = TRANSITIONS[self.state].get(cause)
+        if after is None:
+            return False
+        self.state = after
+        if not TRANSITIONS[after]:
+            self._timers.clear()
+            self._gossip.clear()
+        return True
+
     # --- messages ------------------------------------------------------------------------------------------
 
     def _on_message(self, sender: int, message: Message, now: float) -> None:
         """Who may say what: see the package's docstring."""
-        if self.state in _OVER or sender == self.me:
+        if sender == self.me:
             return
-        if self.state is State.JOINING:
-            self._newcomer.on_message(sender, message, now)
+        if not self._is_up:
+            if self.state is State.JOINING:
+                self._newcomer.on_message(sender, message, now)
             return
         entry = self.table.entries.get(sender)
         if entry is None:
@@ -214,9 +245,9 @@ class MembershipMachine:
         if message.updates:
             self._learn(message.updates, now)
             for update in message.updates:
-                if update.life == self.me:
+                if update.incarnation == self.me:
                     about = self.me  # our refutation
-                elif update.life == sender:
+                elif update.incarnation == sender:
                     about = sender  # it leaves, and should know that we know
         if self._is_up:
             self._outbox.send(sender, Ack(self._outbox.news(sender, about)))
@@ -243,10 +274,10 @@ class MembershipMachine:
     def _learn(self, updates: Iterable[Update], now: float) -> None:
         entries = self.table.entries
         for update in updates:
-            entry = entries.get(update.life)
+            entry = entries.get(update.incarnation)
             if entry is not None and precedence(update.status, update.version) <= entry.precedence:
                 continue
-            if update.life == self.me:
+            if update.incarnation == self.me:
                 self._hear_of_myself(update, now)
                 if not self._is_up:
                     return
@@ -259,86 +290,86 @@ class MembershipMachine:
             return
         if update.status is Status.SUSPECTED:
             self._prober.health.sink()  # others had to wait for us
-        refutation = Update(self.me, Status.ALIVE, update.version + 1, self.table.my_record)
+        refutation = Update(self.me, Status.ALIVE, update.version + 1, self.table.myself)
         self.table.apply(refutation, now)
         self._spreading.spread(refutation, now)
 
     def _apply(self, update: Update, now: float, own: bool = False, alone: bool = False) -> None:
-        """Take a claim about another life into the table, tell the user what it changed, and pass it on."""
-        if update.status < Status.DEAD and update.record is not None and update.life not in self.table.entries:
-            update = self._settle_claims(update, update.record, now)
+        """Take a claim about another incarnation into the table, tell the user what it changed, and pass it on."""
+        if update.status < Status.DEAD and update.member is not None and update.incarnation not in self.table.entries:
+            update = self._settle_claims(update, update.member, now)
             if not self._is_up:
                 return
         change = self.table.apply(update, now)
         if change is Change.NOTHING:
             return
-        entry = self.table.entries[update.life]
-        record = entry.record
-        if record is not None:
-            self._report(change, record, update, own, now)
+        entry = self.table.entries[update.incarnation]
+        member = entry.member
+        if member is not None:
+            self._report(change, member, update, own, now)
         if not alone:
             self._spreading.spread(entry.as_update(), now)
 
-    def _report(self, change: Change, record: Record, update: Update, own: bool, now: float) -> None:
-        tell, life = self._outbox.tell, record.life
+    def _report(self, change: Change, member: Member, update: Update, own: bool, now: float) -> None:
+        tell, incarnation = self._outbox.tell, member.incarnation
         if change is Change.JOINED:
-            tell(events.MemberJoined(record))
-            self._prober.include(life)
-            self._spreading.include(life)
+            tell(events.MemberJoined(member))
+            self._prober.include(incarnation)
+            self._spreading.include(incarnation)
         if change is Change.SUSPECTED or (change is Change.JOINED and update.status is Status.SUSPECTED):
-            tell(events.MemberSuspected(record))
-            self._suspicions.begin(life, update.version, own, now)
+            tell(events.MemberSuspected(member))
+            self._suspicions.begin(incarnation, update.version, own, now)
         elif change is Change.RECOVERED:
-            tell(events.MemberRecovered(record))
-            self._suspicions.end(life)
+            tell(events.MemberRecovered(member))
+            self._suspicions.end(incarnation)
         elif change is Change.DIED or change is Change.LEFT:
-            self._suspicions.end(life)
-            self._prober.exclude(life)
+            self._suspicions.end(incarnation)
+            self._prober.exclude(incarnation)
             if change is Change.LEFT:
-                tell(events.MemberLeft(record))
+                tell(events.MemberLeft(member))
             else:
-                self._obituaries.note(life)
-                tell(events.MemberDied(record, update.why))
+                self._obituaries.note(incarnation)
+                tell(events.MemberDied(member, update.why))
 
-    def _settle_claims(self, update: Update, record: Record, now: float) -> Update:
+    def _settle_claims(self, update: Update, member: Member, now: float) -> Update:
         """One that is new here, and perhaps its name or rank is not."""
-        for rival in self.table.rivals(record):
-            loser, why = loser_of(record, rival)
-            if loser is record:
-                return Update(record.life, Status.DEAD, update.version, None, why)
-            if loser.life == self.me:
+        for rival in self.table.rivals(member):
+            loser, why = loser_of(member, rival)
+            if loser is member:
+                return Update(member.incarnation, Status.DEAD, update.version, None, why)
+            if loser.incarnation == self.me:
                 self._expel(why)
                 return update
-            self._apply(Update(loser.life, Status.DEAD, 0, None, why), now)
+            self._apply(Update(loser.incarnation, Status.DEAD, 0, None, why), now)
         return update
 
-    def _suspect(self, life: int, now: float, alone: bool = False) -> None:
-        """``life`` did not answer us."""
-        entry = self.table.entries[life]
+    def _suspect(self, incarnation: int, now: float, alone: bool = False) -> None:
+        """``incarnation`` did not answer us."""
+        entry = self.table.entries[incarnation]
         if entry.status is Status.ALIVE:
-            self._apply(Update(life, Status.SUSPECTED, entry.version, entry.record), now, own=True, alone=alone)
+            self._apply(Update(incarnation, Status.SUSPECTED, entry.version, entry.member), now, own=True, alone=alone)
         else:
-            self._suspicions.begin(life, entry.version, True, now)
+            self._suspicions.begin(incarnation, entry.version, True, now)
 
     def _conclude(self, probe: Probe, outcome: Outcome, now: float) -> None:
-        life = probe.target
+        incarnation = probe.target
         if outcome is Outcome.DENIED:
             self._declare_dead(probe, "nobody listens at its addresses any more", now)
         elif outcome is Outcome.FAILED:
-            if probe.last and self._suspicions.stands(life):
+            if probe.last and self._suspicions.stands(incarnation):
                 self._declare_dead(probe, "it did not answer, to several members and for long", now)
             else:
-                self._suspect(life, now, probe.alone)
+                self._suspect(incarnation, now, probe.alone)
         elif probe.last:
-            self._suspicions.renew(life, now)
+            self._suspicions.renew(incarnation, now)
 
     def _declare_dead(self, probe: Probe, why: str, now: float) -> None:
         """If we heard nobody, it may be we who are cut off, or deaf: then the verdict counts here only."""
         entry = self.table.entries[probe.target]
-        self._apply(Update(entry.life, Status.DEAD, entry.version, None, why), now, alone=probe.alone)
+        self._apply(Update(entry.incarnation, Status.DEAD, entry.version, None, why), now, alone=probe.alone)
         entry.alone = probe.alone
         if not probe.alone:
-            self._obituaries.tell(entry.life, why)  # if it only slept, it finds this when it wakes
+            self._obituaries.tell(entry.incarnation, why)  # if it only slept, it finds this when it wakes
 
     def _on_digest(self, sender: int, message: Digest, now: float) -> None:
         self._spreading.on_digest(sender, message)
@@ -351,73 +382,54 @@ class MembershipMachine:
     # --- being dead to others ------------------------------------------------------------------------------
 
     def _on_obituary(self, sender: int, message: Obituary, now: float) -> None:
-        if message.life == self.me:
+        if message.incarnation == self.me:
             self._expel(message.why)
 
     def _on_resurfaced(self, sender: int, message: Resurfaced, now: float) -> None:
-        self._obituaries.on_resurfaced(message.life)
+        self._obituaries.on_resurfaced(message.incarnation)
 
     def _expel(self, why: str) -> None:
-        if self.state is State.LEAVING:
-            self._depart()  # nobody waits for it any more, which is what it wanted
-            return
-        self.state = State.EXPELLED
-        self._stop()
-        self._outbox.tell(events.Expelled(why))
-
-    def _stop(self) -> None:
-        self._timers.clear()
-        self._gossip.clear()
+        if self._move(events.Expelled):
+            self._outbox.tell(events.Expelled(why) if self.state is State.EXPELLED else events.Departed())
 
     # --- coming ----------------------------------------------------------------------------------------------
 
     def _become_member(self, now: float) -> None:
-        self.state = State.MEMBER
+        self._move(events.Admitted)
         self._prober.begin(now)
         self._spreading.begin(now)
         self._obituaries.begin(now)
 
     def _admit(self, answer: JoinAnswer, now: float) -> None:
         for update in answer.updates:
-            if update.life != self.me:
+            if update.incarnation != self.me:
                 self.table.apply(update, now)
         self._become_member(now)
-        others = [record for record in self.table.members() if record.life != self.me]
+        others = [member for member in self.table.members() if member.incarnation != self.me]
         self._outbox.tell(events.Admitted(tuple(others)))
-        for record in others:
-            entry = self.table.entries[record.life]
+        for member in others:
+            entry = self.table.entries[member.incarnation]
             if entry.status is Status.SUSPECTED:
-                self._suspicions.begin(record.life, entry.version, False, now)
-        self._learn([update for update in answer.updates if update.life == self.me], now)
+                self._suspicions.begin(member.incarnation, entry.version, False, now)
+        self._learn([update for update in answer.updates if update.incarnation == self.me], now)
 
     def _refuse(self, why: str) -> None:
-        self.state = State.REFUSED
-        self._stop()
-        self._outbox.tell(events.Refused(why))
+        if self._move(events.Refused):
+            self._outbox.tell(events.Refused(why))
 
     def _on_newcomer(self, sender: int, message: NewcomerMessage, now: float) -> None:
         """Only who stays can answer for anybody."""
         if self.state is State.MEMBER:
             self._admissions.handle(sender, message, now)
 
-    def _take_in(self, record: Record, now: float) -> None:
-        self._learn([Update(record.life, Status.ALIVE, 0, record)], now)
+    def _take_in(self, member: Member, now: float) -> None:
+        self._learn([Update(member.incarnation, Status.ALIVE, 0, member)], now)
 
     def _on_who_are_you(self, sender: int, message: WhoAreYou, now: float) -> None:
         """Our sponsor may have gone before it told anybody of us."""
-        if self.table.my_record.admission:
-            self._outbox.send(sender, Introduction(self.table.my_record))
-
-    # --- going -----------------------------------------------------------------------------------------------
-
-    def _leave(self, now: float) -> None:
-        self.state = State.LEAVING
-        left = Update(self.me, Status.LEFT, 0)
-        self.table.apply(left, now)
-        self._spreading.spread(left, now)
-        self._farewell.begin(now)
+        if self.table.myself.admission:
+            self._outbox.send(sender, Introduction(self.table.myself))
 
     def _depart(self) -> None:
-        self.state = State.DEPARTED
-        self._stop()
-        self._outbox.tell(events.Departed())
+        if self._move(events.Departed):
+            self._outbox.tell(events.Departed())

@@ -1,7 +1,7 @@
 """What members tell each other about members: one typed struct per control message, tags 50 to 65.
 
-Owns shapes and the order of claims about one life, no behaviour. A member is named by its *life*: one integer
-per process start, never used again. Every claim is an ``Update``, and claims about a life are ordered by their
+Owns shapes and the order of claims about one incarnation (`protocol/member.py`), no behaviour. Every claim is an
+``Update``, and claims about an incarnation are ordered by their
 ``precedence``: alive(0) < suspected(0) < alive(1) < suspected(1) < ... < dead < left. Only the member itself
 raises its version, so it alone can refute; nothing follows an end. Taking the maximum is all a table does, so
 any order of messages, with any of them twice, comes to the same table.
@@ -32,22 +32,19 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from farcall.ids import MAX_NAME_CHARACTERS
+from farcall.protocol.member import Incarnation, Member
 
 BUCKETS = 64
 MAX_UPDATES = 32
-"""Updates that ride along with one message: 5 KiB where each carries a record of usual length, else half a KiB."""
+"""Updates that ride along with one message: 5 KiB where each carries a member of usual length, else half a KiB."""
 MAX_WHY_CHARACTERS = 400
-MAX_ADDRESSES = 16
 
-Life: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 _Why: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)]
 
 
 class Status(IntEnum):
-    """What is claimed of a life."""
+    """What is claimed of an incarnation."""
 
     ALIVE = 0
     SUSPECTED = 1
@@ -55,28 +52,13 @@ class Status(IntEnum):
     LEFT = 3
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Who a member is; the same for all its life.
-
-    ``admission`` numbers the admissions, 0 for those of the first hour. A name or a rank is given away again only
-    when its holder is dead or has left, so of two lives that share one, the later admission is the true holder.
-    """
-
-    life: Life
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
-    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-    addresses: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
-    host_token: _Text = ""
-    admission: _Count = 0
-
-
 class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One claim about one life. Those of living members carry the record; of the dead only the life matters."""
+    """One claim about one incarnation. Claims about the living carry the whole ``member``."""
 
-    life: Life
+    incarnation: Incarnation
     status: Status
     version: _Count
-    record: Record | None = None
+    member: Member | None = None
     why: _Why = ""
 
 
@@ -85,7 +67,7 @@ _END = 1 << 62
 
 
 def precedence(status: Status, version: int) -> int:
-    """The place of a claim among all about one life: the higher one is the later one."""
+    """The place of a claim among all about one incarnation: the higher one is the later one."""
     return _END + status if status >= _DEAD else 2 * version + status
 
 
@@ -106,17 +88,17 @@ class Ack(_Control, frozen=True, tag=51):
 
 
 class Ask(_Control, frozen=True, tag=52):
-    target: Life
+    target: Incarnation
     updates: Updates
 
 
 class Vouch(_Control, frozen=True, tag=53):
-    target: Life
+    target: Incarnation
     updates: Updates
 
 
 class Deny(_Control, frozen=True, tag=54):
-    target: Life
+    target: Incarnation
     updates: Updates
 
 
@@ -142,7 +124,7 @@ class Obituary(_Control, frozen=True, tag=58):
     ``hinted``: the sender heard from a third one that the addressee lives; it may be a stranger to it.
     """
 
-    life: Life
+    incarnation: Incarnation
     why: _Why
     size: _Count
     lowest_rank: _Count
@@ -150,21 +132,21 @@ class Obituary(_Control, frozen=True, tag=58):
 
 
 class Resurfaced(_Control, frozen=True, tag=59):
-    life: Life
+    incarnation: Incarnation
 
 
 class Join(_Control, frozen=True, tag=60):
-    record: Record
+    member: Member
 
 
 class Forward(_Control, frozen=True, tag=61):
-    record: Record
+    member: Member
 
 
 class Decision(_Control, frozen=True, tag=62):
-    """Where ``why_not`` is empty, ``record`` has its admission number."""
+    """Where ``why_not`` is empty, ``member`` has its admission number."""
 
-    record: Record
+    member: Member
     why_not: _Why
 
 
@@ -179,7 +161,7 @@ class WhoAreYou(_Control, frozen=True, tag=64):
 
 
 class Introduction(_Control, frozen=True, tag=65):
-    record: Record
+    member: Member
 
 
 Message: TypeAlias = (

@@ -2,7 +2,7 @@
 
 Owns whom to try again, and the rule. A verdict is final, so a member that was declared dead has to go; it is told
 so by whoever it speaks to. Only where two are dead to *each other* is there something to decide: then it was a
-partition, and the larger side stays (of equal ones the one with the lowest rank; that failing, the lower life).
+partition, and the larger side stays (of equal ones the one with the lowest rank; that failing, the lower incarnation).
 Each pair decides for itself, by what both take for the cluster, and as one side shrinks it only loses the more.
 
 Whoever goes for this reason names the one it met to some of its own side (``Resurfaced``): among those may be
@@ -14,11 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from farcall.protocol.membership.events import MembershipOptions, Randomness
-from farcall.protocol.membership.members import Table
 from farcall.protocol.membership.messages import Message, Obituary, Resurfaced, Status
-from farcall.protocol.membership.outbox import Outbox
-from farcall.protocol.membership.timers import Timers
+from farcall.protocol.membership.news import Shared
 
 __all__ = ["Obituaries"]
 
@@ -28,20 +25,9 @@ RESURFACED_FANOUT: Final = 8
 class Obituaries:
     """What one member says to those who are dead to it."""
 
-    def __init__(
-        self,
-        options: MembershipOptions,
-        randomness: Randomness,
-        table: Table,
-        timers: Timers,
-        outbox: Outbox,
-        expel: Callable[[str], None],
-    ) -> None:
-        self._options = options
-        self._random = randomness
-        self._table = table
-        self._timers = timers
-        self._outbox = outbox
+    def __init__(self, shared: Shared, expel: Callable[[str], None]) -> None:
+        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._timers, self._outbox = shared.timers, shared.outbox
         self._expel = expel
         self._fallen: list[int] = []  # dead, and known alive before: if it was a partition, they come back
 
@@ -49,14 +35,14 @@ class Obituaries:
         """Try the dead now and then."""
         self._timers.set(now + self._options.reconnect_interval_s * self._random.random(), self._try_one)
 
-    def note(self, life: int) -> None:
+    def note(self, incarnation: int) -> None:
         """A member has died."""
-        self._fallen.append(life)
+        self._fallen.append(incarnation)
 
-    def tell(self, life: int, why: str, hinted: bool = False) -> None:
+    def tell(self, incarnation: int, why: str, hinted: bool = False) -> None:
         """Tell one that it is dead, and who says so."""
         lowest = self._table.lowest_rank().rank
-        self._outbox.send(life, Obituary(life, why, self._table.size, lowest, hinted))
+        self._outbox.send(incarnation, Obituary(incarnation, why, self._table.size, lowest, hinted))
 
     def _try_one(self, due: float, now: float) -> None:
         """Only so does either side of a healed partition learn of the other."""
@@ -65,9 +51,9 @@ class Obituaries:
             entry = self._table.entries.get(self._fallen[place])
             if entry is not None and entry.status is Status.DEAD:
                 if entry.alone:
-                    self._outbox.ping(entry.life)  # whatever it answers shows that we were wrong
+                    self._outbox.ping(entry.incarnation)  # whatever it answers shows that we were wrong
                 else:
-                    self.tell(entry.life, entry.why)
+                    self.tell(entry.incarnation, entry.why)
                 break
             self._fallen[place] = self._fallen[-1]  # forgotten, or it had left
             self._fallen.pop()
@@ -79,7 +65,7 @@ class Obituaries:
         if not isinstance(message, Obituary):
             self.tell(sender, why)
             return
-        if message.life != self._table.me:
+        if message.incarnation != self._table.me:
             return
         ours = (self._table.size, -self._table.lowest_rank().rank, -self._table.me)
         theirs = (message.size, -message.lowest_rank, -sender)
@@ -93,11 +79,11 @@ class Obituaries:
 
     def on_stranger(self, sender: int, message: Obituary) -> None:
         """We are dead to somebody we never heard of: somebody whom the other side of a partition let in."""
-        if message.hinted and message.life == self._table.me:
+        if message.hinted and message.incarnation == self._table.me:
             self.tell(sender, "it belongs to the smaller part of a cluster that was split")
 
-    def on_resurfaced(self, life: int) -> None:
+    def on_resurfaced(self, incarnation: int) -> None:
         """Somebody met one that is dead to us: settle it with that one."""
-        entry = self._table.entries.get(life)
+        entry = self._table.entries.get(incarnation)
         if entry is not None and entry.status is Status.DEAD and not entry.alone:
-            self.tell(life, entry.why, hinted=True)
+            self.tell(incarnation, entry.why, hinted=True)

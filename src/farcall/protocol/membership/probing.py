@@ -1,6 +1,6 @@
-"""Probing: does a member that has been quiet still answer, if not me, then somebody?
+"""Who answers: probes of members that have been quiet, and the time that suspects are given.
 
-Owns probes under way, the questions of others, and the health of this member itself. Decides nothing about
+Owns probes under way, the questions of others, the health of this member itself, and suspicions. Decides nothing about
 anybody: each probe ends with an outcome for the machine. Anything heard from the target ends it well.
 
     probe      by                                   then
@@ -21,6 +21,11 @@ an interval with probability 1 - 1/e. Whoever was heard within the last interval
 
 Health is worth 1 at its best. Late timers, silence from everybody and being suspected make it sink, hearing
 from others makes it rise; timeouts and the suspicion that starts here are longer by (1 + how far it sank).
+
+A member that found out that another does not answer waits ``suspicion_s`` (more where its own health is low); one that
+only heard of it waits at least twice as long, in case the first one is gone. Then comes one last probe, always: a
+process that slept wakes up with all its timers overdue, and must not declare anybody dead on the strength of that.
+A suspect that was heard meanwhile, but has not refuted, is asked again and given the same time again.
 """
 
 from __future__ import annotations
@@ -29,14 +34,11 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
-from farcall.protocol.membership.events import LinkSilent, MembershipOptions, Randomness
-from farcall.protocol.membership.members import Table
+from farcall.protocol.membership.events import LinkSilent
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
-from farcall.protocol.membership.outbox import Outbox
-from farcall.protocol.membership.timers import Timers
-from farcall.protocol.membership.turns import Turns
+from farcall.protocol.membership.news import Shared, Turns
 
-__all__ = ["Health", "Outcome", "Probe", "Prober"]
+__all__ = ["Health", "Outcome", "Probe", "Prober", "Suspicions"]
 
 LOWEST_HEALTH = 4
 MAX_LATE_ROUNDS = 2  # who is always late must come to a verdict some day, too
@@ -108,27 +110,16 @@ class Probe:
 class Prober:
     """All probes of one member, and those it carries out for others."""
 
-    def __init__(
-        self,
-        options: MembershipOptions,
-        randomness: Randomness,
-        table: Table,
-        timers: Timers,
-        outbox: Outbox,
-        conclude: Callable[[Probe, Outcome, float], None],
-    ) -> None:
+    def __init__(self, shared: Shared, conclude: Callable[[Probe, Outcome, float], None]) -> None:
         self.health: Health = Health()
         self.heard_anybody_at: float = 0.0
-        self._options = options
-        self._random = randomness
-        self._table = table
-        self._timers = timers
-        self._outbox = outbox
+        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._timers, self._outbox = shared.timers, shared.outbox
         self._conclude = conclude
         self._probes: dict[int, Probe] = {}
         self._askers: dict[int, set[int]] = {}  # target -> who wants to know
         self._refused_at: dict[int, float] = {}
-        self._turns = Turns(randomness, table)
+        self._turns = Turns(shared.random, shared.table)
         self._last_turn_at = 0.0
         self._others_when_heard = 0
 
@@ -140,16 +131,16 @@ class Prober:
         self._others_when_heard = len(self._table.others)
         self._timers.set(now + self._random.random() * self._options.probe_interval_s, self._take_turn)
 
-    def include(self, life: int) -> None:
+    def include(self, incarnation: int) -> None:
         """A newcomer."""
-        self._turns.include(life)
+        self._turns.include(incarnation)
 
-    def exclude(self, life: int) -> None:
-        """``life`` has ended."""
-        self._probes.pop(life, None)
-        self._refused_at.pop(life, None)
-        for asker in sorted(self._askers.pop(life, ())):
-            self._outbox.send(asker, Deny(life, self._outbox.news(asker, life)))
+    def exclude(self, incarnation: int) -> None:
+        """``incarnation`` has ended."""
+        self._probes.pop(incarnation, None)
+        self._refused_at.pop(incarnation, None)
+        for asker in sorted(self._askers.pop(incarnation, ())):
+            self._outbox.send(asker, Deny(incarnation, self._outbox.news(asker, incarnation)))
 
     def _take_turn(self, due: float, now: float) -> None:
         if self._is_late(due, now):
@@ -160,8 +151,8 @@ class Prober:
         interval_s = self._options.probe_interval_s
         for _ in range(min(TRIES_PER_TURN, len(self._table.others))):
             entry = self._turns.next()
-            if entry is not None and now - entry.heard_at >= interval_s and entry.life not in self._probes:
-                self.start(entry.life, now)
+            if entry is not None and now - entry.heard_at >= interval_s and entry.incarnation not in self._probes:
+                self.start(entry.incarnation, now)
                 break
         # Uneven steps, so that members never fall into step with each other.
         self._timers.set(now + interval_s * (0.9 + 0.2 * self._random.random()), self._take_turn)
@@ -190,7 +181,11 @@ class Prober:
     def _ask_others(self, probe: Probe) -> None:
         others, count = self._table.others, self._options.indirect_probes
         drawn = self._random.sample(others, min(len(others), 2 * count + 2))
-        trusted = [life for life in drawn if self._table.entries[life].status is Status.ALIVE and life != probe.target]
+        trusted = [
+            incarnation
+            for incarnation in drawn
+            if self._table.entries[incarnation].status is Status.ALIVE and incarnation != probe.target
+        ]
         for helper in trusted[:count]:
             probe.helpers.add(helper)
             self._outbox.send(helper, Ask(probe.target, self._outbox.news(helper, probe.target)))
@@ -228,18 +223,18 @@ class Prober:
 
     # --- what is heard -----------------------------------------------------------------------------------
 
-    def on_heard(self, life: int, now: float) -> None:
-        """Anything came from ``life``, a member."""
+    def on_heard(self, incarnation: int, now: float) -> None:
+        """Anything came from ``incarnation``, a member."""
         self.heard_anybody_at = now
         self._others_when_heard = len(self._table.others)
-        self._table.entries[life].heard_at = now
-        if life in self._refused_at:
-            del self._refused_at[life]
-        if life in self._askers:
-            for asker in sorted(self._askers.pop(life)):
-                self._outbox.send(asker, Vouch(life, self._outbox.news(asker, life)))
-        if life in self._probes:
-            self._end(self._probes[life], Outcome.ANSWERED, now)
+        self._table.entries[incarnation].heard_at = now
+        if incarnation in self._refused_at:
+            del self._refused_at[incarnation]
+        if incarnation in self._askers:
+            for asker in sorted(self._askers.pop(incarnation)):
+                self._outbox.send(asker, Vouch(incarnation, self._outbox.news(asker, incarnation)))
+        if incarnation in self._probes:
+            self._end(self._probes[incarnation], Outcome.ANSWERED, now)
 
     def on_vouch(self, target: int, now: float) -> None:
         """Somebody has heard from ``target``, though we have not."""
@@ -303,3 +298,74 @@ class Prober:
                 del self._askers[target]
 
         self._timers.set(now + patience_s, give_up)
+
+
+class Suspicion:
+    """One suspected member. ``own``: it did not answer us, rather than somebody else."""
+
+    __slots__ = ("due", "incarnation", "own", "since", "version")
+
+    def __init__(self, incarnation: int, version: int, own: bool, now: float) -> None:
+        self.incarnation: int = incarnation
+        self.version: int = version
+        self.own: bool = own
+        self.since: float = now
+        self.due: float = now
+
+
+class Suspicions:
+    """All suspected members, as this one sees it."""
+
+    def __init__(self, shared: Shared, prober: Prober) -> None:
+        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._timers = shared.timers
+        self._prober = prober
+        self._suspicions: dict[int, Suspicion] = {}
+
+    def begin(self, incarnation: int, version: int, own: bool, now: float) -> None:
+        """``incarnation`` is suspected; told again with ``own``, the shorter time counts, from the beginning."""
+        known = self._suspicions.get(incarnation)
+        if known is not None and known.version == version:
+            if own and not known.own:
+                known.own = True
+                self._set(known, max(now, known.since + self._patience_s(known)))
+            return
+        suspicion = self._suspicions[incarnation] = Suspicion(incarnation, version, own, now)
+        self._set(suspicion, now + self._patience_s(suspicion))
+
+    def end(self, incarnation: int) -> None:
+        """It has refuted, or ended."""
+        self._suspicions.pop(incarnation, None)
+
+    def stands(self, incarnation: int) -> bool:
+        return incarnation in self._suspicions
+
+    def age_s(self, incarnation: int, now: float) -> float:
+        """For how long ``incarnation`` has been suspected; 0 if it is not. From any thread."""
+        suspicion = self._suspicions.get(incarnation)
+        return 0.0 if suspicion is None else now - suspicion.since
+
+    def renew(self, incarnation: int, now: float) -> None:
+        """It was heard, or our own eyes are not to be trusted: all its time again."""
+        suspicion = self._suspicions.get(incarnation)
+        if suspicion is not None:
+            suspicion.since = now
+            self._set(suspicion, now + self._patience_s(suspicion))
+
+    def _patience_s(self, suspicion: Suspicion) -> float:
+        if suspicion.own:
+            return self._options.suspicion_s * self._prober.health.factor
+        return self._options.suspicion_s * (2 + self._random.random())
+
+    def _set(self, suspicion: Suspicion, due: float) -> None:
+        suspicion.due = due
+        self._timers.set(due, partial(self._is_over, suspicion))
+
+    def _is_over(self, suspicion: Suspicion, due: float, now: float) -> None:
+        incarnation = suspicion.incarnation
+        if self._suspicions.get(incarnation) is not suspicion or suspicion.due != due:
+            return
+        heard_meanwhile = self._table.entries[incarnation].heard_at > suspicion.since
+        if heard_meanwhile:
+            self.renew(incarnation, now)
+        self._prober.start(incarnation, now, urgent=True, last=not heard_meanwhile)

@@ -31,8 +31,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from farcall.runtime.io.loop import NEVER
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.link.send_queue import bounded
 
 __all__ = ["LOOK_S", "Admission", "Fullness"]
@@ -49,12 +49,12 @@ class Caller(Protocol):
 
 
 class Admission:
-    """At the callee: which requests are refused, and who has been told to wait. A ticker of the loop."""
+    """At the callee: which requests are refused, and who has been told to wait."""
 
-    def __init__(self, limit: int, count_queued: Callable[[], int], attend_by: Callable[[float], None]) -> None:
+    def __init__(self, limit: int, count_queued: Callable[[], int], timer: Callable[[Callback], Timer]) -> None:
         self.limit = limit
         self._count_queued = count_queued
-        self._attend_by = attend_by
+        self._timer = timer(self.look_for_room)
         self._told: set[Caller] = set()
         self._lock = threading.Lock()
 
@@ -70,7 +70,7 @@ class Admission:
                 if caller not in self._told:
                     self._told.add(caller)
                     caller.tell_full(queued, self.limit)
-            self._attend_by(monotonic() + LOOK_S)
+            self._timer.at(monotonic() + LOOK_S)
         return False
 
     @property
@@ -78,7 +78,7 @@ class Admission:
         """How much waits for a thread here."""
         return self._count_queued()
 
-    def tick(self, now: float) -> float:
+    def look_for_room(self, now: float) -> float:
         """On the I/O thread: tell who waits for room that there is some."""
         if not self._told:
             return NEVER

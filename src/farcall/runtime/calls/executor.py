@@ -9,7 +9,7 @@ Thread rules
   earlier would only wait for the interpreter.
 - At most one idle worker is woken for a burst of quick tasks: waking sixteen threads to run sixteen no-ops makes
   them fight for the interpreter. A worker that takes a task not known to be quick first wakes another
-  worker for what is left. A wrong guess costs TICK_S at most: the I/O thread looks in (``tick``).
+  worker for what is left. A wrong guess costs TICK_S at most: the I/O thread looks in (``look_in``).
 - The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
   and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
   or computed anything (functions that block in ways we cannot see), one thread is added, up to MOST_EXTRA_THREADS.
@@ -18,7 +18,7 @@ Thread rules
 A worker is in one of these states:
 
     state    means                                 leaves by
-    idle     asleep on its own lock                submit or tick wakes it -> hunting; too long -> ended
+    idle     asleep on its own lock                submit or look_in wakes it -> hunting; too long -> ended
     hunting  about to look at the queue            takes a quick task: stays hunting; another task -> running
     running  inside a user function                the function ends -> hunting; it waits for a call -> parked
     parked   waiting for a nested call             the call is done -> running
@@ -34,7 +34,7 @@ from collections.abc import Callable
 from time import monotonic, process_time
 from typing import Protocol
 
-from farcall.runtime.io.loop import NEVER
+from farcall.runtime.io.timers import NEVER, Callback, Timer
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -76,14 +76,14 @@ class Executor:
         self,
         name: str,
         size: int,
-        attend_by: Callable[[float], None],
+        timer: Callable[[Callback], Timer],
         on_io_thread: Callable[[], bool] = lambda: False,
         before_idle: Callable[[], object] = lambda: None,
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._size = size
-        self._attend_by = attend_by
+        self._timer = timer(self.look_in)
         self._on_io_thread = on_io_thread
         self._before_idle = before_idle
         self._on_thread_start = on_thread_start
@@ -142,12 +142,12 @@ class Executor:
         if self._hunters == 0:
             self._rouse()
         else:
-            self._attend_by(monotonic() + TICK_S)
+            self._timer.at(monotonic() + TICK_S)
 
     def before_sleep(self) -> bool:
         """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
         if self._tasks:
-            self._attend_by(monotonic() + TICK_S)
+            self._timer.at(monotonic() + TICK_S)
             if self._hunters == 0:
                 self._rouse()
             return True
@@ -169,7 +169,7 @@ class Executor:
                 self._spawn()
             else:
                 stopped = False
-                self._attend_by(monotonic() + TICK_S)
+                self._timer.at(monotonic() + TICK_S)
         if stopped:
             self._drop_tasks()
 
@@ -194,7 +194,7 @@ class Executor:
         self._hunters += 1
         worker.thread.start()
 
-    def tick(self, now: float) -> float:
+    def look_in(self, now: float) -> float:
         """On the I/O thread: rouse workers for tasks that wait too long."""
         if not self._tasks or not self._started:
             self._seen_finished = -1

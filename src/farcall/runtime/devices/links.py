@@ -18,7 +18,7 @@ What the peer lent is copied, and given back at once; or, by option, used where 
 death: once a worker has seen that all our streams are done with it (`settle_views`). For each link at most one worker
 does so at a time, since it may wait for long:
 
-    resting   a tick, and views have died -> settling: a task is queued
+    resting   a look, and views have died -> settling: a task is queued
     settling  it is done                  -> resting; the I/O thread is woken if more have died meanwhile
     settling  the device fails            -> resting, and not before RETRY_S again; nothing is given back
 """
@@ -43,6 +43,7 @@ from farcall.channel.device_segments import DeviceSegments
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
@@ -177,11 +178,18 @@ class DeviceLink:
         self._dead_views.append(ticket)
         self._node.on_release(False)
 
-    def settle_views(self) -> None:
-        """On the I/O thread: have those that have died given back, when no stream uses them any more."""
-        if self._dead_views and not self._settling and monotonic() >= self._settle_from:
-            self._settling = True
-            self._node.run_later(self._finish_views)
+    def settle_views(self) -> float:
+        """On the I/O thread: have those that have died given back, when no stream uses them any more.
+
+        Returns when to try again, after a device failed; ``on_release`` tells of everything else.
+        """
+        if not self._dead_views or self._settling:
+            return NEVER
+        if monotonic() < self._settle_from:
+            return self._settle_from
+        self._settling = True
+        self._node.run_later(self._finish_views)
+        return NEVER
 
     def _finish_views(self) -> None:
         dead = []

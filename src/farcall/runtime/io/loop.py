@@ -3,14 +3,13 @@
 Owns the poller and one thread. Knows nothing of frames, calls or peers: it calls handlers.
 
 Thread rules
-- Handlers, ``call_soon`` functions and tickers run on the I/O thread, and none of them may block or run user code.
-- ``call_soon``, ``attend_by``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread.
+- Handlers, ``call_soon`` functions and timers run on the I/O thread, and none of them may block or run user code.
+- ``call_soon``, ``timer``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread.
 - ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread
   that waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
   elsewhere ``can_silence`` is False and the I/O thread reads everything.
-- A ticker is asked when a time it named, or somebody named with ``attend_by``, has come:
-  ``tick(now) -> when it wants to be asked again, or infinity``. Before each sleep the ``before_sleep`` hooks run:
-  what they wake finds the interpreter free, which it would not if it were woken in the middle of our work.
+- Timers are called when they are due (`timers.py`). Before each sleep the ``before_sleep`` hooks run: what they wake
+  finds the interpreter free, which it would not if it were woken in the middle of our work.
 - Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
   the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
   thread does the same to a user function that was expected to be quick and is not (`standby.py`).
@@ -26,20 +25,17 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Protocol, TypeVar
 
 from farcall.runtime.io.busy_wait import BusyWait
 from farcall.runtime.io.standby import Standby
+from farcall.runtime.io.timers import NEVER, Callback, Timer, Timers
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 READ = 1
 WRITE = 2
-NEVER = float("inf")
 
 EventHandler = Callable[[int], None]
-_A = TypeVar("_A")
-_R = TypeVar("_R")
 _get_ident = threading.get_ident
 _io = threading.local()
 
@@ -48,12 +44,6 @@ def loop_of_thread() -> Loop | None:
     """The loop whose I/O thread is calling, if it is one."""
     loop: Loop | None = getattr(_io, "loop", None)
     return loop if loop is not None and loop.on_thread() else None
-
-
-class Ticker(Protocol):
-    """Something with deadlines, asked when one has come."""
-
-    def tick(self, now: float) -> float: ...
 
 
 class _Epoll:
@@ -137,9 +127,8 @@ class Loop:
         self._interest: dict[int, int] = {}
         self._interest_lock = threading.Lock()
         self._soon: deque[Callable[[], object]] = deque()
-        self._tickers: list[Ticker] = []
         self._before_sleep: list[Callable[[], bool]] = []
-        self._next_wake = 0.0
+        self._timers = Timers(self.wake)
         self._running = True
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -174,10 +163,9 @@ class Loop:
         if getattr(_io, "loop", None) is self:
             _io.loop = None
 
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Ask ``ticker`` from now on, and once at the beginning."""
-        self._tickers.append(ticker)
-        self.attend_by(0.0)
+    def timer(self, callback: Callback) -> Timer:
+        """A timer whose ``callback(now)`` runs on the I/O thread; it is due when its ``at`` says so."""
+        return self._timers.timer(callback)
 
     def before_sleep(self, hook: Callable[[], bool]) -> None:
         """Call ``hook`` on the I/O thread before each sleep; it must be quick.
@@ -235,12 +223,6 @@ class Loop:
         self._soon.append(function)
         self.wake()
 
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        if when < self._next_wake:
-            self._next_wake = when
-            self.wake()
-
     def wake(self) -> None:
         """End the loop's sleep. Needs no lock, so destructors and signal handlers may call it."""
         if _get_ident() == self._ident:
@@ -285,26 +267,20 @@ class Loop:
         self._ident = _get_ident()
         _io.loop = self
         self.on_thread_start()
+        timers = self._timers
         while self._running and _io.loop is self:
             now = monotonic()
-            if now >= self._next_wake:
-                # First infinity, then the scan: whoever names a nearer time in between also wakes us (attend_by),
-                # and what was named before is seen by the scan.
-                self._next_wake = NEVER
-                wake_at = NEVER
-                for ticker in self._tickers:
-                    wake_at = min(wake_at, self._guarded(ticker.tick, now, NEVER))
-                if wake_at < self._next_wake:
-                    self._next_wake = wake_at
+            if timers.named or now >= timers.next_due:
+                timers.run_due(now)
                 if _io.loop is not self:
-                    return  # a ticker's callback blocked, and handed over
+                    return  # a timer's callback blocked, and handed over
             others_work = False
             try:
                 for hook in self._before_sleep:
                     others_work = hook() or others_work
             except Exception:
                 logger.exception("an I/O handler failed; please report this")
-            timeout_s = 0.0 if self._soon else max(0.0, self._next_wake - now)
+            timeout_s = 0.0 if self._soon else max(0.0, timers.next_due - now)
             if others_work or timeout_s == 0.0:
                 found = self._poller.poll(timeout_s)
             else:
@@ -322,8 +298,11 @@ class Loop:
                     if _io.loop is not self:
                         return  # handed over: what else the poller said, it says again to the new thread
             while self._soon and _io.loop is self:
-                function = self._soon.popleft()
-                self._guarded(lambda _: function(), None, None)  # noqa: B023 - run at once
+                try:
+                    self._soon.popleft()()
+                except Exception:
+                    # A bug of ours; it must not end the thread that everybody depends on.
+                    logger.exception("an I/O handler failed; please report this")
 
     def _drain_wakes(self) -> None:
         try:
@@ -331,11 +310,3 @@ class Loop:
                 pass
         except BlockingIOError:
             pass
-
-    def _guarded(self, function: Callable[[_A], _R], argument: _A, otherwise: _R) -> _R:
-        """A handler that raises is a bug of ours; it must not end the thread that everybody depends on."""
-        try:
-            return function(argument)
-        except Exception:
-            logger.exception("an I/O handler failed; please report this")
-            return otherwise

@@ -1,7 +1,8 @@
 """First connections, made in the background: to members that wait for us to dial, and to those that only need a word.
 
-One `Redial` (and its thread) per life, until it is connected, or nobody wants it any more. Who is found not to be there
-is reported, and looked for again as long as it is a member. Runs on the I/O thread, but for what says otherwise.
+One `Redial` (and its thread) per incarnation, until it is connected, or nobody wants it any more. Who is found not to
+be there is reported, and looked for again as long as it is a member. Runs on the I/O thread, but for what says
+otherwise.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from farcall.protocol.handshake import Established, Identity
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
+from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import usable_ways
 from farcall.runtime.link.redial import Finding, Redial
-from farcall.runtime.rendezvous.records import MemberRecord, life_of
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
@@ -45,20 +48,20 @@ class Dialling:
         allowed: Sequence[str],
         secret: bytes,
         loop: Loop,
-        identity: Callable[[], Identity],
+        hello: Callable[[], Hello],
         on_dialled: Callable[[Transport, Established, Sequence[Message]], None],
         on_vanished: Callable[[int], None],
         is_wanted: Callable[[int], bool],
     ) -> None:
-        """``allowed`` transports; ``identity``: who we say we are.
+        """``allowed`` transports; ``hello``: what to say first.
 
-        ``on_dialled`` gets the connection, and what to say over it; ``on_vanished(life)`` is told who is not there;
-        ``is_wanted(life)``: is that one to be looked for again?
+        ``on_dialled`` gets the connection, and what to say over it; ``on_vanished(incarnation)`` is told who is
+        not there; ``is_wanted(incarnation)``: is that one to be looked for again?
         """
         self._allowed = allowed
         self._secret = secret
         self._loop = loop
-        self._identity = identity
+        self._hello = hello
         self._on_dialled = on_dialled
         self._on_vanished = on_vanished
         self._is_wanted = is_wanted
@@ -67,24 +70,24 @@ class Dialling:
         self._stopped = False
         self._lock = threading.Lock()  # between beginning, arriving and stopping
 
-    def dial(self, member: MemberRecord, message: Message | None = None) -> None:
+    def dial(self, member: Member, message: Message | None = None) -> None:
         """Connect to ``member``; ``message`` is to be said then, or is lost."""
-        life = life_of(member.incarnation)
-        dial = self._dials.get(life)
+        incarnation = member.incarnation
+        dial = self._dials.get(incarnation)
         if dial is None:
             with self._lock:
                 if self._stopped:
                     return
-                dial = self._dials[life] = _Dial()
+                dial = self._dials[incarnation] = _Dial()
                 self._begin(dial, member, 0.0)
         if message is not None and len(dial.news) < MAX_WAITING_NEWS:
             dial.news.append(message)
 
-    def is_dialling(self, life: int) -> bool:
+    def is_dialling(self, incarnation: int) -> bool:
         """Is that one being connected to?"""
-        return life in self._dials
+        return incarnation in self._dials
 
-    def _begin(self, dial: _Dial, member: MemberRecord, pause_s: float) -> None:
+    def _begin(self, dial: _Dial, member: Member, pause_s: float) -> None:
         """Under the lock, so that `stop` finds whatever has begun."""
         ways = usable_ways(member.addresses, member.host_token, self._allowed)
         dial.redial = Redial(
@@ -93,7 +96,7 @@ class Dialling:
             ways,
             # A unix name may be of another network namespace: where there is another way, that one tells.
             Absent("absent" if any(not way.startswith("unix:") for way in ways) else "unix"),
-            self._identity(),
+            self._hello(),
             self._secret,
             True,
             NEVER,
@@ -117,30 +120,30 @@ class Dialling:
             transport = self._arriving.pop(redial, None)
         if transport is None:
             return  # stopped meanwhile
-        life = life_of(established.peer.process_token)
-        if self._dials.get(life) is not dial:
+        incarnation = established.peer.member.incarnation
+        if self._dials.get(incarnation) is not dial:
             transport.close()
             return
-        del self._dials[life]
+        del self._dials[incarnation]
         self._on_dialled(transport, established, dial.news)
 
-    def _failed(self, dial: _Dial, redial: Redial, member: MemberRecord, finding: Finding) -> None:
-        life = life_of(member.incarnation)
-        if self._dials.get(life) is not dial or dial.redial is not redial:
+    def _failed(self, dial: _Dial, redial: Redial, member: Member, finding: Finding) -> None:
+        incarnation = member.incarnation
+        if self._dials.get(incarnation) is not dial or dial.redial is not redial:
             return
         if finding is Finding.VANISHED:
-            self._on_vanished(life)
+            self._on_vanished(incarnation)
         with self._lock:
-            if self._dials.get(life) is not dial:
+            if self._dials.get(incarnation) is not dial:
                 return  # that was the end of it
-            if self._is_wanted(life):
+            if self._is_wanted(incarnation):
                 self._begin(dial, member, RETRY_S)
             else:
-                del self._dials[life]
+                del self._dials[incarnation]
 
-    def give_up(self, life: int) -> None:
+    def give_up(self, incarnation: int) -> None:
         """Nobody wants that one any more."""
-        dial = self._dials.pop(life, None)
+        dial = self._dials.pop(incarnation, None)
         if dial is not None and dial.redial is not None:
             dial.redial.stop()
 

@@ -16,19 +16,10 @@ from time import monotonic
 from typing import Protocol
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import (
-    NONCE_BYTES,
-    Established,
-    Handshake,
-    Identity,
-    RefusalReason,
-    Refused,
-    Role,
-    is_observer,
-    refuse,
-)
-from farcall.protocol.resumption import resumption_of
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
@@ -57,7 +48,7 @@ class _Guest:
 class Returning(Protocol):
     """Who decides about members that come back to a session (`reconnect.py`)."""
 
-    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+    def admit(self, peer: Hello, arrived_at: float) -> bytes:
         """What to send behind our proof; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
@@ -69,6 +60,7 @@ class PeerListener:
 
     def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
         self._loop = loop
+        self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
         self._told: set[str] = set()
@@ -93,9 +85,9 @@ class PeerListener:
 
     def open(
         self,
-        me: Identity,
+        me: Hello,
         secret: bytes,
-        admit: Callable[[Identity], str | None],
+        admit: Callable[[Hello], str | None],
         on_member: Callable[[Transport, Established], None],
         returning: Returning | None = None,
     ) -> None:
@@ -115,7 +107,7 @@ class PeerListener:
             else:
                 self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
 
-    def become(self, me: Identity) -> None:
+    def become(self, me: Hello) -> None:
         """Say to those who come from now on that this is who we are."""
         self._me = me
 
@@ -132,10 +124,10 @@ class PeerListener:
                 self._tell("too many connections that prove nothing", transport)
                 transport.close()
                 continue
-            handshake = Handshake(Role.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
+            handshake = Handshake(Side.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
-            self._loop.attend_by(guest.deadline)
+            self._timer.at(guest.deadline)
             descriptor = transport.fileno()
             if descriptor is None:
                 transport.watch(lambda guest=guest: self._loop.call_soon(lambda: self._hear(guest)), None)  # type: ignore[misc]
@@ -161,7 +153,7 @@ class PeerListener:
         except (HandshakeRefused, TransportError) as error:
             claim = guest.handshake.peer_claim
             if claim is not None and len(self.refusals) < MAX_TOLD:
-                self.refusals[claim.name] = str(error)
+                self.refusals[claim.member.name] = str(error)
             if isinstance(error, Refused) and error.farewell:
                 try:
                     guest.transport.send((error.farewell,))
@@ -172,24 +164,24 @@ class PeerListener:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            if is_observer(established.peer):
+            if isinstance(established.peer.purpose, Observe):
                 self.on_observer(guest.transport, established)
-            elif resumption_of(established.peer) is None:
+            elif not isinstance(established.peer.purpose, (Resume, Remind)):
                 self._on_member(guest.transport, established)
             elif self._returning is not None:
                 self._returning.on_resumed(guest.transport, established)
 
-    def _welcome(self, guest: _Guest, peer: Identity) -> bytes:
+    def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
         """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
-        if is_observer(peer):  # first of all: it has another key, and is no member whatever else it says
+        if isinstance(peer.purpose, Observe):
             return b""
-        if resumption_of(peer) is None:
+        if not isinstance(peer.purpose, (Resume, Remind)):
             why_not = self._admit(peer)
             if why_not is not None:
                 raise HandshakeRefused(why_not)
             return b""
         if self._returning is None:
-            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.name} comes back, and nobody is expected to")
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.member.name} comes back, and nobody is expected to")
         return self._returning.admit(peer, guest.arrived_at)
 
     def _let_go(self, transport: Transport) -> None:
@@ -213,8 +205,8 @@ class PeerListener:
             level = logging.WARNING
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 
-    def tick(self, now: float) -> float:
-        """On the I/O thread: show out those who take too long."""
+    def _show_out_late(self, now: float) -> float:
+        """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
         nearest = NEVER
         for guest in list(self._guests):
             if guest.deadline <= now:
@@ -244,7 +236,7 @@ class PeerListener:
 
 
 def dial_member(
-    name: str, addresses: Sequence[str], me: Identity, secret: bytes, deadline: float
+    name: str, addresses: Sequence[str], me: Hello, secret: bytes, deadline: float
 ) -> tuple[Transport, Established]:
     """Connect to ``name`` over the first of ``addresses`` that works, trying again until ``deadline``.
 
@@ -278,9 +270,9 @@ def dial_member(
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
-def prove(transport: Transport, name: str | None, me: Identity, secret: bytes, deadline: float) -> Established:
+def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
     """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
-    handshake = Handshake(Role.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
     name = name or "the peer"
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)

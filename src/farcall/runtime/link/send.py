@@ -27,8 +27,9 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.protocol.frames import HEADER, REQUEST, Piece
 from farcall.protocol.session import Kept, Session, Unkept
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.send_queue import SendQueue, bounded
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 

@@ -15,8 +15,9 @@ from time import monotonic
 
 from farcall.errors import Delivery, RpcTimeout
 from farcall.runtime.io import sigint
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import reading
+from farcall.runtime.io.timers import NEVER
 from farcall.transport.interface import WAIT_SLICE_S
 
 

@@ -17,26 +17,17 @@ from typing import Protocol
 
 from farcall.options import RpcBackendOptions
 from farcall.protocol import membership
-from farcall.protocol.membership import MembershipMachine, MembershipOptions, Record, State, Status, Update
+from farcall.protocol.member import Member
+from farcall.protocol.membership import MembershipMachine, MembershipOptions, State, Status, Update
 from farcall.protocol.membership.messages import Gossip, Message
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
-from farcall.runtime.rendezvous.records import MemberRecord, incarnation_of, life_of
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["FailureDetector", "Reach", "as_member", "as_record", "chosen"]
-
-
-def as_record(member: MemberRecord) -> Record:
-    """A member as the machine has it."""
-    return Record(life_of(member.incarnation), member.name, member.rank, member.addresses, member.host_token)
-
-
-def as_member(record: Record) -> MemberRecord:
-    """A member as the rendezvous has it."""
-    return MemberRecord(record.name, record.rank, record.addresses, record.host_token, incarnation_of(record.life))
+__all__ = ["FailureDetector", "Reach", "chosen"]
 
 
 def chosen(options: RpcBackendOptions) -> MembershipOptions:
@@ -49,36 +40,37 @@ def chosen(options: RpcBackendOptions) -> MembershipOptions:
 class Reach(Protocol):
     """Who carries out what the machine says; on the I/O thread, and without waiting."""
 
-    def send_news(self, life: int, message: Message) -> None:
-        """Send it if that life can be reached."""
+    def send_news(self, incarnation: int, message: Message) -> None:
+        """Send it if that incarnation can be reached."""
 
     def links(self) -> Iterator[tuple[int, Link]]:
         """All links, and whose they are."""
 
-    def on_joined(self, record: Record) -> None: ...
+    def on_joined(self, member: Member) -> None: ...
 
     def on_admitted(self) -> None: ...
 
-    def on_suspected(self, record: Record, suspected: bool) -> None: ...
+    def on_suspected(self, member: Member, suspected: bool) -> None: ...
 
-    def on_silent(self, life: int) -> None: ...
+    def on_silent(self, incarnation: int) -> None: ...
 
-    def on_left(self, record: Record) -> None: ...
+    def on_left(self, member: Member) -> None: ...
 
-    def on_died(self, record: Record, why: str) -> None: ...
+    def on_died(self, member: Member, why: str) -> None: ...
 
     def on_expelled(self, why: str) -> None: ...
 
 
 class FailureDetector:
-    """This node's part in the membership protocol. A ticker of the loop."""
+    """This node's part in the membership protocol."""
 
     def __init__(
-        self, me: Record, members: Iterable[Record] | None, options: MembershipOptions, loop: Loop, reach: Reach
+        self, me: Member, members: Iterable[Member] | None, options: MembershipOptions, loop: Loop, reach: Reach
     ) -> None:
         """``members``: those of the first hour; None: this node has to join."""
         self._machine = MembershipMachine(me, members, options, random.Random(), monotonic())
         self._loop = loop
+        self._timer = loop.timer(self._do_due)
         self._reach = reach
         self._received: dict[int, tuple[Link, int]] = {}
         self._running = False
@@ -91,16 +83,16 @@ class FailureDetector:
     def begin(self) -> None:
         """All links stand: look at the time from now on. From any thread."""
         self._running = True
-        self._loop.attend_by(0.0)
+        self._timer.at(0.0)
 
-    def join_through(self, life: int, timeout_s: float, is_lost: Callable[[], bool]) -> bool:
-        """Ask the life ``life``, to which there is a link, to let this node in; False if nothing came of it.
+    def join_through(self, incarnation: int, timeout_s: float, is_lost: Callable[[], bool]) -> bool:
+        """Ask ``incarnation``, to which there is a link, to let this node in; False if nothing came of it.
 
         Raises nothing: see ``why_refused``. From the thread that starts the node.
         """
         deadline = monotonic() + timeout_s
         self.begin()
-        self._loop.call_soon(lambda: self.feed(membership.LocalJoin(life)))
+        self._loop.call_soon(lambda: self.feed(membership.LocalJoin(incarnation)))
         while not self.is_member and self.why_refused is None:
             remaining_s = deadline - monotonic()
             if remaining_s <= 0 or is_lost():
@@ -125,43 +117,43 @@ class FailureDetector:
         self._running = False
         self._stopped = True
 
-    def is_trusted(self, life: int) -> bool:
+    def is_trusted(self, incarnation: int) -> bool:
         """Do others hear from that one, as far as is known? From any thread."""
-        return self._machine.is_trusted(life, monotonic())
+        return self._machine.is_trusted(incarnation, monotonic())
 
     # ------------------------------------------------------------------ on the I/O thread
 
     @property
-    def me(self) -> Record:
+    def me(self) -> Member:
         """This node; with its admission number, once it has one."""
-        return self._machine.table.my_record
+        return self._machine.table.myself
 
     @property
     def is_lowest(self) -> bool:
         """Has this node the lowest rank of all members?"""
-        return self._machine.table.lowest_rank().life == self._machine.me
+        return self._machine.table.lowest_rank().incarnation == self._machine.me
 
-    def status_of(self, life: int) -> Status | None:
-        """What is known of a life; None: nothing."""
-        entry = self._machine.table.entries.get(life)
+    def status_of(self, incarnation: int) -> Status | None:
+        """What is known of an incarnation; None: nothing."""
+        entry = self._machine.table.entries.get(incarnation)
         return None if entry is None else entry.status
 
-    def record_of(self, life: int) -> Record | None:
-        """Who a life is or was, if that is known."""
-        entry = self._machine.table.entries.get(life)
-        return None if entry is None else entry.record
+    def member_of(self, incarnation: int) -> Member | None:
+        """Who an incarnation is or was, if that is known."""
+        entry = self._machine.table.entries.get(incarnation)
+        return None if entry is None else entry.member
 
-    def members(self) -> list[Record]:
+    def members(self) -> list[Member]:
         """All members, oneself included."""
         return self._machine.table.members()
 
-    def on_message(self, life: int, message: Message) -> None:
-        """A membership message came over a link of ``life``."""
-        self.feed(membership.Received(life, message))
+    def on_message(self, incarnation: int, message: Message) -> None:
+        """A membership message came over a link of ``incarnation``."""
+        self.feed(membership.Received(incarnation, message))
 
-    def on_goodbye(self, life: int) -> None:
-        """``life`` has said itself that it leaves."""
-        self.feed(membership.Received(life, Gossip((Update(life, Status.LEFT, 0),))))
+    def on_goodbye(self, incarnation: int) -> None:
+        """``incarnation`` has said itself that it leaves."""
+        self.feed(membership.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0),))))
 
     def feed(self, event: membership.Event) -> None:
         """Tell the machine what happened."""
@@ -170,10 +162,9 @@ class FailureDetector:
         self._carry_out(self._machine.handle(event, monotonic()))
         deadline = self._machine.next_deadline()
         if deadline is not None and self._running:
-            self._loop.attend_by(deadline)
+            self._timer.at(deadline)
 
-    def tick(self, now: float) -> float:
-        """Do what is due."""
+    def _do_due(self, now: float) -> float:
         if not self._running:
             return NEVER
         deadline = self._machine.next_deadline()
@@ -185,39 +176,39 @@ class FailureDetector:
 
     def _tell_heard(self) -> None:
         received: dict[int, tuple[Link, int]] = {}
-        for life, link in self._reach.links():
+        for incarnation, link in self._reach.links():
             count = link.session.received
-            received[life] = (link, count)
-            if count and self._received.get(life) != (link, count):
-                self._carry_out(self._machine.handle(membership.Heard(life), monotonic()))
+            received[incarnation] = (link, count)
+            if count and self._received.get(incarnation) != (link, count):
+                self._carry_out(self._machine.handle(membership.Heard(incarnation), monotonic()))
         self._received = received
 
     def _carry_out(self, effects: list[membership.Effect]) -> None:
         reach = self._reach
-        dying = {effect.record.life for effect in effects if isinstance(effect, membership.MemberDied)}
+        dying = {effect.member.incarnation for effect in effects if isinstance(effect, membership.MemberDied)}
         for effect in effects:
             if isinstance(effect, membership.Send) and effect.to in dying:
                 reach.send_news(effect.to, effect.message)  # while there is a link: it should know why it ends
         for effect in effects:
             match effect:
-                case membership.Send(life, message):
-                    if life not in dying:
-                        reach.send_news(life, message)
-                case membership.MemberJoined(record):
-                    reach.on_joined(record)
-                case membership.MemberSuspected(record):
-                    reach.on_suspected(record, True)
-                case membership.MemberRecovered(record):
-                    reach.on_suspected(record, False)
-                case membership.LinkSilent(life):
-                    reach.on_silent(life)
-                case membership.MemberLeft(record):
-                    reach.on_left(record)
-                case membership.MemberDied(record, why):
-                    reach.on_died(record, why)
+                case membership.Send(incarnation, message):
+                    if incarnation not in dying:
+                        reach.send_news(incarnation, message)
+                case membership.MemberJoined(member):
+                    reach.on_joined(member)
+                case membership.MemberSuspected(member):
+                    reach.on_suspected(member, True)
+                case membership.MemberRecovered(member):
+                    reach.on_suspected(member, False)
+                case membership.LinkSilent(incarnation):
+                    reach.on_silent(incarnation)
+                case membership.MemberLeft(member):
+                    reach.on_left(member)
+                case membership.MemberDied(member, why):
+                    reach.on_died(member, why)
                 case membership.Admitted(members):
-                    for record in members:
-                        reach.on_joined(record)
+                    for member in members:
+                        reach.on_joined(member)
                     reach.on_admitted()
                     self._settled.open()
                 case membership.Refused(why):

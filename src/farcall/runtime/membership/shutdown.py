@@ -18,8 +18,9 @@ from farcall.protocol.departure import Departure, DepartureMessage
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -72,6 +73,7 @@ class Leaving:
         self._name = names[rank]
         self._machine = Departure(rank, names)
         self._loop = loop
+        self._timer = loop.timer(self._look)
         self._local_state = local_state
         self._send = send
         self._told: tuple[int, int] | None = None
@@ -103,7 +105,7 @@ class Leaving:
         Not at once: many workers spend their life in shutdown(), serving calls, and each of these ends here.
         """
         if self.entered:
-            self._loop.attend_by(monotonic() + POKE_DELAY_S)
+            self._timer.at(monotonic() + POKE_DELAY_S)
 
     def on_message(self, rank: int, message: DepartureMessage) -> None:
         """A departure message came from ``rank``."""
@@ -113,7 +115,7 @@ class Leaving:
         """The link to ``rank`` has ended."""
         self._handle(departure.PeerGone(rank))
 
-    def tick(self, now: float) -> float:
+    def _look(self, now: float) -> float:
         """Tell the machine what changed here, and what time it is."""
         if self.entered:
             self._tell_local(now)
@@ -129,7 +131,7 @@ class Leaving:
         self._carry_out(self._machine.handle(event, now))
         deadline = self._machine.next_deadline()
         if deadline is not None:
-            self._loop.attend_by(deadline)
+            self._timer.at(deadline)
 
     def _tell_local(self, now: float) -> None:
         state = self._local_state()
@@ -160,14 +162,14 @@ class Leaving:
 
 
 class Withdrawing:
-    """The way out of a group whose other members stay. A ticker of the loop, like `Leaving`."""
+    """The way out of a group whose other members stay."""
 
     def __init__(
         self, name: str, loop: Loop, local_state: LocalState, under_way: Callable[[], Sequence[object]]
     ) -> None:
         """``under_way``: the calls made here, and those served here, that are not done."""
         self._name = name
-        self._loop = loop
+        self._timer = loop.timer(self._look)
         self._local_state = local_state
         self._under_way = under_way
         self._done = Gate()
@@ -184,7 +186,7 @@ class Withdrawing:
         deadline = began + timeout_s if timeout_s else NEVER
         begun = {id(one): one for one in self._under_way()}  # which holds them, so that no id is used again
         self.entered = True
-        self._loop.attend_by(0.0)
+        self._timer.at(0.0)
         while not self._done.wait(min(1.0, max(0.0, deadline - monotonic()))):
             in_flight = self._local_state()[0]
             if not in_flight or self._aborted:
@@ -200,7 +202,7 @@ class Withdrawing:
     def poke(self) -> None:
         """Something ended here. From any thread."""
         if self.entered:
-            self._loop.attend_by(monotonic() + POKE_DELAY_S)
+            self._timer.at(monotonic() + POKE_DELAY_S)
 
     def abort(self) -> None:
         """This node has been expelled: there is nothing to wait for."""
@@ -214,7 +216,7 @@ class Withdrawing:
         """Its calls have failed: look again."""
         self.poke()
 
-    def tick(self, now: float) -> float:
+    def _look(self, now: float) -> float:
         if self.entered and not self._local_state()[0]:
             self._done.open()
         return NEVER

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from farcall.errors import Delivery, NetworkError, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.membership import Record
+from farcall.protocol.member import Member, incarnation_text
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.pending import CallTable, PendingCall
 from farcall.runtime.io.loop import Loop
@@ -22,7 +22,6 @@ from farcall.runtime.observing.counters import LOST
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED, EventLog
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import incarnation_of
 
 __all__ = ["Turnover"]
 
@@ -66,14 +65,16 @@ class Turnover:
         for hook in self._joined_hooks:
             hook(peer)
 
-    def on_change(self, kind: str, record: Record, why: str) -> None:
+    def on_change(self, kind: str, member: Member, why: str) -> None:
         """A member joined, left, died, is suspected, or recovered."""
         level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
-        logger.log(level, "%s: %s (rank %d) %s%s", self._name, record.name, record.rank, kind, f": {why}" * bool(why))
-        self._chronicle.note(kind, record.name, text=why)
+        logger.log(level, "%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
+        self._chronicle.note(kind, member.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
             self._entry.on_change()
-        self._changes.tell(MemberEvent(kind, WorkerInfo(record.name, record.rank), incarnation_of(record.life), why))
+        self._changes.tell(
+            MemberEvent(kind, WorkerInfo(member.name, member.rank), incarnation_text(member.incarnation), why)
+        )
 
     def on_interrupted(self, info: WorkerInfo, why: str) -> None:
         """The connection to a member broke."""
@@ -98,7 +99,7 @@ class Turnover:
             sent = call.call_id not in peer.link.never_sent
             what = "whether the call ran there is unknown" if sent else "the call was not sent"
             delivery = Delivery.UNKNOWN if sent else Delivery.NOT_SENT
-            return PeerDead(f"{peer.info.name} {how}; {what}", delivery, peer.info, peer.incarnation)
+            return PeerDead(f"{peer.info.name} {how}; {what}", delivery, peer.info, incarnation_text(peer.incarnation))
 
         self._calls.fail_all(lost, peer)
         for hook in self._gone_hooks:

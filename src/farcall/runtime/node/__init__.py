@@ -8,7 +8,6 @@
     cluster_links.py       what it has with the others: peers, links that come back, the watch
     dispatcher.py      what each message that comes is handed to
     turnover.py      what follows when a member joins, changes or is gone
-    housekeeping.py  what is looked after from time to time
 
 Of these only `dispatcher.py` is on the way of every call.
 """

@@ -14,23 +14,28 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Arrived, Frame
+from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
-from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector, as_record, chosen
+from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import life_of
 from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.transport.interface import Transport
 
 __all__ = ["ClusterLinks"]
+
+RELEASE_DELAY_S = 0.01
+"""How long a release waits for a message to the peer that takes it along."""
 
 
 class ClusterLinks:
@@ -42,7 +47,7 @@ class ClusterLinks:
         is_static: bool,
         options: RpcBackendOptions,
         foundation: Resources,
-        on_message: Callable[[Peer, Arrived], None],
+        on_message: Callable[[Peer, Frame], None],
         on_frame: Callable[[RemotePeer, Frame], None],
         on_gone: Callable[[RemotePeer, str], None],
         fail_unsent: Callable[[int, str], None],
@@ -56,17 +61,19 @@ class ClusterLinks:
         self._fail_unsent = fail_unsent
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
-        if options.faults is not None:
-            on_message = options.faults.wrap_delivery(on_message, me.name)
+        self._releases = foundation.loop.timer(self._send_releases)
+        self._interference = find_interference(me.name)
+        if self._interference is not None:
+            on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+            hello, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
         )
-        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.life))
-        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.life))
-        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.life)
+        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
+        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
+        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.incarnation)
         self.acquaintances: PeerTable = PeerTable(
             self.myself,
             is_static,
@@ -75,42 +82,59 @@ class ClusterLinks:
             foundation.pool,
             foundation.memory,
             self.reconnecting,
-            identity,
+            hello,
             membership.secret,
             lambda: self.watch,
             foundation.write_later,
             fail_unsent,
             on_frame,
             on_gone,
-            foundation.on_release,
+            self.on_release,
             self._wrapped,
         )
         self.watch: FailureDetector = FailureDetector(
-            as_record(me),
-            [as_record(member) for member in membership.members] if is_static else None,
+            me,
+            membership.members if is_static else None,
             chosen(options),
             foundation.loop,
             self.acquaintances,
         )
         """Another one once this node has founded a group."""
 
-    def is_over(self, incarnation: str) -> bool:
+    def is_over(self, incarnation: int) -> bool:
         """Has that member left or died? From any thread."""
-        status = self.watch.status_of(life_of(incarnation))
+        status = self.watch.status_of(incarnation)
         return status is not None and status >= Status.DEAD
 
     def _ways_to(self, peer: RemotePeer) -> list[str]:
-        record = self.watch.record_of(peer.life)
-        if record is None:
+        member = self.watch.member_of(peer.incarnation)
+        if member is None:
             return []
-        return usable_ways(record.addresses, record.host_token, self._options.allowed_transports)
+        return usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
 
     def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """The transport for a link to ``info``: with the faults of the options, if any."""
-        if self._options.faults is None:
+        """The transport for a link to ``info``: with the faults that a test has installed, if any."""
+        if self._interference is None:
             return transport
-        wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
-        return wrapped
+        return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+
+    # ------------------------------------------------------------------ memory of others
+
+    def on_release(self, urgent: bool) -> None:
+        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: takes no lock."""
+        self._releases.at(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
+
+    def _send_releases(self, now: float) -> float:
+        """On the I/O thread: give back memory of peers that no message took along."""
+        again = NEVER
+        for peer in self.acquaintances.everyone():
+            if peer.segments is not None and peer.segments.has_releases:
+                peer.send_releases()
+            if peer.devices is not None:
+                again = min(again, peer.devices.settle_views())
+                if peer.devices.has_releases:
+                    peer.send_device_releases()
+        return again
 
     # ------------------------------------------------------------------ the start
 

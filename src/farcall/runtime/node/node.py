@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import secrets
 from collections.abc import Callable
 from time import monotonic
 
@@ -19,6 +20,7 @@ from farcall.channel.shared_memory import SegmentPool, host_token
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import Ask
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor
@@ -34,13 +36,11 @@ from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node import current as process
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
-from farcall.runtime.node.housekeeping import Housekeeping
 from farcall.runtime.node.node_api import NodeApi
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
 from farcall.runtime.observing.observer_connection import ObserverConnection, ObserverConnections
 from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.records import MemberRecord, new_incarnation
 from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
 from farcall.runtime.rendezvous.store import MeetingPlace
 
@@ -72,7 +72,7 @@ class Node(NodeApi):
         self._rank = rank
         self._world_size = world_size
         self._exiting = False
-        self._incarnation = new_incarnation()
+        self._incarnation = new_incarnation(secrets.randbits(62))
         self._entry: Entry | None = None
         self.event_log: EventLog = EventLog()
         self.on_question: Callable[[ObserverConnection, Ask], None] | None = None
@@ -150,7 +150,9 @@ class Node(NodeApi):
 
     def _make_calls(self) -> CallTable:
         """The table of calls; a layer above may want another one."""
-        return CallTable(self._loop, self.executor, self.options.when_overloaded)
+        return CallTable(
+            self._loop.timer, self.executor, self.options.when_overloaded, on_given_up=self.something_ended
+        )
 
     def _meet(self, place: MeetingPlace, addresses: list[str], deadline: float) -> Membership:
         """Who the members are, as far as that is known before there is any connection."""
@@ -158,7 +160,7 @@ class Node(NodeApi):
             return join(
                 self._name, self._rank, self._world_size, self.options, addresses, host_token(), self._incarnation
             )
-        me = MemberRecord(self._name, place.rank, tuple(addresses), host_token(), self._incarnation)
+        me = Member(self._name, place.rank, self._incarnation, tuple(addresses), host_token())
         self._entry = Entry(place, me, self.options, deadline)
         return self._entry.membership
 
@@ -233,10 +235,7 @@ class Node(NodeApi):
         """What the I/O thread does before it sleeps, in this order."""
         door = self._foundation.door
         door.on_observer = self._onlookers.admit
-        for ticker in (self.calls, self.executor, self.admission, self._leaving, door, self._acquaintances):
-            self._loop.add_ticker(ticker)
-        self._loop.add_ticker(Housekeeping(self._foundation, self._company))
-        # Answers are held back only while tasks wait, and then the loop looks in every executor tick.
+        # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
         self._loop.on_thread_start = self._own_thread  # it runs quick functions, too
         self._loop.before_sleep(self.server.flush)
         self._loop.before_sleep(self.executor.before_sleep)
@@ -246,7 +245,7 @@ class Node(NodeApi):
         with self._parts_lock:
             if self.devices is None:
                 foundation = self._foundation
-                devices = NodeDevices(self._name, self.options, foundation.on_release, foundation.write_later)
+                devices = NodeDevices(self._name, self.options, self._company.on_release, foundation.write_later)
                 foundation.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.lanes = devices.lanes

@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 
 from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Arrived
-from farcall.runtime.io.loop import Loop, Ticker
+from farcall.protocol.frames import Frame
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.membership.events import MemberEvent, MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
@@ -55,7 +56,7 @@ class NodeApi:
         self._agreed_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
         self._unsettled: list[Callable[[], int]] = []
-        self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
+        self._letters: dict[int, Callable[[Peer, Frame], None]] = {}
         self._in_order: set[type[Any]] = set()
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {}
 
@@ -114,7 +115,7 @@ class NodeApi:
         """Whether ``peer`` is how this very node sees a member: several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
-    def is_gone(self, name: str, incarnation: str) -> bool:
+    def is_gone(self, name: str, incarnation: int) -> bool:
         """Was there that incarnation of a member, and is it there no more? One that is not known may come yet."""
         peer = self._peers.get(name)
         if peer is not None and peer.incarnation == incarnation:
@@ -122,7 +123,7 @@ class NodeApi:
         return self._company.is_over(incarnation)
 
     def numbered(self, member: int) -> Peer | None:
-        """The member of this number (``Peer.member``), in whatever state the node and the link to it are.
+        """The member of this number (``Peer.number``), in whatever state the node and the link to it are.
 
         None: it is gone; or, while the node starts, not connected yet.
         """
@@ -171,7 +172,7 @@ class NodeApi:
         self._unsettled.append(count)
 
     def something_ended(self) -> None:
-        """One of those things came to its end: a graceful shutdown may be waiting for nothing else."""
+        """Have a graceful shutdown look again: perhaps it waits for nothing but what just ended. From any thread."""
         self._leaving.poke()
 
     def on_peer_joined(self, hook: Callable[[Peer], None]) -> None:
@@ -211,22 +212,17 @@ class NodeApi:
         if in_order:
             self._in_order.add(kind)
 
-    def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
+    def on_letter(self, subject: int, handle: Callable[[Peer, Frame], None]) -> None:
         """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
         self._letters[subject] = handle
 
-    def add_ticker(self, ticker: Ticker) -> None:
-        """Have the I/O thread ask ``ticker`` before each sleep; it must not run user code."""
-        self._loop.add_ticker(ticker)
-        self._loop.wake()
+    def timer(self, callback: Callback) -> Timer:
+        """A timer of the I/O thread: ``callback(now)`` must not run user code."""
+        return self._loop.timer(callback)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the I/O thread as soon as possible."""
         self._loop.call_soon(function)
-
-    def attend_by(self, when: float) -> None:
-        """Make sure that tickers are asked no later than ``when``."""
-        self._loop.attend_by(when)
 
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""

@@ -1,8 +1,7 @@
 """What a node has without anybody else: its I/O thread, its workers, its memory and a door that others may knock at.
 
 Owns these and closes them; knows no peer and no message. Made while Ctrl-C is held back, so that it exists as a whole
-or not at all. `write_later` and `on_release` may be called from any thread, the rest by those that start and end the
-node.
+or not at all. `write_later` may be called from any thread, the rest by those that start and end the node.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from farcall.runtime.calls.executor import Executor
 from farcall.runtime.devices.node import NodeDevices
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
+from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.addresses import advertised_address, choose_host, listening_addresses
 
 __all__ = ["Resources"]
@@ -27,7 +27,7 @@ __all__ = ["Resources"]
 logger: logging.Logger = logging.getLogger("farcall")
 
 RECEIVE_POOL_BYTES = 1 << 30
-RELEASE_DELAY_S = 0.01
+TRIM_EVERY_S = 10.0
 
 
 class Resources:
@@ -55,14 +55,13 @@ class Resources:
         self.executor: Executor = Executor(
             name,
             options.num_worker_threads,
-            self.loop.attend_by,
+            self.loop.timer,
             self.loop.on_thread,
             before_idle=before_idle,
             on_thread_start=on_thread_start,
         )
-        self.admission: Admission = Admission(
-            options.max_queued_calls, lambda: self.executor.waiting, self.loop.attend_by
-        )
+        self.admission: Admission = Admission(options.max_queued_calls, lambda: self.executor.waiting, self.loop.timer)
+        self.loop.timer(self._trim).at(monotonic() + TRIM_EVERY_S)
 
     def open_door(self, meeting_host: str | None) -> list[str]:
         """Listen where members can reach us; returns the addresses to tell them. ``meeting_host``: where they meet."""
@@ -74,9 +73,15 @@ class Resources:
         """Have a worker write what the I/O thread may not, because it can mean waiting."""
         self.executor.submit(_Write(write))
 
-    def on_release(self, urgent: bool) -> None:
-        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: only wake."""
-        self.loop.attend_by(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
+    def _trim(self, now: float) -> float:
+        """On the I/O thread: give back memory that was not used for long."""
+        self.memory.trim(now)
+        if self.devices is not None:
+            self.devices.trim(now)
+        if self.pool is not None:
+            for segment_id, holders in self.pool.trim(now):
+                retire_from(holders, segment_id)
+        return now + TRIM_EVERY_S
 
     def close(self) -> None:
         """Give back what is held, when the I/O thread and the workers have stopped and the links are closed."""

@@ -1,1 +1,1 @@
-"""What a running node counts and remembers."""
+"""The counters, events, profiling hooks and observers of a running node."""

@@ -1,8 +1,8 @@
-"""What happened at a node that somebody may ask about afterwards: counted by kind for good, told of the latest only.
+"""The log of a node's events: every kind is counted for good, the latest events are kept.
 
-Owns the kinds of events, their counts and the last MOST_EVENTS of them. Nothing here is on the way of a call that ends
-well. An event that repeats the last one is not told again, but counted in its ``times``: a loop over a broken function
-must not push a death out of sight. From any thread.
+Owns the kinds of events, their counts and the last MOST_EVENTS of them. No call that ends well comes here. An event
+that repeats the one before only raises its ``times``: a loop over a broken function must not push a death out of
+sight. From any thread.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections import Counter, deque
 from typing import Final, NamedTuple
 
-__all__ = ["FAILED", "INTERRUPTED", "MOST_EVENTS", "RECONNECTED", "TIMED_OUT", "Event", "EventLog"]
+__all__ = ["FAILED", "INTERRUPTED", "MOST_EVENTS", "RECONNECTED", "TIMED_OUT", "EventLog", "LoggedEvent"]
 
+# Beside these: the kinds of `membership.events.MemberEvent`: "joined", "left", "suspected", "recovered" and "dead".
 FAILED: Final = "failed"
 """A function raised that this node ran for ``worker``."""
 TIMED_OUT: Final = "timed out"
@@ -21,18 +22,17 @@ TIMED_OUT: Final = "timed out"
 INTERRUPTED: Final = "interrupted"
 """The connection to ``worker`` broke."""
 RECONNECTED: Final = "reconnected"
-"""It was made again."""
-# Beside these: the kinds of `changes.MemberEvent`, which are "joined", "left", "suspected", "recovered" and "dead".
+"""The connection to ``worker`` is back."""
 
 MOST_EVENTS: Final = 100
 MOST_CHARACTERS: Final = 400
 
 
-class Event(NamedTuple):
-    """One of the latest events."""
+class LoggedEvent(NamedTuple):
+    """An event, perhaps of several times."""
 
     at: float
-    """Seconds since the epoch; of one that came several times, the last."""
+    """Seconds since the epoch, of the last time."""
     kind: str
     worker: str
     what: str = ""
@@ -46,11 +46,11 @@ class EventLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[LoggedEvent] = deque(maxlen=MOST_EVENTS)
         self._counts: Counter[str] = Counter()
 
     def note(self, kind: str, worker: str, what: str = "", text: str = "") -> None:
-        """Something happened."""
+        """Add an event of this moment."""
         text = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
         now = time.time()
         with self._lock:
@@ -58,13 +58,13 @@ class EventLog:
             times = 1
             if self._events and self._events[-1][1:4] == (kind, worker, what):
                 times += self._events.pop().times
-            self._events.append(Event(now, kind, worker, what, text, times))
+            self._events.append(LoggedEvent(now, kind, worker, what, text, times))
 
     def count(self, kind: str) -> int:
-        """How often this has happened."""
+        """The number of events of ``kind`` since the start."""
         return self._counts[kind]
 
-    def latest(self) -> list[Event]:
+    def latest(self) -> list[LoggedEvent]:
         """The last events, the oldest first."""
         with self._lock:
             return list(self._events)

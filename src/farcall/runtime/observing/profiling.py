@@ -1,7 +1,7 @@
-"""Where profiling takes hold of calls, of the functions that serve them, and of backward passes.
+"""The hooks of profiling: in calls, in the functions that serve them, and in backward passes.
 
-Owns the question whether anybody profiles, which costs one C function when nobody does, and the slot by which
-`farcall.observe`, a layer above, takes part. It does not know what is recorded or where it goes.
+Owns the question whether anybody profiles, which costs one C function when nobody does, and the place where
+`farcall.observe`, a layer above, puts its `Profiler`. Knows neither what is recorded nor where it goes.
 
 Invariant: without a profiler nothing of a call changes, neither its bytes nor the way it takes.
 """
@@ -16,7 +16,7 @@ import torch
 
 from farcall.protocol.notes import ProfileWanted
 
-__all__ = ["PROFILING", "CallProfile", "RunProfile", "is_profiled"]
+__all__ = ["PROFILING", "CallProfile", "Profiler", "RunProfile", "is_profiled"]
 
 _autograd: Any = torch.autograd
 is_profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
@@ -24,47 +24,71 @@ is_profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 
 
 class CallProfile(Protocol):
-    """One call, as its caller's profiler sees it."""
+    """A call, as its caller's profiler sees it."""
 
-    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
-        """The request is about to leave; what is to be noted in it."""
+    def sends(self, payload: bytes | memoryview, buffers: Sequence[memoryview]) -> ProfileWanted:
+        """Note the request's size just before it leaves; return the wish that travels in its notes."""
 
     def ended(self, profiled: bytes = b"", size_bytes: int = 0) -> None:
-        """The answer came, with what the callee recorded; or none will come. Only the first time counts."""
+        """Take the callee's record with the answer, or give up on one. Only the first time counts."""
 
 
 class RunProfile(Protocol):
-    """One request, or one worker's part in a backward pass, as it is profiled where it runs."""
+    """A request, or one worker's part in a backward pass, profiled where it runs."""
 
     def run(self, func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run a part of it, on the calling thread."""
+        """Run a part of it on the calling thread."""
 
     def steps(self, coroutine: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """The same coroutine, each step of which is a part."""
+        """Wrap ``coroutine`` so that each of its steps is a part."""
 
     def pause(self) -> None:
-        """Within a part: what follows does not belong to it."""
+        """End the current part early: what follows on this thread does not belong to it."""
 
     def finish(self, name: str) -> bytes:
-        """It is done: what was recorded, to be sent home."""
+        """End the run; return its record, to be sent home."""
+
+
+class Profiler(Protocol):
+    """The recorder of calls and runs; `farcall.observe` has the only one."""
+
+    def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> CallProfile | None:
+        """Begin a call; ``kind`` is "sync" or "backward", for example. ``run`` makes it; None: this thread does."""
+
+    def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
+        """Begin a run on ``worker`` whose caller has wished for ``wanted``."""
+
+    def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap a future's callback, which runs later and elsewhere, to be profiled as this thread is."""
 
 
 class _Profiling:
-    """What `farcall.observe` has put in; nothing, where it is not loaded."""
+    """The process's profiler, and whether it must hear of everything."""
 
-    __slots__ = ("begin_call", "begin_run", "carry", "clock_ns", "everywhere")
+    __slots__ = ("_profiler", "clock_ns", "everywhere")
 
     def __init__(self) -> None:
+        self._profiler: Profiler | None = None  # where `farcall.observe` is not loaded
         self.clock_ns: Callable[[], int] = time.time_ns
-        """The clock of all spans: that of the wall, since torch's profilers use it too."""
+        """The clock of all spans: the wall's, since torch's profilers use it too."""
         self.everywhere: int = 0
-        """How many wish to know of everything that this process does, on whatever thread."""
-        # (node, peer, how: as in "rpc_sync" or "backward", what, the run that calls: by default this thread's)
-        self.begin_call: Callable[[Any, Any, str, Any, Any], CallProfile | None] = lambda *_: None
-        # (the worker that runs, what its caller wants)
-        self.begin_run: Callable[[Any, ProfileWanted | None], RunProfile | None] = lambda *_: None
-        # A callback of a future, which runs later and elsewhere, becomes one that is profiled as this thread is.
-        self.carry: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda callback: callback
+        """How many recordings want everything that this process does, on whatever thread."""
+
+    def use(self, profiler: Profiler) -> None:
+        """Record with ``profiler`` from now on."""
+        self._profiler = profiler
+
+    def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> CallProfile | None:
+        """See `Profiler`."""
+        return None if self._profiler is None else self._profiler.begin_call(node, peer, kind, what, run)
+
+    def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
+        """See `Profiler`."""
+        return None if self._profiler is None else self._profiler.begin_run(worker, wanted)
+
+    def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """See `Profiler`."""
+        return callback if self._profiler is None else self._profiler.carry(callback)
 
 
 PROFILING: Final = _Profiling()

@@ -31,19 +31,20 @@ from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
-from farcall.protocol.handshake import Established, Identity
-from farcall.protocol.introduction import introduced, introduction_of
-from farcall.protocol.membership import LinkGivenUp, LinkRefused, Record
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
+from farcall.protocol.member import Member, incarnation_text
+from farcall.protocol.membership import LinkGivenUp, LinkRefused
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
-from farcall.runtime.io.loop import NEVER, Loop
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialling import Dialling
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector, as_member
+from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.runtime.rendezvous.records import incarnation_of, life_of
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
@@ -72,7 +73,7 @@ class PeerTable:
         pool: SegmentPool | None,
         memory: ReceivePool,
         reconnecting: Reconnecting,
-        identity: Identity,
+        hello: Hello,
         secret: bytes,
         watch: Callable[[], FailureDetector],
         write_later: Callable[[Callable[[], None]], None],
@@ -84,40 +85,41 @@ class PeerTable:
     ) -> None:
         """``on_gone(peer, reason)`` is told once of each member whose link is dead."""
         self.named: dict[str | int, Peer] = {myself.info.name: myself, myself.info.id: myself}
-        self.numbered: dict[int, Peer] = {myself.member: myself}
-        """By ``Peer.member``."""
+        self.numbered: dict[int, Peer] = {myself.number: myself}
+        """By ``Peer.number``."""
         self.remotes: dict[int, RemotePeer] = {}
         """The other members, also dead ones whose rank nobody else has, by rank."""
-        self._by_life: dict[int, RemotePeer] = {}
+        self._by_incarnation: dict[int, RemotePeer] = {}
         self._strangers: dict[int, RemotePeer] = {}
         self._gone: deque[RemotePeer] = deque()
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
         self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
-        self._introductions: dict[int, Record] = {}
+        self._introductions: dict[int, Member] = {}
         self._dialling = Dialling(
             options.allowed_transports,
             secret,
             loop,
             self._who_we_are,
             self._on_dialled,
-            lambda life: watch().feed(LinkRefused(life)),
+            lambda incarnation: watch().feed(LinkRefused(incarnation)),
             self._is_wanted,
         )
         self.on_expelled: Callable[[str], None] = lambda why: None
         """Told that the others hold this node for dead."""
         self.on_entered: Callable[[RemotePeer], None] = lambda peer: None
         """Told of each member that joined, before anything of it is read."""
-        self.on_change: Callable[[str, Record, str], None] = lambda kind, record, why: None
+        self.on_change: Callable[[str, Member, str], None] = lambda kind, member, why: None
         """Told of members that joined, left, died, are suspected or recovered."""
         self._me = myself
         self._is_static = is_static
         self._options = options
         self._loop = loop
+        self._timer = loop.timer(self._look_after_links)
         self._pool = pool
         self._memory = memory
         self._reconnecting = reconnecting
         reconnecting.is_dialling = self._dialling.is_dialling
-        self._identity = identity
+        self._hello = hello
         self._watch = watch
         self._write_later = write_later
         self._fail_call = fail_call
@@ -130,13 +132,13 @@ class PeerTable:
 
     def links(self) -> Iterator[tuple[int, Link]]:
         """The members' links that are not dead."""
-        for life, peer in list(self._by_life.items()):
+        for incarnation, peer in list(self._by_incarnation.items()):
             if peer.link.broken is None:
-                yield life, peer.link
+                yield incarnation, peer.link
 
     def everyone(self) -> list[RemotePeer]:
         """All that have a link, strangers too. From any thread."""
-        return [*self._by_life.values(), *self._strangers.values()]
+        return [*self._by_incarnation.values(), *self._strangers.values()]
 
     def workers(self) -> list[WorkerInfo]:
         """The members by rank; where members come and go, only those that are there. From any thread."""
@@ -145,14 +147,14 @@ class PeerTable:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted((peer.info for peer in peers), key=lambda info: info.id)
 
-    def knows_us(self, life: int) -> bool:
+    def knows_us(self, incarnation: int) -> bool:
         """Has that member answered over its link, or is it gone? From any thread."""
-        peer = self._by_life.get(life)
+        peer = self._by_incarnation.get(incarnation)
         return peer is None or peer.link.session.received > 0 or peer.broken
 
     # ------------------------------------------------------------------ peers and their links
 
-    def _make(self, info: WorkerInfo, incarnation: str, transport: Transport) -> RemotePeer:
+    def _make(self, info: WorkerInfo, incarnation: int, transport: Transport) -> RemotePeer:
         peer = RemotePeer(info, incarnation, self._is_static, self._write_later, self._me.info, self._fail_call)
         peer.link = Link(
             info,
@@ -165,7 +167,7 @@ class PeerTable:
             self._options.busy_wait_s,
             lambda count, more: peer.control(messages.FramesReceived(count), more),
             lambda reason: peer.known and self._reconnecting.on_interrupted(peer, reason),
-            incarnation,
+            incarnation_text(incarnation),
         )
         self._use_shared_memory(peer, transport)
         return peer
@@ -182,31 +184,31 @@ class PeerTable:
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
                 self._reconnecting.give_up(other, "another process has its name or rank")
         peer.known = True
-        self._introductions.pop(peer.life, None)
-        self._strangers.pop(peer.life, None)
+        self._introductions.pop(peer.incarnation, None)
+        self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
-        self.numbered[peer.member] = peer
-        self._by_life[peer.life] = peer
+        self.numbered[peer.number] = peer
+        self._by_incarnation[peer.incarnation] = peer
         self.remotes[peer.info.id] = peer
         self.named[peer.info.name] = self.named[peer.info.id] = peer
 
     def connected(self, transport: Transport, established: Established, dialled: bool) -> RemotePeer:
         """A proven peer has connected, or was dialled, anew: a member's first connection, or a stranger's."""
-        identity = established.peer
-        info = WorkerInfo(identity.name, identity.rank)
+        member = established.peer.member
+        info = WorkerInfo(member.name, member.rank)
         transport = self._wrap(transport, info)
-        life = life_of(identity.process_token)
+        incarnation = member.incarnation
         logger.info("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
-        if not self._is_static and not dialled and (record := introduction_of(identity, life)) is not None:
-            self._introductions[life] = record
-            self._watch().on_message(life, Introduction(record))
-        peer = self._by_life.get(life)
+        if not self._is_static and not dialled and member.admission:
+            self._introductions[incarnation] = member
+            self._watch().on_message(incarnation, Introduction(member))
+        peer = self._by_incarnation.get(incarnation)
         if peer is not None and self._is_first(peer):
             self._use_shared_memory(peer, transport)
             self._reconnecting.begin(peer, established, dialled)
             peer.link.connect(transport, established.leftover)
             return peer
-        new = self._make(info, identity.process_token, transport)
+        new = self._make(info, incarnation, transport)
         if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
             peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
@@ -214,7 +216,7 @@ class PeerTable:
         if peer is None and self._is_static:
             self._enter(new)
         else:
-            self._add_stranger(life, new)
+            self._add_stranger(incarnation, new)
         new.link.start(established.leftover)
         return new
 
@@ -225,14 +227,14 @@ class PeerTable:
             link.broken is None and not link.session.received and (not link.up or not self._reconnecting.dialled(peer))
         )
 
-    def _add_stranger(self, life: int, peer: RemotePeer) -> None:
+    def _add_stranger(self, incarnation: int, peer: RemotePeer) -> None:
         peer.known = False
-        before = self._strangers.pop(life, None)
+        before = self._strangers.pop(incarnation, None)
         if before is None and len(self._strangers) >= MAX_STRANGERS:
             before = self._strangers.pop(next(iter(self._strangers)))
-        self._strangers[life] = peer
+        self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
         if before is not None:
             self._reconnecting.give_up(before, "it has connected anew")
 
@@ -248,18 +250,18 @@ class PeerTable:
         self._ends.pop(peer, None)
         self._silent.pop(peer, None)
         peer.held.clear()
-        life = peer.life
+        incarnation = peer.incarnation
         if not peer.known:
             peer.close()
-            if self._strangers.get(life) is peer:
-                del self._strangers[life]
-                self._introductions.pop(life, None)
+            if self._strangers.get(incarnation) is peer:
+                del self._strangers[incarnation]
+                self._introductions.pop(incarnation, None)
             return
-        self._dialling.give_up(life)
+        self._dialling.give_up(incarnation)
         if not self._is_static:
             # The name stays for a while, for those who ask for it; nothing else is kept of the many that come and go.
-            self._by_life.pop(life, None)
-            self.numbered.pop(peer.member, None)
+            self._by_incarnation.pop(incarnation, None)
+            self.numbered.pop(peer.number, None)
             if self.remotes.get(peer.info.id) is peer:
                 del self.remotes[peer.info.id]
             self._gone.append(peer)
@@ -274,73 +276,73 @@ class PeerTable:
 
     # ------------------------------------------------------------------ what the watch says
 
-    def send_news(self, life: int, message: News) -> None:
+    def send_news(self, incarnation: int, message: News) -> None:
         """Send a membership message, dialling if need be; it may be lost."""
-        peer = self._by_life.get(life)
+        peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.link.broken is None:
             if peer.link.up:
                 peer.control(message)
             return  # else it is being dialled, or dials
-        stranger = self._strangers.get(life)
+        stranger = self._strangers.get(incarnation)
         if stranger is not None and stranger.link.up:
             stranger.control(message)
             return
-        record = self._watch().record_of(life)
-        if record is not None:
-            self._dialling.dial(as_member(record), message)
+        member = self._watch().member_of(incarnation)
+        if member is not None:
+            self._dialling.dial(member, message)
 
-    def on_joined(self, record: Record) -> None:
+    def on_joined(self, member: Member) -> None:
         """There is a new member."""
-        life = record.life
-        peer = self._by_life.get(life)
-        if peer is not None or life == self._me.life:
+        incarnation = member.incarnation
+        peer = self._by_incarnation.get(incarnation)
+        if peer is not None or incarnation == self._me.incarnation:
             return
-        peer = self._strangers.get(life)
+        peer = self._strangers.get(incarnation)
         if peer is None or peer.link.broken is not None:
-            peer = self._make(WorkerInfo(record.name, record.rank), incarnation_of(life), Absent())
+            peer = self._make(WorkerInfo(member.name, member.rank), incarnation, Absent())
         self._enter(peer)
         self.on_entered(peer)
-        self.on_change("joined", record, "")
-        if not peer.link.up and self._dials_it(record):
-            self._dialling.dial(as_member(record))
+        self.on_change("joined", member, "")
+        if not peer.link.up and self._dials_it(member):
+            self._dialling.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
 
-    def _dials_it(self, record: Record) -> bool:
+    def _dials_it(self, member: Member) -> bool:
         """Of two members, the one that came later dials."""
         me = self._watch().me
-        return (me.admission, me.rank, me.life) > (record.admission, record.rank, record.life)
+        return (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, member.incarnation)
 
     def on_admitted(self) -> None:
         """This node is a member: so those who said meanwhile that they are members, too, count."""
-        for life, record in list(self._introductions.items()):
-            if life in self._strangers:
-                self._watch().on_message(life, Introduction(record))
+        for incarnation, member in list(self._introductions.items()):
+            if incarnation in self._strangers:
+                self._watch().on_message(incarnation, Introduction(member))
 
-    def on_suspected(self, record: Record, suspected: bool) -> None:
+    def on_suspected(self, member: Member, suspected: bool) -> None:
         """A member does not answer, or answers again."""
         if suspected:
-            self.on_silent(record.life)
-        self.on_change("suspected" if suspected else "recovered", record, "")
-        peer = self._by_life.get(record.life)
+            self.on_silent(member.incarnation)
+        self.on_change("suspected" if suspected else "recovered", member, "")
+        peer = self._by_incarnation.get(member.incarnation)
         if not suspected and self._options.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
             # others would lose references between those, too.
-            self._watch().feed(LinkGivenUp(record.life, f"{self._me.info.name} could not reach it for too long"))
+            self._watch().feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
 
-    def on_silent(self, life: int) -> None:
+    def on_silent(self, incarnation: int) -> None:
         """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
-        peer = self._by_life.get(life)
+        peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.link.up and peer not in self._silent:
             look_at = monotonic() + SILENT_PART * self._options.suspicion_s
             self._silent[peer] = (look_at, peer.link.progress)
-            self._loop.attend_by(look_at)
+            self._timer.at(look_at)
 
-    def on_left(self, record: Record) -> None:
+    def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
-        self.on_change("left", record, "")
-        peer = self._by_life.get(record.life)
+        self.on_change("left", member, "")
+        peer = self._by_incarnation.get(member.incarnation)
         if peer is None or peer.broken:
             return
         peer.leaving = True
@@ -348,24 +350,23 @@ class PeerTable:
             self._reconnecting.give_up(peer, "it has left")
             return
         self._ends[peer] = monotonic() + LEFT_S
-        self._loop.attend_by(self._ends[peer])
+        self._timer.at(self._ends[peer])
 
-    def on_died(self, record: Record, why: str) -> None:
+    def on_died(self, member: Member, why: str) -> None:
         """A member is dead, by the verdict of those who looked for it."""
-        self.on_change("dead", record, why)
-        self._dialling.give_up(record.life)
-        peer = self._by_life.get(record.life)
+        self.on_change("dead", member, why)
+        self._dialling.give_up(member.incarnation)
+        peer = self._by_incarnation.get(member.incarnation)
         if peer is not None:
             self._reconnecting.give_up(peer, why)
 
     # ------------------------------------------------------------------ dialling
 
-    def _who_we_are(self) -> Identity:
-        me = self._watch().me
-        return introduced(self._identity, me) if me.admission else self._identity
+    def _who_we_are(self) -> Hello:
+        return Hello(self._watch().me, self._hello.cluster_id)
 
     def _on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
-        peer = self._by_life.get(life_of(established.peer.process_token))
+        peer = self._by_incarnation.get(established.peer.member.incarnation)
         if peer is not None and peer.link.up:
             transport.close()  # it was faster
         else:
@@ -374,13 +375,13 @@ class PeerTable:
         for message in news:
             peer.control(message)
 
-    def _is_wanted(self, life: int) -> bool:
-        peer = self._by_life.get(life)
+    def _is_wanted(self, incarnation: int) -> bool:
+        peer = self._by_incarnation.get(incarnation)
         return peer is not None and not peer.broken
 
     # ------------------------------------------------------------------ time, and the end
 
-    def tick(self, now: float) -> float:
+    def _look_after_links(self, now: float) -> float:
         """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
         for peer, (look_at, progress) in list(self._silent.items()):

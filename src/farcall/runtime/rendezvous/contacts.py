@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from farcall.errors import InitError
-from farcall.runtime.rendezvous.records import MemberRecord, as_text
+from farcall.protocol.member import Member
+from farcall.runtime.rendezvous.records import as_text
 from farcall.runtime.rendezvous.store import KeyStore
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -39,7 +40,7 @@ class Group(msgspec.Struct, frozen=True):
     cluster_id: str
     secret: str
     """Empty where every member was given one."""
-    contacts: tuple[MemberRecord, ...]
+    contacts: tuple[Member, ...]
 
 
 _read_group = msgspec.json.Decoder(Group).decode
@@ -63,13 +64,13 @@ class Contacts:
         self._static_key = f"farcall/{attempt}/generation"
         self._secret = secret
 
-    def enter(self, me: MemberRecord) -> Group:
+    def enter(self, me: Member) -> Group:
         """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
         if self._store.check([self._static_key]):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
         return self._change(lambda group: _entered(group, me))
 
-    def replace(self, me: MemberRecord, gone: Collection[str]) -> Group:
+    def replace(self, me: Member, gone: Collection[int]) -> Group:
         """Take those incarnations off the list, and see that ``me`` is on it."""
 
         def change(group: Group) -> Group:
@@ -78,7 +79,7 @@ class Contacts:
 
         return self._change(change)
 
-    def refresh(self, members: Sequence[MemberRecord], is_over: Callable[[str], bool]) -> None:
+    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool]) -> None:
         """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``."""
 
         def change(group: Group) -> Group:
@@ -90,7 +91,7 @@ class Contacts:
 
         self._change(change)
 
-    def leave(self, me: MemberRecord) -> None:
+    def leave(self, me: Member) -> None:
         """Take ``me`` off the list."""
 
         def change(group: Group) -> Group:
@@ -127,7 +128,7 @@ class Contacts:
             )
 
 
-def _entered(group: Group, me: MemberRecord) -> Group:
+def _entered(group: Group, me: Member) -> Group:
     if len(group.contacts) >= MAX_CONTACTS or any(c.incarnation == me.incarnation for c in group.contacts):
         return group
     return msgspec.structs.replace(group, contacts=(*group.contacts, me))

@@ -11,24 +11,21 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-import msgspec
-
 from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established
-from farcall.protocol.introduction import introduced
+from farcall.protocol.hello import Hello, Listen
+from farcall.protocol.member import Member
 from farcall.protocol.membership import Status
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
-from farcall.runtime.link.mesh import identity_of
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector, as_member, as_record, chosen
+from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.contacts import Contacts
-from farcall.runtime.rendezvous.joining import IS_MEMBER, Joining, found_group, refusal, wait_until
-from farcall.runtime.rendezvous.records import MemberRecord, life_of
+from farcall.runtime.rendezvous.joining import Joining, found_group, refusal, wait_until
 from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.runtime.rendezvous.store import MeetingPlace
 from farcall.runtime.rendezvous.upkeep import Upkeep
@@ -46,7 +43,7 @@ STORE_S = 2.0
 class Entry:
     """One node's; see also `joining.Candidate`, which this is."""
 
-    def __init__(self, place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions, deadline: float) -> None:
+    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> None:
         """Find out where to ask; this node is on the list afterwards."""
         self._place = place
         self._options = options
@@ -72,26 +69,25 @@ class Entry:
         self._watch = watch
         self._set_watch = set_watch
         membership = self.membership
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         door.open(
-            identity,
+            hello,
             membership.secret,
             lambda peer: None,  # to be heard about membership; all else the watch decides
             self._on_connected,
             reconnecting,
         )
-        Joining(self._place, membership.me, self._options, self.contacts, membership.secret, identity, self).run(
+        Joining(self._place, membership.me, self._options, self.contacts, membership.secret, hello, self).run(
             self._deadline
         )
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, self._members, self._is_over)
         me = self._watch.me
-        identity = introduced(identity, me)
-        door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))
-        others = [record.life for record in self._watch.members() if record.life != me.life]
+        door.become(Hello(me, membership.cluster_id, Listen(admits=True)))
+        others = [member.incarnation for member in self._watch.members() if member.incarnation != me.incarnation]
         # So that all know this node before any of them hears its name from a third one.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))
-        wait_until(lambda: all(acquaintances.knows_us(life) for life in others), bound_s)
+        wait_until(lambda: all(acquaintances.knows_us(incarnation) for incarnation in others), bound_s)
 
     def _on_connected(self, transport: Transport, established: Established) -> None:
         """On the I/O thread: somebody has come in."""
@@ -104,7 +100,7 @@ class Entry:
         if not wait_until(lambda: bool(stranger), deadline - monotonic()):
             raise InitError(f"{self.membership.me.name}: the I/O thread does not answer")
         link = stranger[0].link
-        if self._watch.join_through(stranger[0].life, deadline - monotonic(), lambda: not link.up):
+        if self._watch.join_through(stranger[0].incarnation, deadline - monotonic(), lambda: not link.up):
             return True
         if self._watch.why_refused is not None:
             raise refusal(self.membership.me.name, self._watch.why_refused)
@@ -112,16 +108,16 @@ class Entry:
 
     def found(self) -> None:
         """There is nobody: be the first member."""
-        me = as_record(self.membership.me)
+        me = self.membership.me
         self._watch.stop()
         self._watch = FailureDetector(me, [me], chosen(self._options), self._loop, self._acquaintances)
         self._set_watch(self._watch)
 
-    def _members(self) -> list[MemberRecord]:
-        return [as_member(record) for record in self._watch.members()]
+    def _members(self) -> list[Member]:
+        return self._watch.members()
 
-    def _is_over(self, incarnation: str) -> bool:
-        status = self._watch.status_of(life_of(incarnation))
+    def _is_over(self, incarnation: int) -> bool:
+        status = self._watch.status_of(incarnation)
         return status is not None and status >= Status.DEAD
 
     def on_change(self) -> None:

@@ -21,23 +21,22 @@ from typing import NamedTuple, Protocol
 
 from farcall.errors import BadRank, DuplicateName, HandshakeRefused, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, Listen, RefusalReason, Refused
+from farcall.protocol.member import Member
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.listener import prove
 from farcall.runtime.link.mesh import usable_ways
 from farcall.runtime.rendezvous.contacts import Contacts, Group, cluster_of
-from farcall.runtime.rendezvous.records import MemberRecord
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 from farcall.transport.address import dial
 from farcall.transport.interface import DialRefused, Transport, TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["IS_MEMBER", "Candidate", "Joining", "found_group"]
+__all__ = ["Candidate", "Joining", "found_group"]
 
-IS_MEMBER = "member"
-"""The capability of a listener that can let others in."""
 CONNECT_S = 1.0
 PROVE_S = 3.0
 _FIRST_PAUSE_S = 0.01
@@ -65,7 +64,7 @@ class Candidate(Protocol):
         """There is nobody: be the first member."""
 
 
-def found_group(place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions, deadline: float) -> Found:
+def found_group(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Found:
     """Find out where to ask; with a store, ``me`` is on its list afterwards."""
     given = options.secret_bytes
     if place.contacts:
@@ -97,11 +96,11 @@ class Joining:
     def __init__(
         self,
         place: MeetingPlace,
-        me: MemberRecord,
+        me: Member,
         options: RpcBackendOptions,
         contacts: Contacts | None,
         secret: bytes,
-        identity: Identity,
+        hello: Hello,
         candidate: Candidate,
     ) -> None:
         self._place = place
@@ -109,11 +108,11 @@ class Joining:
         self._options = options
         self._contacts = contacts
         self._secret = secret
-        self._identity = identity
+        self._hello = hello
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._gone: set[int] = set()
 
     def run(self, deadline: float) -> None:
         """Return when this node is a member; raises ``InitError``."""
@@ -180,7 +179,7 @@ class Joining:
         except Exception as error:
             logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
 
-    def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: str = "") -> bool | None:
+    def _look(self, name: str, ways: Sequence[str], deadline: float, incarnation: int = 0) -> bool | None:
         """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
         refused = bool(ways)
         self._why.pop(name, None)
@@ -196,10 +195,10 @@ class Joining:
             handed_over = False
             try:
                 until = min(deadline, monotonic() + PROVE_S)
-                established = prove(transport, name or None, self._identity, self._secret, until)
-                if incarnation and established.peer.process_token != incarnation:
+                established = prove(transport, name or None, self._hello, self._secret, until)
+                if incarnation and established.peer.member.incarnation != incarnation:
                     return None
-                if IS_MEMBER not in established.peer.capabilities:
+                if established.peer.purpose != Listen(admits=True):
                     return False
                 handed_over = True
                 return self._candidate.ask(transport, established, deadline)

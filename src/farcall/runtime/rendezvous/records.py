@@ -5,62 +5,30 @@ Plain values and their text form (JSON, so that a store can be looked at). Knows
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from farcall.errors import BadRank, DuplicateName, InitError
+from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
 
 __all__ = [
     "Abandoned",
     "Formed",
-    "MemberRecord",
     "Slot",
     "as_text",
     "check_agreement",
-    "incarnation_of",
-    "life_of",
-    "new_incarnation",
     "read_outcome",
     "read_slot",
     "read_table",
 ]
 
 
-def new_incarnation() -> str:
-    """A name for one start of one node, as text: never used again, by anybody.
-
-    Never small: where members come and go, references are counted by lives, and where they do not, by ranks.
-    """
-    return incarnation_of(secrets.randbits(62) | 1 << 62)
-
-
-def life_of(incarnation: str) -> int:
-    """The same as a number, as `protocol/membership` has it."""
-    return int(incarnation, 16)
-
-
-def incarnation_of(life: int) -> str:
-    return f"{life:016x}"
-
-
-class MemberRecord(msgspec.Struct, frozen=True):
-    """What every member knows of one. ``addresses`` are as transports write them, the preferred one first."""
-
-    name: str
-    rank: int
-    addresses: tuple[str, ...]
-    host_token: str
-    incarnation: str
-    """`new_incarnation` of each start: tells a process from its successor."""
-
-
 class Slot(msgspec.Struct, frozen=True):
-    """A record as it lies in the store, with what must agree. ``cluster_id`` and ``secret`` are rank 0's."""
+    """A member as it lies in the store, with what must agree. ``cluster_id`` and ``secret`` are rank 0's."""
 
-    record: MemberRecord
+    member: Member
     world_size: int
     has_secret: bool
     cluster_id: str = ""
@@ -97,12 +65,12 @@ def check_agreement(slots: Sequence[Slot]) -> None:
     """Raise, alike at every member, where records contradict each other."""
     by_name: dict[str, int] = {}
     for slot in slots:
-        record = slot.record
-        if record.name in by_name:
+        member = slot.member
+        if member.name in by_name:
             raise DuplicateName(
-                f"worker name {record.name!r} is not unique: ranks {by_name[record.name]} and {record.rank} both use it"
+                f"worker name {member.name!r} is not unique: ranks {by_name[member.name]} and {member.rank} both use it"
             )
-        by_name[record.name] = record.rank
+        by_name[member.name] = member.rank
     _check_same(slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size")
     _check_same(
         slots,
@@ -110,13 +78,13 @@ def check_agreement(slots: Sequence[Slot]) -> None:
         InitError,
         "give every process the same secret (option or FARCALL_SECRET), or none",
     )
-    check_device_maps({slot.record.name: slot.devices for slot in slots})
+    check_device_maps({slot.member.name: slot.devices for slot in slots})
 
 
 def _check_same(slots: Sequence[Slot], say: Callable[[Slot], str], error: type[InitError], remedy: str) -> None:
     for slot in slots:
         if say(slot) != say(slots[0]):
-            one, other = slots[0].record, slot.record
+            one, other = slots[0].member, slot.member
             raise error(
                 f"rank {one.rank} ({one.name}) was given {say(slots[0])}, "
                 f"rank {other.rank} ({other.name}) {say(slot)}: {remedy}"

@@ -9,26 +9,27 @@ Invariant: a ``join`` that raises leaves nothing behind, here or in the store, t
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from farcall.ids import check_worker_name
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.io.bounded_call import in_bounded_time
-from farcall.runtime.rendezvous.records import MemberRecord, new_incarnation
 from farcall.runtime.rendezvous.static import Agreement, StaticRendezvous
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, find_meeting_place
 
-__all__ = ["MeetingPlace", "MemberRecord", "Membership", "find_meeting_place", "join"]
+__all__ = ["MeetingPlace", "Membership", "find_meeting_place", "join"]
 
 
 @dataclass
 class Membership:
     """The agreed table, and what every member shares. Nothing here needs the store any more."""
 
-    me: MemberRecord
-    members: list[MemberRecord]
+    me: Member
+    members: list[Member]
     """Everybody, oneself included, by rank."""
     cluster_id: str
     secret: bytes = field(repr=False)
@@ -56,7 +57,7 @@ def join(
     options: RpcBackendOptions,
     my_addresses: Sequence[str],
     host_token: str = "",
-    incarnation: str = "",
+    incarnation: int = 0,
 ) -> Membership:
     """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
 
@@ -65,7 +66,7 @@ def join(
     """
     check_worker_name(name)
     place = find_meeting_place(rank, world_size, options.init_method)
-    me = MemberRecord(name, place.rank, tuple(my_addresses), host_token, incarnation or new_incarnation())
+    me = Member(name, place.rank, incarnation or new_incarnation(secrets.randbits(62)), tuple(my_addresses), host_token)
     meeting = StaticRendezvous(place, me, options)
 
     def meet(cancelled: threading.Event) -> Agreement:

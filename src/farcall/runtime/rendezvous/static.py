@@ -26,11 +26,11 @@ from typing import NamedTuple, NoReturn
 
 from farcall.errors import BadRank, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import wishes_of
 from farcall.runtime.rendezvous.records import (
     Abandoned,
     Formed,
-    MemberRecord,
     Slot,
     as_text,
     check_agreement,
@@ -56,7 +56,7 @@ _ABANDONED_FAREWELL_S = 0.5
 class Agreement(NamedTuple):
     """What a meeting comes to."""
 
-    members: list[MemberRecord]
+    members: list[Member]
     cluster_id: str
     secret: bytes
     generation: int
@@ -66,7 +66,7 @@ class Agreement(NamedTuple):
 class StaticRendezvous:
     """One member's way to an agreement, possibly over several stores and generations."""
 
-    def __init__(self, place: MeetingPlace, me: MemberRecord, options: RpcBackendOptions) -> None:
+    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions) -> None:
         self.place = place
         self.cancelled: threading.Event = threading.Event()
         self._me = me
@@ -207,7 +207,7 @@ class StaticRendezvous:
                 self._claim_rank()
                 return
             if isinstance(outcome, Formed) or self._open.add(beat_key, 0) != beat:
-                other = read_slot(holder).record
+                other = read_slot(holder).member
                 raise BadRank(
                     f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
                     f"({self._me.name!r}) cannot; give every process a rank of its own"
@@ -257,7 +257,7 @@ class StaticRendezvous:
         if holder is None:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
-            other = read_slot(holder).record.name
+            other = read_slot(holder).member.name
             raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
 
     def _propose(self) -> None:
@@ -310,7 +310,7 @@ class StaticRendezvous:
     def _conclude(self, formed: Formed) -> Agreement:
         slots = formed.slots
         if self._slot not in slots:
-            others = ", ".join(slot.record.name for slot in slots)
+            others = ", ".join(slot.member.name for slot in slots)
             raise BadRank(
                 f"a group of {len(slots)} formed without this process ({others}): it asked for rank "
                 f"{self._me.rank} of {self.place.world_size}; world_size must be the same everywhere, "
@@ -320,7 +320,7 @@ class StaticRendezvous:
             self._clear_up(len(slots))
         check_agreement(slots)
         secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
-        return Agreement([slot.record for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
+        return Agreement([slot.member for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
         """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
@@ -362,7 +362,7 @@ class StaticRendezvous:
             if data is None:
                 absent.append(rank)
             else:
-                self._names[rank] = read_slot(data).record.name
+                self._names[rank] = read_slot(data).member.name
         return absent
 
     def _raise_for_absence(self, mine: Abandoned) -> NoReturn:

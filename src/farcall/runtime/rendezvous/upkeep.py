@@ -11,8 +11,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.contacts import Contacts
-from farcall.runtime.rendezvous.records import MemberRecord
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -26,7 +26,7 @@ class Upkeep:
     """What one member does for the list."""
 
     def __init__(
-        self, contacts: Contacts, members: Callable[[], Sequence[MemberRecord]], is_over: Callable[[str], bool]
+        self, contacts: Contacts, members: Callable[[], Sequence[Member]], is_over: Callable[[int], bool]
     ) -> None:
         self._contacts = contacts
         self._members = members

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 
+from farcall.protocol.member import Member
 from farcall.protocol.membership import (
     Admitted,
     Departed,
@@ -28,7 +29,6 @@ from farcall.protocol.membership import (
     MemberSuspected,
     Message,
     Received,
-    Record,
     Refused,
     Send,
     State,
@@ -54,7 +54,7 @@ from farcall.protocol.membership.messages import (
 
 T = TypeVar("T", bound=Effect)
 OPTIONS = MembershipOptions()
-RECORDS = [Record(life, f"worker{life}", life) for life in range(1, 7)]
+RECORDS = [Member(f"worker{incarnation}", incarnation, incarnation) for incarnation in range(1, 7)]
 
 
 class Bench:
@@ -94,9 +94,9 @@ class Bench:
         """Let time pass while everybody else talks."""
         for _ in range(round(seconds / 0.1)):
             self.advance(0.1)
-            for life in self.machine.table.others:
-                if life != silent:
-                    self.feed(Heard(life))
+            for incarnation in self.machine.table.others:
+                if incarnation != silent:
+                    self.feed(Heard(incarnation))
 
 
 def member(me: int = 1, size: int = 6, options: MembershipOptions = OPTIONS) -> Bench:
@@ -104,16 +104,16 @@ def member(me: int = 1, size: int = 6, options: MembershipOptions = OPTIONS) -> 
     return Bench(machine)
 
 
-def newcomer(record: Record) -> Bench:
+def newcomer(record: Member) -> Bench:
     return Bench(MembershipMachine(record, None, OPTIONS, random.Random(0), 0.0))
 
 
-def status(bench: Bench, life: int) -> Status:
-    return bench.machine.table.entries[life].status
+def status(bench: Bench, incarnation: int) -> Status:
+    return bench.machine.table.entries[incarnation].status
 
 
-def suspect(life: int, version: int = 0) -> Gossip:
-    return Gossip((Update(life, Status.SUSPECTED, version, RECORDS[life - 1]),))
+def suspect(incarnation: int, version: int = 0) -> Gossip:
+    return Gossip((Update(incarnation, Status.SUSPECTED, version, RECORDS[incarnation - 1]),))
 
 
 # --- probing -------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_the_quiet_one_is_probed_then_asked_about_then_suspected_then_dead() -> 
     assert status(bench, 3) is Status.SUSPECTED
     bench.hear_all_but(3, 2.0)
     (death,) = bench.take(MemberDied)
-    assert death.record == RECORDS[2]
+    assert death.member == RECORDS[2]
     assert "did not answer" in death.why
 
 
@@ -179,7 +179,7 @@ def test_a_link_that_is_given_up_is_a_verdict() -> None:
     bench = member()
     bench.feed(LinkGivenUp(3, "for the test"))
     assert status(bench, 3) is Status.DEAD
-    assert [effect.record.life for effect in bench.effects if isinstance(effect, MemberDied)] == [3]
+    assert [effect.member.incarnation for effect in bench.effects if isinstance(effect, MemberDied)] == [3]
     told = [effect for effect in bench.effects if isinstance(effect, Send) and isinstance(effect.message, Obituary)]
     assert [effect.to for effect in told] == [3]
     bench.effects = []
@@ -239,7 +239,7 @@ def test_a_verdict_spoken_alone_is_kept_to_oneself() -> None:
     """Who is deaf hears nobody either, and the others would believe it."""
     bench = member(size=3)
     bench.advance(400)
-    died = {effect.record.life for effect in bench.effects if isinstance(effect, MemberDied)}
+    died = {effect.member.incarnation for effect in bench.effects if isinstance(effect, MemberDied)}
     assert died == {2, 3}
     assert [send for send in bench.take(Send) if isinstance(send.message, Obituary | Gossip)] == []
     bench.receive(2, Ping(()))
@@ -307,7 +307,7 @@ def test_a_suspected_member_is_told_in_every_message_to_it() -> None:
     bench.receive(3, Ping(()))
     (ack,) = bench.sent(Ack)
     assert isinstance(ack.message, Ack)
-    assert [(update.life, update.status) for update in ack.message.updates] == [(3, Status.SUSPECTED)]
+    assert [(update.incarnation, update.status) for update in ack.message.updates] == [(3, Status.SUSPECTED)]
 
 
 def test_news_is_told_and_passed_on() -> None:
@@ -335,7 +335,7 @@ def test_the_dead_are_told_and_not_believed() -> None:
 
 def test_strangers_are_answered_and_not_believed() -> None:
     bench = member()
-    bench.receive(99, Ping((Update(4, Status.DEAD, 0), Update(99, Status.ALIVE, 0, Record(99, "x", 99)))))
+    bench.receive(99, Ping((Update(4, Status.DEAD, 0), Update(99, Status.ALIVE, 0, Member("x", 99, 99)))))
     assert bench.sent(Ack, to=99)
     assert status(bench, 4) is Status.ALIVE
     assert bench.machine.table.size == 6
@@ -343,10 +343,10 @@ def test_strangers_are_answered_and_not_believed() -> None:
 
 def test_a_newcomer_whose_sponsor_is_gone_introduces_itself() -> None:
     """Found by a property test: the sponsor left before it had told anybody."""
-    record = Record(7, "worker7", 7, admission=3)
+    record = Member("worker7", 7, 7, admission=3)
     joiner = newcomer(record)
     joiner.feed(LocalJoin(2))
-    joiner.receive(2, JoinAnswer(tuple(Update(one.life, Status.ALIVE, 0, one) for one in RECORDS)))
+    joiner.receive(2, JoinAnswer(tuple(Update(one.incarnation, Status.ALIVE, 0, one) for one in RECORDS)))
     bench = member()
     bench.receive(7, Ping(()))
     question = [effect.message for effect in bench.effects if isinstance(effect, Send)]
@@ -372,8 +372,10 @@ def test_who_is_dead_to_a_member_is_expelled() -> None:
 
 def split(me: int, others_dead: list[int]) -> Bench:
     bench = member(me)
-    friend = next(life for life in range(1, 7) if life != me and life not in others_dead)
-    bench.receive(friend, Gossip(tuple(Update(life, Status.DEAD, 0, None, "silent") for life in others_dead)))
+    friend = next(incarnation for incarnation in range(1, 7) if incarnation != me and incarnation not in others_dead)
+    bench.receive(
+        friend, Gossip(tuple(Update(incarnation, Status.DEAD, 0, None, "silent") for incarnation in others_dead))
+    )
     bench.effects = []
     return bench
 
@@ -422,7 +424,7 @@ def test_a_hint_is_followed_by_asking_the_one_it_names() -> None:
 
 def test_joining_through_one_that_is_not_the_arbiter() -> None:
     arbiter, sponsor = member(1), member(4)
-    record = Record(7, "worker7", 7)
+    record = Member("worker7", 7, 7)
     joiner = newcomer(record)
     joiner.feed(LocalJoin(4))
     (request,) = joiner.sent(Join, to=4)
@@ -436,7 +438,7 @@ def test_joining_through_one_that_is_not_the_arbiter() -> None:
     joiner.receive(4, offer.message)
     (confirmation,) = joiner.sent(Join, to=4)
     sponsor.receive(7, confirmation.message)
-    assert [effect.record.admission for effect in sponsor.effects if isinstance(effect, MemberJoined)] == [1]
+    assert [effect.member.admission for effect in sponsor.effects if isinstance(effect, MemberJoined)] == [1]
     (answer,) = sponsor.sent(JoinAnswer, to=7)
     joiner.receive(4, answer.message)
     (admitted,) = joiner.take(Admitted)
@@ -444,14 +446,14 @@ def test_joining_through_one_that_is_not_the_arbiter() -> None:
     assert joiner.machine.table.digest() == sponsor.machine.table.digest()
 
 
-def join_at(arbiter: Bench, record: Record) -> list[Send]:
+def join_at(arbiter: Bench, record: Member) -> list[Send]:
     arbiter.effects = []
-    arbiter.receive(record.life, Join(record))
-    return [effect for effect in arbiter.effects if isinstance(effect, Send) and effect.to == record.life]
+    arbiter.receive(record.incarnation, Join(record))
+    return [effect for effect in arbiter.effects if isinstance(effect, Send) and effect.to == record.incarnation]
 
 
 def test_a_newcomer_asks_until_it_is_answered() -> None:
-    joiner = newcomer(Record(7, "worker7", 7))
+    joiner = newcomer(Member("worker7", 7, 7))
     joiner.feed(LocalJoin(4))
     joiner.advance(2.1)
     assert [send.to for send in joiner.sent(Join)] == [4] * 5
@@ -462,7 +464,7 @@ def test_a_newcomer_asks_until_it_is_answered() -> None:
 
 @pytest.mark.parametrize(("name", "rank", "word"), [("worker3", 7, "name 'worker3'"), ("worker7", 3, "rank 3")])
 def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(name: str, rank: int, word: str) -> None:
-    arbiter, record = member(1), Record(7, name, rank)
+    arbiter, record = member(1), Member(name, rank, 7)
     arbiter.now = 1.0
     assert join_at(arbiter, record) == []
     assert [
@@ -481,23 +483,23 @@ def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(name: s
 
 
 def test_the_name_of_one_that_died_is_free_when_its_death_is_known() -> None:
-    arbiter, record = member(1), Record(7, "worker3", 3)
+    arbiter, record = member(1), Member("worker3", 3, 7)
     assert join_at(arbiter, record) == []
     arbiter.receive(2, Gossip((Update(3, Status.DEAD, 0),)))
     (offer,) = join_at(arbiter, record)
     assert isinstance(offer.message, Decision)
-    assert (offer.message.why_not, offer.message.record.admission) == ("", 1)
+    assert (offer.message.why_not, offer.message.member.admission) == ("", 1)
 
 
 def test_the_arbiter_does_not_give_away_its_own_name() -> None:
-    (refusal,) = join_at(member(1), Record(7, "worker1", 7))
+    (refusal,) = join_at(member(1), Member("worker1", 7, 7))
     assert isinstance(refusal.message, Decision)
     assert "worker1" in refusal.message.why_not
 
 
 def test_what_is_offered_to_one_is_not_offered_to_another_until_it_is_forgone() -> None:
     arbiter = member(1)
-    first, second = Record(7, "same", 7), Record(8, "same", 8)
+    first, second = Member("same", 7, 7), Member("same", 8, 8)
     assert len(join_at(arbiter, first)) == 1
     assert join_at(arbiter, second) == []
     arbiter.now = 10.0
@@ -506,23 +508,23 @@ def test_what_is_offered_to_one_is_not_offered_to_another_until_it_is_forgone() 
 
 def test_a_late_confirmation_does_not_drive_out_who_came_since() -> None:
     sponsor = member(2)
-    sponsor.receive(3, Gossip((Update(8, Status.ALIVE, 0, Record(8, "same", 8, admission=2)),)))
-    (refusal,) = join_at(sponsor, Record(7, "same", 7, admission=1))
+    sponsor.receive(3, Gossip((Update(8, Status.ALIVE, 0, Member("same", 8, 8, admission=2)),)))
+    (refusal,) = join_at(sponsor, Member("same", 7, 7, admission=1))
     assert isinstance(refusal.message, Decision)
     assert "is taken" in refusal.message.why_not
     assert sponsor.machine.table.member(8) is not None
 
 
 def test_of_two_with_one_name_the_later_admission_stays_whichever_is_heard_of_first() -> None:
-    earlier, later = Record(9, "same", 8, admission=1), Record(8, "same", 9, admission=2)
+    earlier, later = Member("same", 8, 9, admission=1), Member("same", 9, 8, admission=2)
     for order in ((earlier, later), (later, earlier)):
         bench = member()
         for record in order:
-            bench.receive(2, Gossip((Update(record.life, Status.ALIVE, 0, record),)))
+            bench.receive(2, Gossip((Update(record.incarnation, Status.ALIVE, 0, record),)))
         assert bench.machine.table.member(8) is not None
         assert bench.machine.table.member(9) is None
     holder = member()
-    holder.receive(2, Gossip((Update(9, Status.ALIVE, 0, Record(9, "worker1", 9, admission=1)),)))
+    holder.receive(2, Gossip((Update(9, Status.ALIVE, 0, Member("worker1", 9, 9, admission=1)),)))
     assert "given to another" in holder.take(Expelled)[0].why
 
 

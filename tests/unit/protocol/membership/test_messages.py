@@ -7,7 +7,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from farcall.protocol.membership import Message, Record, Status, Update
+from farcall.protocol.member import Member
+from farcall.protocol.membership import Message, Status, Update
 from farcall.protocol.membership.messages import (
     BUCKETS,
     MAX_UPDATES,
@@ -30,8 +31,11 @@ from farcall.protocol.membership.messages import (
     precedence,
 )
 
-RECORD = Record(2**63 - 1, "worker7", 7, ("unix:/tmp/a", "tcp:host:1"), "token", 3)
-UPDATES = (Update(RECORD.life, Status.SUSPECTED, 4, RECORD), Update(9, Status.DEAD, 0, None, "it did not answer"))
+RECORD = Member("worker7", 7, 2**63 - 1, ("unix:/tmp/a", "tcp:host:1"), "token", 3)
+UPDATES = (
+    Update(RECORD.incarnation, Status.SUSPECTED, 4, RECORD),
+    Update(9, Status.DEAD, 0, None, "it did not answer"),
+)
 EXAMPLES = [
     Ping(UPDATES),
     Ack(()),
@@ -64,12 +68,12 @@ def test_a_message_comes_back_as_it_was(message: Message) -> None:
 
 def test_the_largest_piggyback_is_small() -> None:
     """With names and addresses as they usually are, and with the longest that are allowed."""
-    usual = Record(
-        2**62, "parameter-server-12", 1012, ("unix:/tmp/farcall-1000-abcdef", "tcp:10.0.0.12:40123"), "a" * 32
+    usual = Member(
+        "parameter-server-12", 1012, 2**62, ("unix:/tmp/farcall-1000-abcdef", "tcp:10.0.0.12:40123"), "a" * 32
     )
-    message = Gossip(tuple(Update(usual.life, Status.ALIVE, 1, usual) for _ in range(MAX_UPDATES)))
+    message = Gossip(tuple(Update(usual.incarnation, Status.ALIVE, 1, usual) for _ in range(MAX_UPDATES)))
     assert len(msgspec.msgpack.encode(message)) < 6 * 1024
-    ends = Gossip(tuple(Update(usual.life, Status.DEAD, 1) for _ in range(MAX_UPDATES)))
+    ends = Gossip(tuple(Update(usual.incarnation, Status.DEAD, 1) for _ in range(MAX_UPDATES)))
     assert len(msgspec.msgpack.encode(ends)) < 512
 
 

@@ -1,29 +1,33 @@
-"""One node's part in the agreement to shut down: events in, effects out. The tables are in the package's docstring.
+"""Agreement to shut down: when all work everywhere is done, and until then, who is late and why.
 
-Owns what this node knows as one who reports, and as coordinator. No clock, socket or thread; not thread-safe.
+Each node runs one machine, events in, effects out. It reports to a coordinator: the smallest rank it still has a link
+to. The coordinator releases everybody after two looks at the cluster in a row have shown every member shutting down,
+idle, and with the same activity counter. A caller stays busy until its answer came, so at a moment between the two
+looks nobody was busy and no call was under way; and nothing can start from nothing. What each state makes of each event
+is `ACTIONS`, at the end of this file.
+
+*Ready* is: shutting down, idle, and aware of every death the coordinator knows of. The last matters because a link's
+end comes after all that the dead node sent over it: a member that knows of the death has seen its last requests. Two
+that merely lost their link to each other must not block the rest, so whoever is reported to coordinates, even with a
+smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
+have not noticed after a long grace is held to be only a lost link. Messages may come twice or out of order.
+
+The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and reads the
+counter under the same lock: a stale "idle" is the one thing that could release a busy cluster. A call its caller gave
+up on should count as in flight until its answer or its link's end: its request may still be on the way, where only the
+caller knows of it.
+
+No clock, socket or thread in here; not thread-safe. Longer than other files: events, effects and the machine are one
+thing to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
-from farcall.protocol.departure.events import (
-    DepartureMessage,
-    Effect,
-    Event,
-    Finished,
-    Late,
-    LocalBusy,
-    LocalEntered,
-    LocalIdle,
-    LogWaiting,
-    PeerGone,
-    Received,
-    Send,
-    TimedOut,
-)
 from farcall.protocol.messages import (
     DepartureAcknowledged,
     DepartureProbe,
@@ -32,13 +36,117 @@ from farcall.protocol.messages import (
     DepartureStatus,
 )
 
-__all__ = ["Departure", "DepartureState"]
+__all__ = [
+    "ACKNOWLEDGE_GRACE_S",
+    "ACTIONS",
+    "LOST_LINK_GRACE_S",
+    "MAX_LATE_NAMED",
+    "NOT_CALLED",
+    "STATUS_INTERVAL_S",
+    "Departure",
+    "DepartureMessage",
+    "DepartureState",
+    "Effect",
+    "Event",
+    "Finished",
+    "Late",
+    "LocalBusy",
+    "LocalEntered",
+    "LocalIdle",
+    "LogWaiting",
+    "PeerGone",
+    "Received",
+    "Send",
+    "TimedOut",
+]
 
 STATUS_INTERVAL_S: Final = 5.0
 NOT_CALLED: Final = "has not called shutdown"
 ACKNOWLEDGE_GRACE_S: Final = 5.0  # the work is done by then: a hung member must not hold up the coordinator
 LOST_LINK_GRACE_S: Final = 30.0  # far longer than it takes a kernel to tell all peers of a process's end
 MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
+
+DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEntered:
+    """The user called shutdown here; a ``timeout_s`` of 0 means no bound."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalIdle:
+    """No call is being waited for or served here; ``activity`` counts all that ever were."""
+
+    activity: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBusy:
+    """``calls_in_flight`` calls are being waited for or served here."""
+
+    calls_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The link to ``rank`` has ended and everything it brought has been handled: dead or left."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A departure message came from ``rank``."""
+
+    rank: int
+    message: DepartureMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to ``rank``; if its link has ended, do nothing."""
+
+    rank: int
+    message: DepartureMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """This node may close its links, once what it was told to send is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A member that is waited for, and why."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class LogWaiting:
+    """Still waiting: tell the user for whom (and for how many more)."""
+
+    late: tuple[Late, ...]
+    unnamed_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The bound given to shutdown has passed; this node gives up on the others."""
+
+    late: tuple[Late, ...]
+    unnamed_count: int
+
+
+Event = LocalEntered | LocalIdle | LocalBusy | PeerGone | Received
+Effect = Send | Finished | LogWaiting | TimedOut
 
 
 class DepartureState(Enum):
@@ -97,19 +205,14 @@ class Departure:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what to do about it."""
         self._now = now
-        match event:
-            case LocalIdle(activity):
-                self._calls_in_flight, self._activity = 0, activity
-                self._settle()
-            case LocalBusy(calls_in_flight):
-                self._calls_in_flight = max(1, calls_in_flight)
-                self._settle()
-            case LocalEntered(timeout_s):
-                self._on_entered(timeout_s)
-            case PeerGone(rank):
-                self._on_peer_gone(rank)
-            case Received(rank, message) if rank in self._peers:
-                self._on_message(rank, message)
+        if not isinstance(event, Received):
+            action = ACTIONS[self._state].get(type(event))
+        elif event.rank in self._peers:
+            action = ACTIONS[self._state].get(type(event.message))
+        else:
+            action = None
+        if action is not None:
+            action(self, event)
         effects, self._effects = self._effects, []
         return effects
 
@@ -134,17 +237,26 @@ class Departure:
 
     # --- events ----------------------------------------------------------------------------------------
 
-    def _on_entered(self, timeout_s: float) -> None:
-        if self._state is not DepartureState.WORKING:
-            return
+    def _on_local(self, event: LocalIdle | LocalBusy) -> None:
+        """This node became idle or busy."""
+        if isinstance(event, LocalIdle):
+            self._calls_in_flight, self._activity = 0, event.activity
+        else:
+            self._calls_in_flight = max(1, event.calls_in_flight)
+        self._settle()
+
+    def _on_entered(self, event: LocalEntered) -> None:
+        """Shut down: report to the coordinator."""
         self._state = DepartureState.WAITING
-        self._deadline = self._now + timeout_s if timeout_s > 0 else None
+        self._deadline = self._now + event.timeout_s if event.timeout_s > 0 else None
         # The first question early enough that a short timeout can name the late ones, too.
-        self._next_tick = self._now + min(STATUS_INTERVAL_S, timeout_s / 2 or STATUS_INTERVAL_S)
+        self._next_tick = self._now + min(STATUS_INTERVAL_S, event.timeout_s / 2 or STATUS_INTERVAL_S)
         self._report_to(self.coordinator)
         self._settle()
 
-    def _on_peer_gone(self, rank: int) -> None:
+    def _on_peer_gone(self, event: PeerGone) -> None:
+        """Report to the coordinator, which may be a new one."""
+        rank = event.rank
         if rank not in self._peers:
             return
         self._peers.discard(rank)
@@ -157,32 +269,16 @@ class Departure:
             self._report_to(self.coordinator)
         self._settle()
 
-    def _on_message(self, rank: int, message: DepartureMessage) -> None:
-        if self._state is DepartureState.TIMED_OUT:
-            return
-        released = self._state in (DepartureState.RELEASING, DepartureState.FINISHED)
-        match message:
-            case DepartureProbe() | DepartureReport() if released:
-                # It has not heard yet, perhaps because the coordinator that released us died meanwhile.
-                self._effects.append(Send(rank, DepartureReleased()))
-            case DepartureProbe(round=number):
-                self._rounds_seen[rank] = max(number, self._rounds_seen.get(rank, 0))
-                self._report_to(rank)
-            case DepartureReport():
-                self._on_report(rank, message)
-            case DepartureStatus():
-                if self._question_open and rank == self.coordinator:
-                    self._status, self._question_open = message, False
-                    self._effects.append(LogWaiting(*self._who_is_late_as_known()))
-            case DepartureReleased() if self._state is not DepartureState.WORKING:
-                self._effects.append(Send(rank, DepartureAcknowledged()))
-                if self._state is DepartureState.WAITING:
-                    self._finish()
-            case DepartureAcknowledged():
-                self._unacknowledged.discard(rank)
-                self._settle()
+    def _on_probe(self, event: Received) -> None:
+        """Report to the one that asks."""
+        number: int = event.message.round  # type: ignore[union-attr]
+        self._rounds_seen[event.rank] = max(number, self._rounds_seen.get(event.rank, 0))
+        self._report_to(event.rank)
 
-    def _on_report(self, rank: int, report: DepartureReport) -> None:
+    def _on_report(self, event: Received) -> None:
+        """Note it, answer its question, and take the next step if one is due."""
+        rank, report = event.rank, event.message
+        assert isinstance(report, DepartureReport)
         known = self._reports.get(rank)
         if known is None or report.sequence > known.sequence:
             self._reports[rank] = report
@@ -195,6 +291,31 @@ class Departure:
             self._effects.append(Send(rank, self._named_status()))
         self._settle()
 
+    def _on_status(self, event: Received) -> None:
+        """Tell the user what the coordinator says."""
+        if self._question_open and event.rank == self.coordinator:
+            assert isinstance(event.message, DepartureStatus)
+            self._status, self._question_open = event.message, False
+            self._effects.append(LogWaiting(*self._who_is_late_as_known()))
+
+    def _on_released(self, event: Received) -> None:
+        """Acknowledge it, and go."""
+        self._acknowledge(event)
+        self._finish()
+
+    def _acknowledge(self, event: Received) -> None:
+        """Acknowledge it."""
+        self._effects.append(Send(event.rank, DepartureAcknowledged()))
+
+    def _release_sender(self, event: Received) -> None:
+        """Release the sender: perhaps the coordinator that released us died before it told that one."""
+        self._effects.append(Send(event.rank, DepartureReleased()))
+
+    def _on_acknowledged(self, event: Received) -> None:
+        """Go, if that was the last one."""
+        self._unacknowledged.discard(event.rank)
+        self._settle()
+
     def _on_tick(self) -> None:
         self._next_tick = self._now + STATUS_INTERVAL_S
         self._settle()  # a grace may have passed
@@ -203,7 +324,7 @@ class Departure:
         if self.coordinator == self._my_rank:
             self._effects.append(LogWaiting(*self._who_is_late_as_known()))
             return
-        if self._question_open:  # since the last tick: the coordinator itself is stuck
+        if self._question_open:  # since the last question: the coordinator itself is stuck
             self._status = None
             self._effects.append(LogWaiting(*self._who_is_late_as_known()))
         self._question_open = True
@@ -329,3 +450,41 @@ def _still_busy(calls_in_flight: int) -> str:
     if calls_in_flight == 1:
         return "still has 1 call in flight"
     return f"still has {calls_in_flight} calls in flight"
+
+
+_ANYWHERE: Final[dict[type, Callable[[Departure, Any], None]]] = {
+    LocalIdle: Departure._on_local,
+    LocalBusy: Departure._on_local,
+    PeerGone: Departure._on_peer_gone,
+}
+ACTIONS: Final[dict[DepartureState, dict[type, Callable[[Departure, Any], None]]]] = {
+    DepartureState.WORKING: _ANYWHERE
+    | {
+        LocalEntered: Departure._on_entered,  # -> waiting
+        DepartureProbe: Departure._on_probe,
+        DepartureReport: Departure._on_report,
+    },
+    # Also: -> releasing when two looks at ready members agree (_settle), -> timed out at the deadline.
+    DepartureState.WAITING: _ANYWHERE
+    | {
+        DepartureProbe: Departure._on_probe,
+        DepartureReport: Departure._on_report,
+        DepartureStatus: Departure._on_status,
+        DepartureReleased: Departure._on_released,  # -> finished
+    },
+    # -> finished when everybody has acknowledged or is gone (_settle), or a grace is over.
+    DepartureState.RELEASING: _ANYWHERE
+    | {
+        DepartureProbe: Departure._release_sender,
+        DepartureReport: Departure._release_sender,
+        DepartureReleased: Departure._acknowledge,
+        DepartureAcknowledged: Departure._on_acknowledged,
+    },
+    DepartureState.FINISHED: {
+        DepartureProbe: Departure._release_sender,
+        DepartureReport: Departure._release_sender,
+        DepartureReleased: Departure._acknowledge,
+    },
+    DepartureState.TIMED_OUT: {},
+}
+"""What each state makes of each event, and of each message in a `Received`; what is not here is ignored."""

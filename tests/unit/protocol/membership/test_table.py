@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.protocol.membership import Record, Status, Update
-from farcall.protocol.membership.members import Change, Table
+from farcall.protocol.member import Member
+from farcall.protocol.membership import Status, Update
+from farcall.protocol.membership.table import Change, Table
 
-ME = Record(1, "me", 0)
-OTHER = Record(2, "other", 1, ("tcp:host:1",), admission=4)
+ME = Member("me", 0, 1)
+OTHER = Member("other", 1, 2, ("tcp:host:1",), admission=4)
 
 
-def alive(version: int = 0, record: Record = OTHER) -> Update:
-    return Update(record.life, Status.ALIVE, version, record)
+def alive(version: int = 0, record: Member = OTHER) -> Update:
+    return Update(record.incarnation, Status.ALIVE, version, record)
 
 
 def suspected(version: int = 0) -> Update:
-    return Update(OTHER.life, Status.SUSPECTED, version, OTHER)
+    return Update(OTHER.incarnation, Status.SUSPECTED, version, OTHER)
 
 
 def ended(status: Status) -> Update:
-    return Update(OTHER.life, status, 0, None, "why")
+    return Update(OTHER.incarnation, status, 0, None, "why")
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_claims_about_one_life_in_order(table: Table) -> None:
 def test_the_end_of_a_stranger_is_remembered(table: Table) -> None:
     assert table.apply(ended(Status.DEAD), 1.0) is Change.NOTED
     assert table.apply(alive(7), 2.0) is Change.NOTHING
-    assert table.member(OTHER.life) is None
+    assert table.member(OTHER.incarnation) is None
 
 
 def test_a_claim_without_a_record_makes_no_member(table: Table) -> None:
@@ -59,47 +60,47 @@ def test_the_forgotten_stay_dead(table: Table) -> None:
     table.apply(alive(), 0.0)
     table.apply(ended(Status.DEAD), 10.0)
     table.forget(ended_before=10.0)
-    assert OTHER.life in table.entries
+    assert OTHER.incarnation in table.entries
     table.forget(ended_before=10.1)
-    assert OTHER.life not in table.entries
+    assert OTHER.incarnation not in table.entries
     assert table.apply(alive(9), 11.0) is Change.NOTHING
-    (correction,) = table.better_than([OTHER.life % 64], [alive(9)])
-    assert (correction.life, correction.status) == (OTHER.life, Status.DEAD)
+    (correction,) = table.better_than([OTHER.incarnation % 64], [alive(9)])
+    assert (correction.incarnation, correction.status) == (OTHER.incarnation, Status.DEAD)
 
 
 def test_rivals_are_members_with_the_name_or_the_rank(table: Table) -> None:
     table.apply(alive(), 0.0)
-    assert table.rivals(Record(3, "other", 7)) == [OTHER]
-    assert table.rivals(Record(3, "third", 1)) == [OTHER]
-    assert table.rivals(Record(3, "me", 1)) in ([ME, OTHER], [OTHER, ME])
-    assert table.rivals(Record(3, "third", 3)) == []
+    assert table.rivals(Member("other", 7, 3)) == [OTHER]
+    assert table.rivals(Member("third", 1, 3)) == [OTHER]
+    assert table.rivals(Member("me", 1, 3)) in ([ME, OTHER], [OTHER, ME])
+    assert table.rivals(Member("third", 3, 3)) == []
     assert table.rivals(OTHER) == []
     table.apply(ended(Status.LEFT), 1.0)
-    assert table.rivals(Record(3, "other", 1)) == []
+    assert table.rivals(Member("other", 1, 3)) == []
 
 
 def test_a_successor_keeps_the_name_when_its_predecessor_ends(table: Table) -> None:
-    successor = Record(3, "other", 1, admission=5)
+    successor = Member("other", 1, 3, admission=5)
     table.apply(alive(), 0.0)
     table.apply(alive(record=successor), 0.0)
     table.apply(ended(Status.DEAD), 1.0)
-    assert table.rivals(Record(9, "other", 1)) == [successor]
+    assert table.rivals(Member("other", 1, 9)) == [successor]
     assert table.highest_admission == 5
 
 
 def test_members_are_taken_out_from_anywhere(table: Table) -> None:
-    lives = list(range(2, 12))
-    for life in lives:
-        table.apply(alive(record=Record(life, f"w{life}", life)), 0.0)
-    for life in (2, 11, 6, 3, 7):
-        table.apply(Update(life, Status.DEAD, 0), 1.0)
-        lives.remove(life)
-        assert sorted(table.others) == lives
-        assert [table.others[table.entries[one].place] for one in lives] == lives
+    incarnations = list(range(2, 12))
+    for incarnation in incarnations:
+        table.apply(alive(record=Member(f"w{incarnation}", incarnation, incarnation)), 0.0)
+    for incarnation in (2, 11, 6, 3, 7):
+        table.apply(Update(incarnation, Status.DEAD, 0), 1.0)
+        incarnations.remove(incarnation)
+        assert sorted(table.others) == incarnations
+        assert [table.others[table.entries[one].place] for one in incarnations] == incarnations
 
 
 def test_who_has_the_lowest_rank(table: Table) -> None:
-    table = Table(Record(1, "me", 5), 0.0)
+    table = Table(Member("me", 5, 1), 0.0)
     table.apply(suspected(), 0.0)
     assert table.lowest_rank() == OTHER
     assert table.lowest_rank(trusted_only=True).name == "me"
@@ -108,6 +109,6 @@ def test_who_has_the_lowest_rank(table: Table) -> None:
 def test_equal_tables_have_equal_digests_whatever_the_dead(table: Table) -> None:
     other = Table(ME, 0.0)
     table.apply(alive(), 0.0)
-    assert table.differing(other.digest()) == (OTHER.life % 64,)
+    assert table.differing(other.digest()) == (OTHER.incarnation % 64,)
     table.apply(ended(Status.DEAD), 0.0)
     assert table.differing(other.digest()) == ()

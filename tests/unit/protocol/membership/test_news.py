@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from farcall.protocol.membership import Status, Update
-from farcall.protocol.membership.gossip import GossipQueue, sends_needed
 from farcall.protocol.membership.messages import MAX_UPDATES
+from farcall.protocol.membership.news import GossipQueue, sends_needed
 
 
-def dead(life: int, why: str = "") -> Update:
-    return Update(life, Status.DEAD, 0, None, why)
+def dead(incarnation: int, why: str = "") -> Update:
+    return Update(incarnation, Status.DEAD, 0, None, why)
 
 
 def test_an_update_is_passed_on_so_often_and_then_no_more() -> None:
@@ -38,21 +38,21 @@ def test_a_later_update_replaces_an_earlier_one_and_starts_anew() -> None:
 
 def test_many_updates_take_turns_and_new_ones_go_first() -> None:
     queue = GossipQueue()
-    for life in range(100):
-        queue.add(dead(life), 5)
+    for incarnation in range(100):
+        queue.add(dead(incarnation), 5)
     sent: Counter[int] = Counter()
     for _ in range(8):
         taken = queue.take()
         assert len(taken) == MAX_UPDATES
-        sent.update(update.life for update in taken)
-    assert max(sent.values()) - min(sent[life] for life in range(100)) <= 1
+        sent.update(update.incarnation for update in taken)
+    assert max(sent.values()) - min(sent[incarnation] for incarnation in range(100)) <= 1
     queue.add(dead(1000), 5)
     taken = queue.take()
-    assert taken[0].life == 1000
-    sent.update(update.life for update in taken)
+    assert taken[0].incarnation == 1000
+    sent.update(update.incarnation for update in taken)
     while queue:
-        sent.update(update.life for update in queue.take())
-    assert {sent[life] for life in range(100)} == {5}
+        sent.update(update.incarnation for update in queue.take())
+    assert {sent[incarnation] for incarnation in range(100)} == {5}
 
 
 def test_the_number_of_sends_grows_with_the_logarithm() -> None:

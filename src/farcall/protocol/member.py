@@ -1,0 +1,50 @@
+"""`Member`: what every member knows of another one, in the store, in the membership protocol and in the handshake.
+
+A member is named by its *incarnation*: one number per start of one node, never used again by anybody. A name or a rank
+may be another member's tomorrow; nothing said of one incarnation ever applies to another. The number is an int
+everywhere; `incarnation_text` is its form for people and for public values.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from farcall.ids import MAX_NAME_CHARACTERS
+
+__all__ = ["MAX_ADDRESSES", "Incarnation", "Member", "incarnation_text", "new_incarnation"]
+
+MAX_ADDRESSES: Final = 16
+
+Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A member of a cluster, as all others know it.
+
+    ``addresses`` are as transports write them, the preferred one first. ``admission`` numbers the admissions to a group
+    without a fixed size, 0 for founders and in groups of fixed size. A name or a rank is given away again only when its
+    holder is dead or has left, so of two incarnations that share one, the later admission is the true holder.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    incarnation: Incarnation
+    addresses: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
+    host_token: _Text = ""
+    admission: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+
+
+def new_incarnation(random_bits: int) -> int:
+    """The incarnation made of 62 random bits.
+
+    Never small: where members come and go, references are counted by incarnations, and where they do not, by ranks.
+    """
+    return random_bits & (1 << 62) - 1 | 1 << 62
+
+
+def incarnation_text(incarnation: int) -> str:
+    """The incarnation as people and programs see it."""
+    return f"{incarnation:016x}"

@@ -1,0 +1,101 @@
+"""The timers of one I/O thread: a heap of times, and what is called when they come.
+
+Each part of a node that has deadlines makes one timer and names the nearest of them. Only what is due is called. Knows
+no clock: the loop says what time it is, and so do tests.
+
+Thread rules
+- ``Timer.at`` may be called from any thread, by destructors and signal handlers too: it takes no lock. It costs a
+  comparison where the time is no nearer than the one named before, and wakes the loop only if no timer is due earlier.
+- The heap belongs to the I/O thread. Other threads hand their times over in a deque, whose ends are atomic.
+- A part changes its own state first and calls ``at`` afterwards. The I/O thread forgets the time of a timer first and
+  calls it afterwards. So either ``at`` sees that the time is free again, or the callback sees the new state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+__all__ = ["NEVER", "Callback", "Timer", "Timers"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+NEVER = float("inf")
+
+Callback = Callable[[float], float]
+"""``callback(now)``, on the I/O thread, must not block. Returns when it is due again: NEVER, until ``at`` says more."""
+
+
+class Timer:
+    """A callback of the I/O thread, and when it is due."""
+
+    __slots__ = ("_callback", "_scheduled", "_timers", "due")
+
+    def __init__(self, timers: Timers, callback: Callback) -> None:
+        self._timers = timers
+        self._callback = callback
+        self._scheduled = NEVER  # the time in the heap that counts; of the I/O thread
+        self.due: float = NEVER
+        """The nearest time named since the last call. Where calls are many, compare with it before calling ``at``."""
+
+    def at(self, when: float) -> None:
+        """Have the callback called at ``when``, or earlier where an earlier time was named before."""
+        if when < self.due:
+            self.due = when
+            timers = self._timers
+            timers.named.append((when, self))
+            if when < timers.next_due:
+                timers.next_due = when
+                timers.wake()
+
+
+class Timers:
+    """All timers of one loop.
+
+    ``named`` and ``next_due`` change under the hands of other threads, in `Timer.at`; all else is the I/O thread's.
+    """
+
+    __slots__ = ("_heap", "_numbers", "named", "next_due", "wake")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """``wake`` ends the sleep of the I/O thread; from any thread."""
+        self.wake = wake
+        self.named: deque[tuple[float, Timer]] = deque()
+        """Times that are not in the heap yet: where there are any after a sleep, ``run_due`` is to be called."""
+        self.next_due: float = NEVER
+        """When to call ``run_due`` at the latest."""
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._numbers = count()  # of equal times, the one named first is first
+
+    def timer(self, callback: Callback) -> Timer:
+        """A timer that nobody has set yet. From any thread."""
+        return Timer(self, callback)
+
+    def run_due(self, now: float) -> None:
+        """Call the timer that is due first, if one is. Only one: sockets are looked at before the next."""
+        heap, named = self._heap, self.named
+        due: Timer | None = None
+        # Another thread appends to ``named``, then compares with ``next_due``; here ``next_due`` is written, then
+        # ``named`` looked at. One of the two sees the other. (Where a timer is due the loop looks when it is done.)
+        while due is None and (named or (heap and heap[0][0] <= now)):
+            while named:
+                when, timer = named.popleft()
+                if when < timer._scheduled:
+                    timer._scheduled = when  # which makes a later entry of the same timer a dead one
+                    heappush(heap, (when, next(self._numbers), timer))
+            if heap and heap[0][0] <= now:
+                when, _, timer = heappop(heap)
+                if when == timer._scheduled:
+                    due = timer
+                    timer._scheduled = timer.due = NEVER
+            while heap and heap[0][0] != heap[0][2]._scheduled:
+                heappop(heap)
+            self.next_due = heap[0][0] if heap else NEVER
+        if due is not None:
+            try:
+                due.at(due._callback(now))
+            except Exception:
+                logger.exception("a timer of the I/O thread failed; please report this")
