@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.kit.ports import let_ports_go
 
 # The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
 settings.register_profile(
@@ -105,9 +106,11 @@ def remains(before: set[str]) -> set[str]:
 def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     if not CHECKED_FOLDERS & set(request.node.path.parts):
         yield
+        let_ports_go()
         return
     before = remains(set())
     yield
+    let_ports_go()
     give_up_at = time.monotonic() + SETTLING_S
     while left := remains(before):
         if time.monotonic() > give_up_at:

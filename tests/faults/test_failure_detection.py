@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead

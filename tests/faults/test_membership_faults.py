@@ -8,7 +8,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Expelled, PeerDead

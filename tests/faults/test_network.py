@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.faults.namespaces import Hosts, address, enter, hosts
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.cli.team import Team

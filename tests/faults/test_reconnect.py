@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_borne_faults import use_everything
-from tests.faults.test_fork import in_a_fork
-from tests.faults.test_injection import team, together
-from tests.waiting import wait_until
+from tests.kit.forks import in_a_fork
+from tests.kit.ports import held_port
+from tests.kit.team import team, together
+from tests.kit.times import AT_ONCE_S
+from tests.kit.waiting import wait_until
+from tests.kit.workload import use_everything
 
 import farcall
 import farcall.autograd as dist_autograd
@@ -36,10 +38,9 @@ from farcall.errors import (
 from farcall.ids import WorkerInfo
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import current_node
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
+from farcall.testing.cluster import finish, run_cluster, start_cluster
 from farcall.testing.faults import Faults
 
-AT_ONCE_S = 2.0
 CUTS = 25
 TICKETED = 10_000  # floats: 40 KB, in a shared segment or, over TCP, within one small frame
 LARGE = 1 << 18  # floats: 1 MiB
@@ -55,7 +56,7 @@ may_end = threading.Event()
 @pytest.fixture(autouse=True, scope="module")
 def _first_store() -> None:
     """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)

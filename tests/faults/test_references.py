@@ -12,14 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.waiting import wait_until
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import ReferenceLost
 from farcall.testing.cluster import finish, start_cluster
-
-LONG_S = 30.0
-AT_ONCE_S = 2.0
 
 kept: dict[str, Any] = {}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
