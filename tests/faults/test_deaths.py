@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.kit.ports import held_port
-from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -73,7 +73,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_killed_peer_fails_its_calls_at_once(tmp_path: Path, transports: tuple[str, ...]) -> None:
-    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports)
+    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports, **PATIENT)
     outcome = finish(members, may_fail=[1])[0]
     assert [name for name, _, _ in outcome] == ["PeerDead"] * 4
     assert [delivery for _, delivery, _ in outcome] == [Delivery.UNKNOWN] * 2 + [Delivery.NOT_SENT] * 2

@@ -332,7 +332,9 @@ def test_a_delay_in_order_holds_what_follows():
 
 def test_reordered_requests_swap():
     faults = Faults()
-    with team(faults) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
+    # One thread runs calls as they come in; and no probe passes the held request before the second one does.
+    only = {"num_worker_threads": 1, "probe_interval_s": LONG_S}
+    with team(faults, **only) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
         first = nodes[0].rpc_async("w1", run, (1,))
         assert nodes[0].rpc_sync("w1", run, (2,)) == 2
         assert first.wait() == 1

@@ -19,7 +19,7 @@ import torch
 from tests.kit.forks import in_a_fork
 from tests.kit.ports import held_port
 from tests.kit.team import team, together
-from tests.kit.times import AT_ONCE_S
+from tests.kit.times import AT_ONCE_S, PATIENT
 from tests.kit.waiting import wait_until
 from tests.kit.workload import use_everything
 
@@ -482,9 +482,11 @@ def touch_and_sleep(path: str) -> None:
 @pytest.mark.parametrize("transport", KEPT)
 def test_a_member_killed_while_there_is_no_connection_is_noticed(tmp_path: Path, transport: str) -> None:
     faults = Faults()
-    members = start_cluster(3, die_while_down, str(tmp_path / "runs"), faults, faults=faults, transports=(transport,))
+    members = start_cluster(
+        3, die_while_down, str(tmp_path / "runs"), faults, faults=faults, transports=(transport,), **PATIENT
+    )
     took_s = finish(members, may_fail=[1])[0]
-    assert took_s < 2 * AT_ONCE_S  # the pause between two attempts is a second at most
+    assert took_s < AT_ONCE_S  # the pause between two attempts is a second at most
 
 
 def be_replaced(rank: int, faults: Faults) -> str | None:
@@ -568,14 +570,14 @@ def test_a_frozen_member_whose_connection_is_cut_goes_on_when_it_thaws(transport
 @pytest.mark.parametrize("transport", KEPT)
 def test_shutdown_waits_for_nobody_while_there_is_no_connection(transport: str) -> None:
     faults = Faults()
-    with team(faults, transports=(transport,)) as nodes:
+    with team(faults, transports=(transport,), **PATIENT) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(30.0)
         faults.cut(count=None).wait_hits(2)
         may_end.set()
         began = time.monotonic()
         leave(nodes)
-        assert time.monotonic() - began < 2 * AT_ONCE_S
+        assert time.monotonic() - began < AT_ONCE_S
         with pytest.raises(RuntimeError, match=r"shut down|gone|left"):
             call.wait()
 
