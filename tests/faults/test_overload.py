@@ -330,14 +330,15 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
     with small_team("fail") as nodes:
         mine = nodes[0].remote("w0", run, ("mine",))
         kept: list[Any] = []
-        take = nodes[1].arrivals.take_forks
+        references = nodes[1].part(NodeReferences)
+        take = references.take_forks
         with full(nodes[1], nodes[0]):
-            nodes[1].arrivals.take_forks = lambda peer, message, notes: kept.append((peer, message))
+            references.take_forks = lambda peer, message, notes: kept.append((peer, message))
             future = nodes[0].rpc_async("w1", run, ("a", mine))
             wait_until(lambda: kept)
-            nodes[1].arrivals.take_forks = take
+            references.take_forks = take
         assert len(kept) == 1
-        nodes[1].call_soon(lambda: nodes[1].arrivals.redeliver(*kept.pop()))  # there is room by now
+        nodes[1].call_soon(lambda: nodes[1].dispatcher.redeliver(*kept.pop()))  # there is room by now
         with pytest.raises(Overloaded):
             future.wait()
         assert "a" not in ran

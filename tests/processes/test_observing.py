@@ -79,6 +79,13 @@ class Cluster:
         return Observer.find(options=RpcBackendOptions(runtime_directory=str(self.directory)))
 
 
+def stop(member: Member) -> None:
+    """Stop a process and wait until each of its threads is: on a busy machine one may run on for a moment."""
+    member.kill(signal.SIGSTOP)
+    tasks = Path(f"/proc/{member.pid}/task")
+    _wait_for(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in tasks.glob("*/stat")))
+
+
 # ---------------------------------------------------------------------- from inside
 
 
@@ -236,7 +243,7 @@ def test_an_observer_can_only_ask(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Path) -> None:
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
-        cluster.members[2].kill(signal.SIGSTOP)
+        stop(cluster.members[2])
         try:
             heard = observer.metrics(timeout_s=0.5)
         finally:
@@ -248,7 +255,7 @@ def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Pa
 
 def test_a_member_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     with Cluster(2, tmp_path) as cluster:
-        cluster.members[0].kill(signal.SIGSTOP)
+        stop(cluster.members[0])
         try:
             with cluster.observer() as observer:
                 assert observer.member == "w1"

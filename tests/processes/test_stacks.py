@@ -17,9 +17,10 @@ import pytest
 
 import farcall
 from farcall.errors import RpcTimeout
-from farcall.observe import explaining
+from farcall.observe import answering
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.observe.snapshot import WorkerSnapshot, find_troubles
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.troubles import find_troubles
 from farcall.options import RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls
@@ -201,7 +202,7 @@ def blocked(rank: int, done: str) -> None:
 def _be_patient() -> None:
     """A machine that is busy with other things must not make a test fail: wait for the callee's word."""
     calls.EXPLAIN_S = ANSWER_S
-    explaining.bound_s = lambda timeout_s: ANSWER_S
+    answering.explaining_s = lambda timeout_s: ANSWER_S
 
 
 def sleep_until_opened() -> None:

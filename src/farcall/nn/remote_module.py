@@ -18,9 +18,9 @@ from farcall.api import current_node
 from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.nn.remote_device import parse_remote_device
-from farcall.rpc import proxy
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
+from farcall.rpc.owner_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
@@ -102,14 +102,14 @@ class RemoteModule(nn.Module):
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return proxy.call_sync(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+            return call_method(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
         return self._call_owner(_run_forward, self.module_rref, device, args, kwargs, self._stays_on(device))
 
     def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return proxy.call_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+            return call_method_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
         request = (self.module_rref, device, args, kwargs, self._stays_on(device))
         return call_async(current_node(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
 

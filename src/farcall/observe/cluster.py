@@ -33,6 +33,7 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
 from farcall.observe.answering import Answering
+from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.observer import Observer
 from farcall.observe.profile import PROFILER, THREAD, Collector
@@ -254,11 +255,11 @@ class profile:
         node: Node | None = None,
     ) -> None:
         self._options = (
-            capture.SHAPES * record_shapes
-            | capture.MEMORY * profile_memory
-            | capture.STACKS * with_stack
-            | capture.FLOPS * with_flops
-            | capture.DEVICE * use_device
+            Detail.SHAPES * record_shapes
+            | Detail.MEMORY * profile_memory
+            | Detail.STACKS * with_stack
+            | Detail.FLOPS * with_flops
+            | Detail.DEVICE * use_device
         )
         self._node = node
         self._harvest: Harvest | None = None

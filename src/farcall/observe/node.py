@@ -17,9 +17,8 @@ from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observer import Observer
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
 from farcall.observe.prometheus import MetricsServer
-from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
-from farcall.observe.threads import take_snapshot
 from farcall.protocol.hello import observer_key
 from farcall.rpc import node
 from farcall.runtime.calls.pending import CallTable

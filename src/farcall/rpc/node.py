@@ -52,10 +52,10 @@ class Node(node.Node):
         if not self.running:
             super().shutdown(graceful, timeout_s)  # one that was expelled is ending by itself: wait for that
             return
-        parting = self.part(NodeReferences).parting
-        parting.checks_leaks = self.checks_leaks and graceful
+        references = self.part(NodeReferences).shutdown
+        references.checks_leaks = self.checks_leaks and graceful
         super().shutdown(graceful, timeout_s)
-        parting.raise_leaks()
+        references.raise_leaks()
 
     def rpc_sync(
         self,

@@ -30,8 +30,8 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request, send
-from farcall.rpc.creation import Creation
 from farcall.rpc.future import Future
+from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall

@@ -17,8 +17,7 @@ from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
 from farcall.rpc.future import call_async as issue
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.owner_calls import wait_for_value
+from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.rref import RRef
 from farcall.runtime.io.reader import stop_reading
 from farcall.serialize import RECORDING

@@ -12,11 +12,17 @@ import pytest
 import torch
 
 from farcall.ids import WorkerInfo
-from farcall.observe import explaining
-from farcall.observe.answering import CALL, SILENT_S, Answering
-from farcall.observe.explaining import CallState
-from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
-from farcall.observe.threads import outgoing_call
+from farcall.observe.answering import CALL_STATE, SILENT_S, Answering, CallState, explaining_s, explanation
+from farcall.observe.snapshot import (
+    LATER,
+    QUEUED,
+    RUNNING,
+    OutgoingCall,
+    PoolView,
+    ServedCall,
+    StackLine,
+    outgoing_call,
+)
 from farcall.protocol.observing import Ask, Told
 from farcall.runtime.io.timers import Timers
 from farcall.runtime.peers.peer import RemotePeer
@@ -91,7 +97,7 @@ def answering(node: Any) -> Answering:
 
 def ask(answering: Answering, peer: RemotePeer) -> list[bytes]:
     heard: list[bytes] = []
-    answering.ask(peer, CALL, b"", 0.3, heard.append)
+    answering.ask(peer, CALL_STATE, b"", 0.3, heard.append)
     return heard
 
 
@@ -99,7 +105,7 @@ def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
     peer = FakePeer()
     heard = ask(answering, peer)
     (question,) = peer.sent
-    assert (question.subject, question.everyone) == (CALL, False)
+    assert (question.subject, question.everyone) == (CALL_STATE, False)
     assert node.counts[0]() == 1  # a graceful shutdown waits for it
     node.handlers[Told](peer, Told(question.number, "w1", b"so"))
     node.handlers[Told](peer, Told(question.number, "w1", b"twice"))
@@ -166,7 +172,7 @@ def test_a_subject_that_fails_says_nothing_and_is_logged(
 
 
 def said(served: ServedCall | None, **more: Any) -> str:
-    return explaining.say("w1", msgspec.msgpack.encode(CallState(served, POOL, **more)), 0.3)
+    return explanation("w1", msgspec.msgpack.encode(CallState(served, POOL, **more)), 0.3)
 
 
 def test_each_state_in_words() -> None:
@@ -179,10 +185,10 @@ def test_each_state_in_words() -> None:
     )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
-    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
+    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=StackLine("a.py", 3, "f"), waits_for=nested)
     assert "running it for 2.00 s, on thread T, now at a.py:3 in f, where it has waited 1.50 s for w2" in text
-    assert "did not say within 0.3 s" in explaining.say("w1", b"", 0.3)
-    assert explaining.say("w1", b"nonsense", 0.3) == ""
+    assert "did not say within 0.3 s" in explanation("w1", b"", 0.3)
+    assert explanation("w1", b"nonsense", 0.3) == ""
 
 
 @pytest.mark.parametrize(
@@ -197,4 +203,4 @@ def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
 
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])
 def test_who_has_little_patience_is_not_held_up_for_long(timeout_s: float, bound_s: float) -> None:
-    assert explaining.bound_s(timeout_s) == pytest.approx(bound_s)
+    assert explaining_s(timeout_s) == pytest.approx(bound_s)

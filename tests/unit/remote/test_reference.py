@@ -27,11 +27,10 @@ from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
-from farcall.rpc.deferred import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.proxy import Proxy
-from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
+from farcall.rpc.owned_values import Owned
+from farcall.rpc.owner_calls import Proxy
+from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import StoredFailure
@@ -171,7 +170,7 @@ def test_whoever_waits_for_a_value_is_woken_once() -> None:
     owned.when_ready(lambda: woken.append("after"))
     assert woken == ["before", "after"]
     assert owned.wait(0.0)
-    assert owned.get() == owned.get_to_send() == "value"
+    assert owned.get() == owned.get(to_send=True) == "value"
 
 
 def test_a_failed_value_raises_a_new_error_each_time() -> None:
@@ -187,7 +186,7 @@ def test_a_failed_value_raises_a_new_error_each_time() -> None:
         raised.append(caught.value)
     assert raised[0] is not raised[1]
     with pytest.raises(StoredFailure):
-        owned.get_to_send()
+        owned.get(to_send=True)
 
 
 # ---------------------------------------------------------------------- destructors
@@ -398,7 +397,7 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
     with pytest.raises(ReferenceLost):
         noted.forks[0].local_value()
     assert references.pending_values() == 0
-    assert references._values.places == {}
+    assert references.places == {}
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:

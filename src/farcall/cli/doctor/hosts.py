@@ -38,8 +38,6 @@ from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
 from farcall.transport.tcp import format_tcp, leads_to, parse_tcp
 
-__all__ = ["Host", "visit"]
-
 BLOB_BYTES = 1 << 20
 STEP_S = 5.0
 VISIT_S = 4 * STEP_S

@@ -388,7 +388,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         except Exception as error:
             failures.append(error)
 
-    node.part(NodeReferences).parting.give_up = give_up
+    node.part(NodeReferences).shutdown.give_up = give_up
     agreed = False
     try:
         if agent.is_static_group:

@@ -128,7 +128,7 @@ class ClusterLinks:
         """On the I/O thread: give back memory of peers that no message took along."""
         again = NEVER
         for peer in self.acquaintances.everyone():
-            if peer.segments is not None and peer.segments.has_releases:
+            if peer.segments is not None and peer.segments.released:
                 peer.send_releases()
             if peer.devices is not None:
                 again = min(again, peer.devices.settle_views())
