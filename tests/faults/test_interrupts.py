@@ -19,7 +19,7 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import NotInitialized
-from farcall.runtime.node import Node
+from farcall.node import Node
 from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
@@ -64,7 +64,7 @@ def no_thread_of_ours() -> bool:
 
 
 def calls_pending(count: int) -> bool:
-    return len(api.current_node().calls) == count
+    return len(api.current_runtime().calls) == count
 
 
 # --- while waiting for an answer

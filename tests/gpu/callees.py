@@ -8,7 +8,7 @@ import torch
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime
 
 CUDA = torch.device("cuda", 0)
 MAPS = {"device_maps": {"w0": {"cuda:0": "cuda:0"}, "w1": {"cuda:0": "cuda:0"}}}
@@ -17,11 +17,11 @@ SLOW_CYCLES = 200_000_000  # about 0.1 s
 
 
 def way(to: str) -> Any:
-    return current_node().peer(to).devices._ways.get(0)
+    return current_runtime().peer(to).devices._ways.get(0)
 
 
 def lent() -> int:
-    devices = current_node().devices
+    devices = current_runtime().devices
     return 0 if devices is None else devices.stats().lent
 
 
@@ -29,7 +29,7 @@ def share(to: str) -> None:
     """Until device memory goes to ``to`` without the host, and back."""
 
     def is_shared() -> bool:
-        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_node().info.name))
+        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_runtime().info.name))
         return way(to) is True and bool(back)
 
     wait_until(is_shared)

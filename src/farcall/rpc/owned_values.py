@@ -28,7 +28,7 @@ from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.serving import Request, Server, StoredFailure
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, encode_failure
 
@@ -238,7 +238,7 @@ class OnWorker:
         self._function()
 
 
-def dispose(node: Node, values: list[Owned]) -> None:
+def dispose(node: Runtime, values: list[Owned]) -> None:
     """Drop ``values``, which nobody else holds: on a worker thread where destructors may be user code.
 
     Call this outside of every lock.

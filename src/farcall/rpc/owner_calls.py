@@ -36,7 +36,7 @@ from farcall.rpc.owned_values import OnWorker
 from farcall.runtime.calls.pending import PendingCall, SyncCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, withdraw, write_call
@@ -288,7 +288,7 @@ def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:
 class _Answer(Future[Any]):
     """The future of a call to a reference's owner; it holds the reference until the answer is here."""
 
-    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
+    def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)
         self._rref: RRef[Any] | None = rref
         self._creation = rref._creation

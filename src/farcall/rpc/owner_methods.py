@@ -21,11 +21,11 @@ from farcall.ids import RefId
 from farcall.rpc.owned_values import Owned
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls.serving import Later, MarkedResult, is_async_execution
-from farcall.runtime.node import node_of_thread
+from farcall.runtime.node import runtime_of_thread
 
 
 def _find(created_on: int, local_id: int) -> Owned:
-    node = node_of_thread()
+    node = runtime_of_thread()
     assert node is not None
     references = node.part(NodeReferences)
     ref = RefId(created_on, local_id)

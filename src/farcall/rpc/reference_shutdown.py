@@ -59,9 +59,9 @@ class ReferenceShutdown:
         self._parted: set[int] = set()
         self._news = threading.Event()
         self._leaks: list[Held] = []
-        references.node.wait_for(self._unsettled)
-        references.node.on_control(Farewell, self._on_farewell)
-        references.node.on_agreed(self._on_agreed)
+        references.node.hooks.unsettled.append(self._unsettled)
+        references.node.hooks.on_control(Farewell, self._on_farewell)
+        references.node.hooks.agreed.append(self._on_agreed)
 
     def on_peer_gone(self) -> None:
         """Somebody will say no more."""

@@ -36,7 +36,7 @@ from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import encode_failure, withdraw
@@ -56,7 +56,7 @@ class NodeReferences:
     Members are known by the number that the machine uses for them: see ``Peer.number``.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self.node = node
         self.traced = False
         """Record the line of the program that creates each reference?"""
@@ -85,9 +85,9 @@ class NodeReferences:
         node.server.references = self
         for kind in _MESSAGES:
             # A Register is handled before everything behind it on its link: a use of the fork may be next.
-            node.on_control(kind, self._on_control, in_order=kind is protocol.Register)
-        node.on_peer_joined(self._on_peer_joined)
-        node.on_peer_gone(self._on_peer_gone)
+            node.hooks.on_control(kind, self._on_control, in_order=kind is protocol.Register)
+        node.hooks.peer_joined.append(self._on_peer_joined)
+        node.hooks.peer_gone.append(self._on_peer_gone)
 
     # ------------------------------------------------------------------ references are made
 
@@ -460,7 +460,7 @@ def _origin() -> str:
 
 
 def call_remote(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,

@@ -42,7 +42,7 @@ from farcall.rpc.owner_calls import (
     call_method_remote,
 )
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime
 from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         from farcall.rpc.references import NodeReferences
 
-        current_node().part(NodeReferences).own(self, value)
+        current_runtime().part(NodeReferences).own(self, value)
         assert self._owned is not None
         self._owned.type_hint = type_hint
 

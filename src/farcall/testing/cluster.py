@@ -56,8 +56,8 @@ class Port:
         self._bound.close()
 
 
-class Member:
-    """One process of a cluster, and the port that it keeps for its cluster."""
+class WorkerProcess:
+    """The process of one member of a cluster, or of any function beside it, and the port that it keeps."""
 
     def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any], port: Port | None = None) -> None:
         self.rank = rank
@@ -146,7 +146,7 @@ def start_cluster(
     url: str | None = None,
     faults: Faults | None = None,
     **options: Any,
-) -> list[Member]:
+) -> list[WorkerProcess]:
     """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``.
 
     Args:
@@ -161,15 +161,15 @@ def start_cluster(
     if url is None:
         port = Port()
         url = f"tcp://127.0.0.1:{port.number}"
-    return [Member(rank, _member, (rank, size, url, work, args, faults, options), port) for rank in range(size)]
+    return [WorkerProcess(rank, _member, (rank, size, url, work, args, faults, options), port) for rank in range(size)]
 
 
-def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:
+def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[WorkerProcess]:
     """Start ``size`` processes that run ``target(rank, *args)`` without a node."""
-    return [Member(rank, target, (rank, *args)) for rank in range(size)]
+    return [WorkerProcess(rank, target, (rank, *args)) for rank in range(size)]
 
 
-def finish(members: Sequence[Member], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
+def finish(members: Sequence[WorkerProcess], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
     """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
     try:
@@ -195,9 +195,9 @@ def temporary_file_url() -> str:
 
 
 __all__ = [
-    "Member",
     "MemberFailed",
     "Port",
+    "WorkerProcess",
     "context",
     "finish",
     "run_cluster",
