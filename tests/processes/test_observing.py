@@ -20,11 +20,13 @@ import farcall
 from farcall import autograd
 from farcall.errors import HandshakeRefused, NetworkError
 from farcall.observe.metrics import Metrics
+from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.observe.presence import find_nodes
 from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
+from farcall.runtime.node import current_runtime
 from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
@@ -125,9 +127,7 @@ def test_what_happened_is_counted() -> None:
 
 def scraped(rank: int) -> str:
     farcall.rpc_sync(f"w{1 - rank}", echo, args=(1,))
-    node = farcall.api._slot.node
-    assert node is not None
-    port = node.metrics_port
+    port = current_runtime().part(Observability).metrics_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         return str(answer.read().decode())
 

@@ -37,7 +37,7 @@ from farcall.observe.snapshot import (
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -98,7 +98,7 @@ class _Question(NamedTuple):
 class Answering:
     """The questions of one node, asked and answered: ``node.part(Answering)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
@@ -111,13 +111,13 @@ class Answering:
         self._numbers = itertools.count(1)
         self._open: dict[int, _Question] = {}
         self._silent_until: dict[int, float] = {}
-        node.on_control(Ask, self._on_member_asks)
-        node.on_control(Told, self._on_told)
-        node.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
-        node.on_question = self._on_observer_asks
+        node.hooks.on_control(Ask, self._on_member_asks)
+        node.hooks.on_control(Told, self._on_told)
+        node.hooks.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
+        node.hooks.question = self._on_observer_asks
         node.calls.explain = self.explain
-        node.wait_for(lambda: sum(question.own for question in list(self._open.values())))
-        node.on_end(self._give_up_all)
+        node.hooks.unsettled.append(lambda: sum(question.own for question in list(self._open.values())))
+        node.hooks.ended.append(self._give_up_all)
         self._timer = node.timer(self._give_up_overdue)
 
     # ------------------------------------------------------------------ questions of others
@@ -259,7 +259,7 @@ def explaining_s(timeout_s: float) -> float:
     return min(LONGEST_EXPLAINING_S, max(SHORTEST_EXPLAINING_S, timeout_s / 4))
 
 
-def describe_call(node: Node, peer: Peer | None, argument: bytes) -> bytes:
+def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
     """At the callee: the state of call number ``argument`` of ``peer``."""
     call_id = msgspec.msgpack.decode(argument, type=int)
     pool = pool_view(node)

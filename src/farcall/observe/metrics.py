@@ -18,7 +18,7 @@ from farcall.autograd.recorder import Recorder
 from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.membership.events import MEMBER_EVENTS
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
@@ -138,7 +138,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     device_memory: DeviceMemory = DeviceMemory()
 
 
-def collect(node: Node) -> Metrics:
+def collect(node: Runtime) -> Metrics:
     """The metrics of ``node`` now. From any thread; it takes no lock for more than an instant."""
     others = node.others()
     everyone = [node.me, *others]
@@ -163,7 +163,7 @@ def collect(node: Node) -> Metrics:
         contexts=0 if recorder is None else len(recorder.contexts.ids()),
         interruptions=node.event_log.count(INTERRUPTED),
         reconnects=node.event_log.count(RECONNECTED),
-        frames_sent_again=node.reconnecting.frames_sent_again,
+        frames_sent_again=node.connector.frames_sent_again,
         peers_lost=node.peers_lost,
         members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),

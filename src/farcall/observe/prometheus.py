@@ -12,7 +12,7 @@ from typing import Any
 
 from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
 
 __all__ = ["MetricsServer"]
@@ -25,7 +25,7 @@ _EVERY = 8
 class MetricsServer:
     """The server of one node's metrics."""
 
-    def __init__(self, node: Node, host: str, port: int) -> None:
+    def __init__(self, node: Runtime, host: str, port: int) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
@@ -55,7 +55,7 @@ class MetricsServer:
 class _Collector:
     """The source of numbers for prometheus-client."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
 
     def collect(self) -> Iterable[Any]:

@@ -23,7 +23,7 @@ import msgspec
 
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 
 __all__ = [
     "OutgoingCall",
@@ -147,7 +147,7 @@ def function_title(function: bytes, otherwise: str = "") -> str:
     return otherwise or "(pickled function)"
 
 
-def take_snapshot(node: Node) -> WorkerSnapshot:
+def take_snapshot(node: Runtime) -> WorkerSnapshot:
     """The snapshot of ``node`` at this moment."""
     pending = node.calls.snapshot()
     active = node.server.active
@@ -173,13 +173,13 @@ def take_snapshot(node: Node) -> WorkerSnapshot:
     )
 
 
-def pool_view(node: Node) -> PoolView:
+def pool_view(node: Runtime) -> PoolView:
     """The threads for functions of ``node``, now."""
     executor = node.executor
     return PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting)
 
 
-def _unconnected(node: Node) -> list[str]:
+def _unconnected(node: Runtime) -> list[str]:
     connected = {peer.info.id for peer in node.others()} | {node.info.id}
     return [member.name for member in node.membership.members if member.rank not in connected][:MOST_MEMBERS]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from farcall.observe.snapshot import (
 )
 from farcall.protocol.observing import Ask, Told
 from farcall.runtime.io.timers import Timers
+from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import RemotePeer
 
 POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
@@ -57,21 +57,9 @@ class FakeNode:
         self.info = WorkerInfo("w0", 0)
         self.calls = FakeCalls()
         self.running = True
-        self.on_question: Any = None
-        self.handlers: dict[type, Callable[..., None]] = {}
-        self.ending: list[Callable[[], None]] = []
-        self.counts: list[Callable[[], int]] = []
+        self.hooks = Hooks()
         self.timers = Timers(lambda: None)
         self.timer = self.timers.timer
-
-    def on_control(self, kind: type, handle: Callable[..., None]) -> None:
-        self.handlers[kind] = handle
-
-    def wait_for(self, count: Callable[[], int]) -> None:
-        self.counts.append(count)
-
-    def on_end(self, hook: Callable[[], None]) -> None:
-        self.ending.append(hook)
 
     def something_ended(self) -> None:
         pass
@@ -81,7 +69,7 @@ class FakeNode:
 
     def end(self) -> None:
         self.running = False
-        for hook in self.ending:
+        for hook in self.hooks.ended:
             hook()
 
 
@@ -106,11 +94,11 @@ def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
     heard = ask(answering, peer)
     (question,) = peer.sent
     assert (question.subject, question.everyone) == (CALL_STATE, False)
-    assert node.counts[0]() == 1  # a graceful shutdown waits for it
-    node.handlers[Told](peer, Told(question.number, "w1", b"so"))
-    node.handlers[Told](peer, Told(question.number, "w1", b"twice"))
+    assert node.hooks.unsettled[0]() == 1  # a graceful shutdown waits for it
+    node.hooks.controls[Told](peer, Told(question.number, "w1", b"so"))
+    node.hooks.controls[Told](peer, Told(question.number, "w1", b"twice"))
     assert heard == [b"so"]
-    assert node.counts[0]() == 0
+    assert node.hooks.unsettled[0]() == 0
 
 
 def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
@@ -150,8 +138,8 @@ def test_the_end_of_the_node_leaves_nobody_waiting(node: Any, answering: Answeri
 def test_a_member_is_answered_and_unknown_subjects_get_nothing(node: Any, answering: Answering) -> None:
     peer = FakePeer()
     answering.subjects["color"] = lambda asker, argument: b"blue" + argument
-    node.handlers[Ask](peer, Ask(1, "color", b"ish"))
-    node.handlers[Ask](peer, Ask(2, "nonsense"))
+    node.hooks.controls[Ask](peer, Ask(1, "color", b"ish"))
+    node.hooks.controls[Ask](peer, Ask(2, "nonsense"))
     assert peer.sent == [Told(1, "w0", b"blueish"), Told(2, "w0", b"")]
 
 
