@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import Member, start_processes, temporary_file_url
+from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
 QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
@@ -45,7 +45,7 @@ def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], repor
 
 
 class Cluster:
-    def __init__(self, node: farcall.Node, others: list[Member], report: str) -> None:
+    def __init__(self, node: farcall.Node, others: list[WorkerProcess], report: str) -> None:
         self.node = node
         self.others = others
         self.report = report

@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
-from farcall.protocol.frames import REQUEST, encode_small
+from farcall.protocol.frames import REQUEST, Frame, encode_small
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import free_port, run_cluster
@@ -533,7 +533,7 @@ def test_in_other_processes_the_seed_makes_the_same_choices():
 
     class Call:
         names = frozenset({"request", "call"})
-        function = rule.function
+        frame = Frame(REQUEST, function=rule.function)
 
     direction = Faults(seed=5).direction("w0", "w1")
     assert found == [number for number in range(64) if direction.choose([rule], Call()) is not None]

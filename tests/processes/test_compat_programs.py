@@ -548,8 +548,8 @@ def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
 def test_installed_by_a_variable_and_by_the_program(tmp_path: Path) -> None:
     """The hook that waits for torch is met by the import of torch inside install(), as in a spawned child."""
     program = """
-    from farcall.compat import waiting
-    waiting.install_when_torch_comes()
+    from farcall import compat
+    compat.install_when_torch_comes()
     from farcall.compat import install, is_installed, uninstall
     install()
     import torch.distributed.rpc as rpc

@@ -17,7 +17,7 @@ import farcall
 import farcall.autograd as autograd
 from farcall.errors import SerializationError, UnknownWorker
 from farcall.nn import RemoteModule
-from farcall.nn.remote_device import parse_remote_device
+from farcall.nn.remote_module import parse_remote_device
 from farcall.testing.cluster import run_cluster
 
 

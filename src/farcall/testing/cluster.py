@@ -46,8 +46,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Member:
-    """One process of a cluster."""
+class WorkerProcess:
+    """The process of one member of a cluster, or of any function beside it."""
 
     def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any]) -> None:
         self.rank = rank
@@ -133,7 +133,7 @@ def start_cluster(
     url: str | None = None,
     faults: Faults | None = None,
     **options: Any,
-) -> list[Member]:
+) -> list[WorkerProcess]:
     """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``.
 
     Args:
@@ -145,15 +145,15 @@ def start_cluster(
         **options: of the nodes.
     """
     url = url or f"tcp://127.0.0.1:{free_port()}"
-    return [Member(rank, _member, (rank, size, url, work, args, faults, options)) for rank in range(size)]
+    return [WorkerProcess(rank, _member, (rank, size, url, work, args, faults, options)) for rank in range(size)]
 
 
-def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:
+def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[WorkerProcess]:
     """Start ``size`` processes that run ``target(rank, *args)`` without a node."""
-    return [Member(rank, target, (rank, *args)) for rank in range(size)]
+    return [WorkerProcess(rank, target, (rank, *args)) for rank in range(size)]
 
 
-def finish(members: Sequence[Member], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
+def finish(members: Sequence[WorkerProcess], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
     """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
     try:
@@ -179,8 +179,8 @@ def temporary_file_url() -> str:
 
 
 __all__ = [
-    "Member",
     "MemberFailed",
+    "WorkerProcess",
     "context",
     "finish",
     "free_port",
