@@ -6,25 +6,28 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.team import team
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
-from farcall.protocol.frames import REQUEST, encode_small
+from farcall.protocol.frames import REQUEST, Frame, encode_small
 from farcall.rpc.references import NodeReferences
-from farcall.testing.cluster import free_port, run_cluster
+from farcall.runtime.node import runtime_of
+from farcall.testing.cluster import run_cluster
 from farcall.testing.faults import Faults
 from farcall.testing.transports import receive_exactly, send_all, wait_for_end
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, dial_unix
 
-LONG_S = 30.0
 SHORT_S = 0.3
 LARGE = 1 << 18  # elements; as floats 1 MiB, so it goes through shared memory
 
@@ -35,7 +38,7 @@ may_end = threading.Event()
 @pytest.fixture(autouse=True, scope="module")
 def _first_store() -> None:
     """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)
@@ -65,53 +68,6 @@ def keep(rref: farcall.RRef[Any]) -> None:
     ran.append(rref)
 
 
-def together(actions: list[Callable[[], None]]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(action: Callable[[], None]) -> None:
-        try:
-            action()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
-
-
-@contextmanager
-def team(faults: Faults | list[Faults | None], size: int = 2, **options: Any) -> Iterator[list[farcall.Node]]:
-    """Nodes w0, w1, ... in this process; they leave gracefully, or if the block raises at once."""
-    url = f"tcp://127.0.0.1:{free_port()}"
-    given = faults if isinstance(faults, list) else [faults] * size
-    nodes = [
-        farcall.Node(
-            f"w{rank}",
-            rank=rank,
-            world_size=size,
-            options=farcall.RpcBackendOptions(init_method=url, **options),
-        )
-        for rank in range(size)
-    ]
-    with ExitStack() as installed:
-        for rank, one in enumerate(given):
-            if one is not None:
-                installed.enter_context(one.installed(f"w{rank}"))
-        together([node.start for node in nodes])
-    try:
-        yield nodes
-    except BaseException:
-        for node in nodes:
-            node.shutdown(graceful=False)
-        raise
-    together([node.shutdown for node in nodes])
-
-
 def leave_at_once(nodes: list[farcall.Node]) -> None:
     """After a connection was cut there is nobody to agree with."""
     for node in nodes:
@@ -128,7 +84,7 @@ def test_without_rules_all_is_as_ever(transport):
         for _ in range(4):  # inline first, then in a segment, then in one that is known
             assert nodes[0].rpc_sync("w2", total, (torch.ones(LARGE),)) == LARGE
             assert nodes[2].rpc_sync("w0", double, (torch.ones(LARGE),)).sum() == 2 * LARGE
-        lending = nodes[0].other(2).lending
+        lending = runtime_of(nodes[0]).other(2).lending
         assert (lending is not None and lending.is_used) == (transport == "unix")  # descriptors passed, too
         rref = nodes[1].remote("w2", torch.full, ((3,), 7.0))
         assert torch.equal(rref.to_here(), torch.full((3,), 7.0))
@@ -230,8 +186,8 @@ def test_memory_of_dropped_messages_is_given_back():
                 nodes[0].rpc_async("w1", double, (tensor,))
                 rule.wait_hits()
         for node in nodes:
-            assert node.pool is not None
-            wait_until(lambda node=node: node.pool.live_bytes == 0)
+            assert runtime_of(node).pool is not None
+            wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
         assert nodes[0].rpc_sync("w1", double, (tensor,)).sum() == 2 * LARGE
         leave_at_once(nodes)
 
@@ -246,17 +202,17 @@ def test_references_in_a_lost_message_are_not_held_for_ever(fault):
         rref.to_here()
         with getattr(faults, fault)(kind="call", to="w2"), pytest.raises((RpcTimeout, NetworkError)):
             nodes[0].rpc_sync("w2", keep, (rref,), timeout=SHORT_S)
-        references = nodes[0].part(NodeReferences)
+        references = runtime_of(nodes[0]).part(NodeReferences)
         wait_until(lambda: references.counts().pending_children == 0)
         assert ran == [1]
         del rref
-        wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+        wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
 
 
 def gradient(node: farcall.Node, tensor: torch.Tensor, disturbed: Callable[[], None] = lambda: None) -> torch.Tensor:
     """The gradient of the sum of twice ``tensor``, doubled by w1."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farcall.api._slot.node", node)
+        patch.setattr("farcall.runtime.node.current.slot.runtime", runtime_of(node))
         with dist_autograd.context() as context_id:
             disturbed()
             loss = node.rpc_sync("w1", double, (tensor,)).sum()
@@ -313,7 +269,7 @@ def test_a_creation_that_is_not_sent_surfaces_at_first_use(to):
             rref.to_here()
         with pytest.raises(ReferenceLost, match="RRef creation"):
             rref._serialize()
-        assert nodes[0].part(NodeReferences).pending_values() == 0
+        assert runtime_of(nodes[0]).part(NodeReferences).pending_values() == 0
         assert ran == []
 
 
@@ -323,7 +279,7 @@ def test_a_creation_that_was_late_is_an_error_at_its_owner_too():
         with pytest.raises(RpcTimeout):
             rref._get_future().wait()
         may_end.set()
-        wait_until(lambda: nodes[0].part(NodeReferences).pending_values() == 0)
+        wait_until(lambda: runtime_of(nodes[0]).part(NodeReferences).pending_values() == 0)
         with pytest.raises(RpcTimeout, match="RRef creation"):
             rref.to_here()
 
@@ -341,7 +297,7 @@ def test_failed_sends_of_control_messages_are_made_good(attempts):
         assert kept.to_here() == 5
         del rref, kept
         ran.clear()
-        wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+        wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
 
 
 @pytest.mark.parametrize("to", ["w1", "w0"])
@@ -377,7 +333,9 @@ def test_a_delay_in_order_holds_what_follows():
 
 def test_reordered_requests_swap():
     faults = Faults()
-    with team(faults) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
+    # One thread runs calls as they come in; and no probe passes the held request before the second one does.
+    only = {"num_worker_threads": 1, "probe_interval_s": LONG_S}
+    with team(faults, **only) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
         first = nodes[0].rpc_async("w1", run, (1,))
         assert nodes[0].rpc_sync("w1", run, (2,)) == 2
         assert first.wait() == 1
@@ -397,7 +355,7 @@ def test_a_duplicate_is_told_apart_where_farcall_promises_that():
             ran.remove(1)
             assert len(ran) == 1  # the creation ran once
             assert ran.pop().to_here() == 1
-            wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+            wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
             assert rule.hits > 4
 
 
@@ -414,8 +372,8 @@ def test_leases_are_not_duplicated():
         for _ in range(8):
             assert nodes[0].rpc_sync("w1", double, (torch.ones(LARGE),)).sum() == 2 * LARGE
         for node in nodes:
-            assert node.pool is not None
-            wait_until(lambda node=node: node.pool.live_bytes == 0)
+            assert runtime_of(node).pool is not None
+            wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
 
 
 # ---------------------------------------------------------------------- connections
@@ -429,7 +387,7 @@ def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
         with pytest.raises(PeerDead):
             call.wait()
         may_end.set()
-        wait_until(lambda: nodes[1].peer("w0").broken)
+        wait_until(lambda: runtime_of(nodes[1]).peer("w0").broken)
         with pytest.raises(PeerDead):
             nodes[1].rpc_sync("w0", run, (1,))
         assert nodes[0].rpc_sync("w2", run, (2,)) == 2
@@ -460,8 +418,8 @@ def test_a_half_open_connection_is_silent_until_it_heals():
             assert ran == []
             assert not there.done()
             assert not back.done()
-            assert not nodes[0].peer("w1").broken
-            assert not nodes[1].peer("w0").broken
+            assert not runtime_of(nodes[0]).peer("w1").broken
+            assert not runtime_of(nodes[1]).peer("w0").broken
         assert (there.wait(), back.wait()) == (1, 2)
 
 
@@ -532,7 +490,7 @@ def test_in_other_processes_the_seed_makes_the_same_choices():
 
     class Call:
         names = frozenset({"request", "call"})
-        function = rule.function
+        frame = Frame(REQUEST, function=rule.function)
 
     direction = Faults(seed=5).direction("w0", "w1")
     assert found == [number for number in range(64) if direction.choose([rule], Call()) is not None]

@@ -11,48 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.gpu.callees import CUDA, MAPS, MEBIBYTE, SLOW_CYCLES, echo, lent, share, slowly_filled, total
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as autograd
 from farcall.errors import PeerDead, RpcTimeout, SerializationError
 from farcall.nn import RemoteModule
 from farcall.optim import DistributedOptimizer
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime, runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster, start_processes, temporary_file_url
-
-CUDA = torch.device("cuda", 0)
-MAPS = {"device_maps": {"w0": {"cuda:0": "cuda:0"}, "w1": {"cuda:0": "cuda:0"}}}
-MEBIBYTE = 1 << 20
-SLOW_CYCLES = 200_000_000  # about 0.1 s
-
-
-def way(to: str) -> Any:
-    return current_node().peer(to).devices._ways.get(0)
-
-
-def lent() -> int:
-    devices = current_node().devices
-    return 0 if devices is None else devices.stats().lent
-
-
-def share(to: str) -> None:
-    """Until device memory goes to ``to`` without the host, and back."""
-
-    def is_shared() -> bool:
-        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_node().info.name))
-        return way(to) is True and bool(back)
-
-    wait_until(is_shared)
-
-
-def send_back(x: torch.Tensor, to: str) -> bool:
-    farcall.rpc_sync(to, total, args=(x,))
-    return way(to) is True
-
-
-def echo(*values: Any) -> Any:
-    return values
 
 
 def described(x: torch.Tensor) -> tuple[Any, ...]:
@@ -146,7 +114,7 @@ def both_members(rank: int, url: str) -> None:
         def is_refused() -> bool:
             (back,) = nodes[0].rpc_sync("w1", echo, (x,))
             assert torch.equal(back, x)
-            return nodes[0].peer("w1").devices._ways.get(0) is False
+            return runtime_of(nodes[0]).peer("w1").devices._ways.get(0) is False
 
         wait_until(is_refused)
 
@@ -176,8 +144,8 @@ def large(rank: int) -> None:
     x = torch.randint(0, 255, (100 * MEBIBYTE + 3,), device=CUDA, dtype=torch.uint8)
     (back,) = farcall.rpc_sync("w1", echo, args=(x,))
     assert torch.equal(x, back)
-    assert current_node().devices is not None
-    assert current_node().devices.stats().total == 0, "nothing was shared"
+    assert current_runtime().devices is not None
+    assert current_runtime().devices.stats().total == 0, "nothing was shared"
 
 
 def test_large_tensors_go_through_the_host_in_chunks() -> None:
@@ -191,15 +159,11 @@ def beyond_limit(rank: int) -> None:
     x = torch.randint(0, 255, (300 * MEBIBYTE,), device=CUDA, dtype=torch.uint8)
     (back,) = farcall.rpc_sync("w1", echo, args=(x,))
     assert torch.equal(x, back)
-    assert current_node().devices.stats().total <= 128 * MEBIBYTE  # type: ignore[union-attr]
+    assert current_runtime().devices.stats().total <= 128 * MEBIBYTE  # type: ignore[union-attr]
 
 
 def test_what_the_pool_has_no_room_for_goes_through_the_host() -> None:
     run_cluster(2, beyond_limit, device_memory_limit_bytes=128 * MEBIBYTE, **MAPS)
-
-
-def total(x: torch.Tensor) -> float:
-    return x.double().sum().item()
 
 
 def values_stay(rank: int) -> None:
@@ -218,12 +182,6 @@ def values_stay(rank: int) -> None:
 
 def test_a_call_sees_what_its_caller_had_put_onto_the_stream_and_nothing_later() -> None:
     run_cluster(2, values_stay, **MAPS)
-
-
-def slowly_filled(value: int, size: int) -> torch.Tensor:
-    x = torch.zeros(size, device=CUDA)
-    torch.cuda._sleep(SLOW_CYCLES)
-    return x.fill_(value)
 
 
 def results_ready(rank: int) -> None:
@@ -498,7 +456,7 @@ def unread(rank: int) -> None:
 
 
 def lent_after_all() -> int:
-    return lent() + len(current_node().server.active) - 1
+    return lent() + len(current_runtime().server.active) - 1
 
 
 def test_what_nobody_reads_is_given_back() -> None:

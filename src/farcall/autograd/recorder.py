@@ -39,12 +39,12 @@ from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import read_value, withdraw, write_value
 
-__all__ = ["GRADIENTS", "Recorder", "attach_to", "decode_messages", "encode_messages"]
+__all__ = ["GRADIENTS", "Recorder", "decode_messages", "encode_messages"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -99,7 +99,7 @@ class Recorder:
     three: the first under its lock, the others by one atomic operation at a time.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self.node = node
         self.worker_id: int = node.me.number
         self.origin: int = _origin_of(node.me)
@@ -112,11 +112,11 @@ class Recorder:
         self._quick: dict[int, bool] = {}
         self._gone: dict[int, WorkerInfo] = {}
         self.contexts: Contexts = Contexts(self, 0 if node.is_static else secrets.randbits(31))
-        node.on_peer_joined(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
-        node.on_peer_gone(self._on_peer_gone)
-        node.on_end(self._close)
-        node.wait_for(lambda: self.contexts.backward_calls)
-        node.on_letter(GRADIENTS, self.take_frame)
+        node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
+        node.hooks.peer_gone.append(self._on_peer_gone)
+        node.hooks.ended.append(self._close)
+        node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
+        node.hooks.letters[GRADIENTS] = self.take_frame
         node.dispatcher.find_recording = self.find_context
 
     # --- for programs -------------------------------------------------------------------------------------
@@ -305,8 +305,3 @@ def _origin_of(peer: Peer) -> int:
     if peer.number == rank:
         return rank << 16  # in a group of fixed size, where a rank is never given away again
     return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)
-
-
-def attach_to(node: Node) -> None:
-    """Make ``node`` take part in distributed autograd."""
-    node.part(Recorder)

@@ -14,14 +14,14 @@ import torch
 
 from farcall.autograd.contexts import Context, Contexts
 from farcall.autograd.recorder import Recorder
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import HasRuntime, current_runtime, runtime_of
 from farcall.serialize import RECORDING
 
 __all__ = ["backward", "context", "get_gradients"]
 
 
 def _contexts() -> Contexts:
-    return current_node().part(Recorder).contexts
+    return current_runtime().part(Recorder).contexts
 
 
 class context:
@@ -32,13 +32,13 @@ class context:
     threads and coroutines are independent.
     """
 
-    def __init__(self, node: Node | None = None) -> None:
+    def __init__(self, node: HasRuntime | None = None) -> None:
         self._node = node
         self._context: Context | None = None
 
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
-        self._contexts = (self._node or current_node()).part(Recorder).contexts
+        self._contexts = runtime_of(self._node).part(Recorder).contexts
         self._context = self._contexts.new_context()
         return self._context.id
 
@@ -65,12 +65,12 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
-    current_node().part(Recorder).backward(context_id, roots, retain_graph)
+    current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that this worker has in a context, by tensor."""
-    return current_node().part(Recorder).get_gradients(context_id)
+    return current_runtime().part(Recorder).get_gradients(context_id)
 
 
 def _new_context() -> Context:

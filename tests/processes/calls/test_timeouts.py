@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import PATIENCE_S, Gate, live_bytes, whoami
-from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import (
@@ -83,7 +83,7 @@ def answer_late(rank: int) -> None:
     for name in ("warm 1", "warm 2", "warm 3"):
         farcall.rpc_sync("w1", Gate.open, (name,))
         farcall.rpc_sync("w1", Gate.wait_and_return, (name, count))
-    node = farcall.api.current_node()
+    node = farcall.api.current_runtime()
     for attempt in range(3):
         late = farcall.rpc_async("w1", Gate.wait_and_return, (f"late {attempt}", count), timeout=0.02)
         with pytest.raises(RpcTimeout):

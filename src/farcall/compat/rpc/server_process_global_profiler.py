@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.server_process_global_profiler``: one profile of all requests that a process serves.
 
 Entered on a worker, usually through a reference to it, it records the operators of every request until it is left.
-Several may be entered at once; each has what happened while it was.
+Several may be entered at once; each has the records of its own time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd.profiler_util import EventList
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
+from farcall.observe.capture import Detail
 from farcall.observe.profile import PROFILER, Collector
 from farcall.observe.spans import Harvest
 
@@ -30,7 +31,7 @@ class _Everything:
         self.records: list[capture.Records] = []
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
-        """Nothing to do: this is about operators."""
+        """Do nothing: operators are not in a harvest."""
 
     def take_records(self, records: capture.Records) -> None:
         self.records.append(records)
@@ -53,9 +54,9 @@ class _server_process_global_profile(profiler_legacy.profile):
             raise RuntimeError("autograd profiler traces are not reentrant")
         self.entered = True
         bits = {
-            capture.SHAPES: self.record_shapes,
-            capture.MEMORY: self.profile_memory,
-            capture.DEVICE: self.use_cuda,
+            Detail.SHAPES: self.record_shapes,
+            Detail.MEMORY: self.profile_memory,
+            Detail.DEVICE: self.use_cuda,
         }
         self._everything = _Everything(sum(bit for bit, wanted in bits.items() if wanted))
         PROFILER.add(self._everything)
@@ -80,7 +81,7 @@ class _server_process_global_profile(profiler_legacy.profile):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, such as ``rref.rpc_sync().__enter__()`` sends back, has what was found, and records nothing."""
+        """The state of a copy, such as ``rref.rpc_sync().__enter__()`` returns: results, and no recorder."""
         return {name: value for name, value in self.__dict__.items() if name != "_everything"}
 
 

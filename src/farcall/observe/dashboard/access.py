@@ -1,12 +1,12 @@
-"""Who may see the page.
+"""Access to the page.
 
     served on        seen by
-    loopback         whoever is on this host; other web pages in the same browser are not, see below
-    anything else    whoever knows the cluster's secret: HTTP digest authentication (RFC 7616) with SHA-256, any user
+    loopback         everybody on this host, but not other web pages in the same browser, see below
+    anything else    everybody with the cluster's secret: HTTP digest authentication (RFC 7616) with SHA-256, any user
                      name, and the secret as the password. It is proved and never sent
 
 A page on the internet can have a browser connect to loopback under a name of its own choice (DNS rebinding), so on
-loopback a request must name a loopback host. Digest authentication hides the secret and not what is seen: for that use
+loopback a request must name a loopback host. Digest authentication hides the secret, not the page: for that use
 ``farcall dashboard --connect`` on your own machine over a network you trust, or a tunnel.
 
 Sans-I/O: headers in, a verdict out. Invariant: no answer twice with the same nonce and count.
@@ -45,7 +45,7 @@ class Access:
     """The rules for one server."""
 
     def __init__(self, secret: bytes | None) -> None:
-        """``secret``: what has to be known; None: the server is on loopback, and nothing has."""
+        """``secret``: the password; None: the server is on loopback, and needs none."""
         self._secret = secret
         self._key = secrets.token_bytes(32)
         self._used: dict[str, set[str]] = {}
@@ -63,9 +63,12 @@ class Access:
             return
         if not authorization:
             raise Denied(401, "the cluster's secret is needed", self._challenge(now))
-        parts = _parts(authorization)
+        kind, _, rest = authorization.partition(" ")
+        found = _PART.findall(rest) if kind.lower() == "digest" else []
+        parts = {name: quoted or plain for name, quoted, plain in found}
         nonce, count = parts.get("nonce", ""), parts.get("nc", "")
-        if not self._is_ours(nonce):
+        text, _, signature = nonce.rpartition(":")
+        if not hmac.compare_digest(self._sign(text).encode(), signature.encode()):
             raise Denied(401, "an unknown nonce", self._challenge(now))
         if now - float(nonce.partition(":")[0]) > NONCE_S:
             raise Denied(401, "the nonce is too old", self._challenge(now, stale=True))
@@ -87,23 +90,12 @@ class Access:
     def _sign(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), "sha256").hexdigest()
 
-    def _is_ours(self, nonce: str) -> bool:
-        text, _, signature = nonce.rpartition(":")
-        return hmac.compare_digest(self._sign(text).encode(), signature.encode())
-
     def _proof(self, method: str, parts: dict[str, str]) -> str:
         assert self._secret is not None
         who = _hash(f"{parts.get('username', '')}:{REALM}:".encode() + self._secret)
         what = _hash(f"{method}:{parts.get('uri', '')}".encode())
         rest = (parts.get("nonce", ""), parts.get("nc", ""), parts.get("cnonce", ""), "auth", what)
         return _hash(":".join((who, *rest)).encode())
-
-
-def _parts(authorization: str) -> dict[str, str]:
-    kind, _, rest = authorization.partition(" ")
-    if kind.lower() != "digest":
-        return {}
-    return {name: quoted or plain for name, quoted, plain in _PART.findall(rest)}
 
 
 def _hash(data: bytes) -> str:

@@ -26,14 +26,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
 from types import CoroutineType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
-from farcall.protocol.notes import KEEP
+from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.run_inline import InlineFunctions
@@ -88,6 +88,29 @@ class StoredFailure(Exception):
         self.frame = frame
 
 
+class ReferenceKeeper(Protocol):
+    """The references of a node, as seen by the messages that carry some: `rpc/references.py`."""
+
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        """Turn the forks in the notes of ``frame`` into references; False: the frame must not be read, or not now.
+
+        A request with the flag REFUSED will not run, and creates nothing.
+        """
+
+    def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
+        """The request of a frame with the flag KEEP, whose result stays here."""
+
+
+class NoReferences:
+    """The `ReferenceKeeper` of a node without references."""
+
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        return True
+
+    def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
+        return Request(server, peer, frame)
+
+
 _LATER = frozenset((CoroutineType, Later, MarkedResult))
 """The classes of results that are no answers yet."""
 
@@ -117,8 +140,8 @@ class Server:
         self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
-        self.kept_request: Callable[[Server, Peer, Frame], Request] = Request
-        """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
+        self.references: ReferenceKeeper = NoReferences()
+        """The references of the node; the layer above sets them once, before the first message comes."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
@@ -141,7 +164,7 @@ class Server:
 
     def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
+        request = self.references.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
         self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function

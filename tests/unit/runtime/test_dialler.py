@@ -1,0 +1,194 @@
+"""Diallers over the in-memory transport: when somebody is back, when gone, and when nothing is known yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import Queue
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from farcall.protocol.backoff import Backoff
+from farcall.protocol.connector import Dial, Ended, Goal, Step
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
+from farcall.protocol.member import Member
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.link import dialler as dialling
+from farcall.runtime.link.dialler import Dialler, Found, Target
+from farcall.runtime.link.listener import PeerListener
+from farcall.transport.interface import DialFailed, DialRefused, Transport
+
+PATIENCE_S = 20.0
+SECRET = b"a secret of enough bytes"
+TOKEN = 0x5F
+ME = Hello(Member("me", 1, 1), "cluster")
+
+
+class Host:
+    """A member with its door."""
+
+    def __init__(self, token: int = TOKEN, refuses: bool = False) -> None:
+        self.loop = Loop("host")
+        self.loop.start()
+        self.door = PeerListener(["memory:"], self.loop)
+        self.refuses = refuses
+        self.came: Queue[tuple[Transport, Established]] = Queue()
+        host = Hello(Member("host", 0, token), "cluster")
+        self.door.open(host, SECRET, why_not=lambda peer: "nobody", on_member=lambda *member: None, returning=self)
+
+    def admit(self, peer: Hello, arrived_at: float) -> bytes:
+        if self.refuses:
+            raise refuse(RefusalReason.NOT_ADMITTED, "not you")
+        return resumed(peer.purpose.received + 1) if isinstance(peer.purpose, Resume) else b""
+
+    def on_resumed(self, transport: Transport, established: Established) -> None:
+        self.came.put((transport, established))
+
+    def close(self) -> None:
+        self.door.close()
+        self.loop.stop()
+        while not self.came.empty():
+            self.came.get()[0].close()
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    found = Host()
+    yield found
+    found.close()
+
+
+class Attempts:
+    """A dial, and what came of it."""
+
+    def __init__(
+        self,
+        ways: list[str],
+        resumes: bool = True,
+        incarnation: int = TOKEN,
+        lost_kind: str = "memory",
+        lost_host: str = "",
+        seconds: float = PATIENCE_S,
+    ) -> None:
+        self.back: Queue[tuple[Transport, Established]] = Queue()
+        self.gone: Queue[tuple[str, Step]] = Queue()
+        now = monotonic()
+        goal = Goal.RESUME if resumes else Goal.REMIND
+        dial = Dial(goal, until=now + seconds, now=now, backoff=Backoff(0.05, 1.0))
+        target = Target("host", incarnation, ways, lost_kind, lost_host)
+        me = ME.wanting(Resume("s1", 7) if resumes else Remind("s1"))
+        self.dialler = Dialler(dial, target, me, SECRET, on_end=self.on_end)
+        self.dialler.start()
+
+    def on_end(self, dialler: Dialler, ended: Ended, found: Found) -> None:
+        if found.transport is not None and found.established is not None:
+            self.back.put((found.transport, found.established))
+        elif dialler.is_wanted():
+            self.gone.put((ended.why, ended.step))
+
+    def why_gone(self) -> str:
+        why, self.step = self.gone.get(timeout=PATIENCE_S)
+        self.dialler.join(PATIENCE_S)
+        assert self.back.empty()
+        return why
+
+
+def test_who_resumes_gets_the_connection_and_the_count(host: Host) -> None:
+    attempts = Attempts(host.door.addresses)
+    transport, established = attempts.back.get(timeout=PATIENCE_S)
+    assert established.peer_received == 8
+    assert attempts.gone.empty()
+    transport.close()
+
+
+def test_who_asks_goes_on_asking_while_the_other_lives(host: Host) -> None:
+    attempts = Attempts(host.door.addresses, resumes=False)
+    for _ in range(3):
+        _, heard = host.came.get(timeout=PATIENCE_S)
+        assert isinstance(heard.peer.purpose, Remind)
+        attempts.dialler.hasten()
+    assert attempts.gone.empty()
+    attempts.dialler.stop()
+    attempts.dialler.join(PATIENCE_S)
+    assert attempts.gone.empty()
+    assert attempts.back.empty()
+
+
+def test_nobody_there_within_the_host_is_an_end_at_once() -> None:
+    assert "nobody listens" in Attempts(["memory:nobody"]).why_gone()
+
+
+def test_nobody_there_is_no_end_where_the_connection_was_of_another_kind(host: Host) -> None:
+    """A unix name may be of another network namespace: the member may live, and be reached over TCP."""
+    attempts = Attempts(["memory:nobody", *host.door.addresses], lost_kind="tcp")
+    attempts.back.get(timeout=PATIENCE_S)[0].close()
+
+
+def test_another_incarnation_is_an_end(host: Host) -> None:
+    assert "another process" in Attempts(host.door.addresses, incarnation=TOKEN - 1).why_gone()
+
+
+def test_a_refusal_is_an_end(host: Host) -> None:
+    host.refuses = True
+    assert "not admitted" in Attempts(host.door.addresses).why_gone()
+    assert "not admitted" in Attempts(host.door.addresses, resumes=False).why_gone()
+
+
+def dial_that(*outcomes: Exception) -> Callable[[str, float], Transport]:
+    """Dials that fail in these ways, and then in the last one."""
+    left = list(outcomes)
+
+    def dial(address: str, timeout_s: float) -> Transport:
+        raise left.pop(0) if len(left) > 1 else left[0]
+
+    return dial
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "text"),
+    [
+        ([DialRefused("first"), DialRefused("second")], "second"),
+        ([DialRefused("first"), DialFailed("timeout"), DialRefused("third"), DialRefused("fourth")], "fourth"),
+    ],
+)
+def test_a_host_that_refuses_twice_in_a_row_is_believed(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception], text: str
+) -> None:
+    monkeypatch.setattr(dialling, "dial", dial_that(*outcomes))
+    assert text in Attempts(["tcp://192.0.2.1:9"]).why_gone()
+
+
+def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialling, "dial", dial_that(DialRefused("nobody listens")))
+    same = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.1")
+    assert same.why_gone() == "nobody listens"
+    other = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.2", seconds=0.3)
+    other.why_gone()
+    assert other.step is Step.OUT_OF_TIME
+
+
+def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialling, "dial", dial_that(DialFailed("no answer")))
+    began = monotonic()
+    attempts = Attempts(["tcp://192.0.2.1:9"], seconds=0.3)
+    assert "no answer" in attempts.why_gone()
+    assert attempts.step is Step.OUT_OF_TIME
+    assert monotonic() - began >= 0.3
+
+
+def test_a_stop_ends_a_pause_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: Queue[Any] = Queue()
+
+    def dial(address: str, timeout_s: float) -> Transport:
+        tried.put(address)
+        raise DialFailed("no answer")
+
+    monkeypatch.setattr(dialling, "dial", dial)
+    attempts = Attempts(["tcp://192.0.2.1:9"])
+    tried.get(timeout=PATIENCE_S)
+    attempts.dialler.stop()
+    attempts.dialler.join(PATIENCE_S)
+    assert not attempts.dialler._thread.is_alive()
+    assert attempts.gone.empty()

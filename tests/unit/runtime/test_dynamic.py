@@ -1,0 +1,78 @@
+"""The way into a group whose store, or whose members, come and go meanwhile."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from farcall.errors import MissingPeers
+from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member
+from farcall.runtime.rendezvous.contacts import Group
+from farcall.runtime.rendezvous.dynamic import Meeting, Search
+from farcall.runtime.rendezvous.store import MeetingPlace
+
+ME = Member("me", 1, 0x4F)
+MEMBER = Member("member", 0, 0x1F)
+PLACE = MeetingPlace("tcp://127.0.0.1:1", "tcp", 1, -1, "127.0.0.1", 1)
+
+
+class Contacts:
+    """A store that dies when it was asked ``answers`` times."""
+
+    def __init__(self, answers: int, *contacts: Member) -> None:
+        self.answers = answers
+        self.group = Group("cluster", "secret", contacts)
+
+    def enter(self, me: Member) -> Group:
+        self.answers -= 1
+        if self.answers < 0:
+            raise RuntimeError("Broken pipe")
+        return self.group
+
+    def refresh(self, members: list[Member], is_over: object) -> Group:
+        return self.enter(members[0])
+
+
+class Candidate:
+    founded = False
+
+    def found(self) -> None:
+        self.founded = True
+
+
+def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Search, Candidate]:
+    """``outcomes``: what is found at the only other contact, again and again; the last one for good."""
+    candidate = Candidate()
+    meeting = Meeting(PLACE, contacts, None, "cluster", b"secret")  # type: ignore[arg-type]
+    found: Any = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), candidate)  # type: ignore[arg-type]
+    found._look = lambda *_: outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
+    return found, candidate
+
+
+def test_who_was_found_before_the_store_died_lets_us_in() -> None:
+    found, candidate = joining(Contacts(1, MEMBER, ME), [False, True])
+    found.run(monotonic() + 10.0)
+    assert not candidate.founded
+
+
+def test_a_store_that_dies_when_we_are_in_is_not_missed() -> None:
+    dead = Member("dead", 2, 0x2F)
+    found, _ = joining(Contacts(1, dead, MEMBER, ME), [True])
+    found._gone.add(dead.incarnation)
+    found.run(monotonic() + 10.0)
+
+
+def test_nobody_founds_a_group_on_an_old_list() -> None:
+    found, candidate = joining(Contacts(1, MEMBER, ME), [False, None])
+    with pytest.raises(MissingPeers, match="the store is gone"):
+        found.run(monotonic() + 0.5)
+    assert not candidate.founded
+
+
+def test_a_store_that_was_never_heard_is_named() -> None:
+    found, _ = joining(Contacts(0), [None])
+    with pytest.raises(MissingPeers, match=r"127.0.0.1:1: the store is gone: Broken pipe"):
+        found.run(monotonic() + 10.0)

@@ -1,0 +1,235 @@
+"""Doors over the in-memory transport: who is let in, who is not, and what strangers may cost."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from farcall.errors import HandshakeRefused
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Hello, Side
+from farcall.protocol.member import Member
+from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.link import listener as doors
+from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
+from farcall.transport.address import dial
+from farcall.transport.interface import ListenFailed, Transport
+
+SECRET = b"a secret of enough bytes"
+
+
+def hello(name: str, rank: int, cluster: str = "cluster") -> Hello:
+    return Hello(Member(name, rank, 1), cluster)
+
+
+class StillLoop:
+    """A loop that runs what it was given when it is told to."""
+
+    def __init__(self) -> None:
+        self.soon: deque[Callable[[], object]] = deque()
+        self.timers = Timers(lambda: None)
+        self.timer = self.timers.timer
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        self.soon.append(function)
+
+    def forget(self, descriptor: int) -> None:
+        raise AssertionError("nothing here has a descriptor")
+
+    def run(self) -> None:
+        while self.soon:
+            self.soon.popleft()()
+
+
+class Hall:
+    """A door with its loop, and who came in."""
+
+    def __init__(self, refuse: str | None = None, secret: bytes = SECRET) -> None:
+        self.loop = StillLoop()
+        self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
+        self.members: list[tuple[Transport, Established]] = []
+        self.door.open(
+            hello("host", 0), secret, why_not=lambda peer: refuse, on_member=lambda *member: self.members.append(member)
+        )
+
+    def dial(self) -> Transport:
+        transport = dial(self.door.addresses[0], 1.0)
+        self.loop.run()
+        return transport
+
+    def close(self) -> None:
+        self.door.close()
+
+
+@pytest.fixture
+def hall() -> Any:
+    found = Hall()
+    yield found
+    found.close()
+
+
+def exchange(hall: Hall, transport: Transport, handshake: Handshake) -> Established | None:
+    """Run the dialler's side until it is through; raises what it raises."""
+    outgoing: bytes = handshake.start()
+    buffer = bytearray(MAX_MESSAGE_BYTES)
+    while True:
+        transport.send((outgoing,))
+        hall.loop.run()
+        count = transport.receive_into(memoryview(buffer))
+        if not count:
+            return None
+        outgoing, established = handshake.receive(buffer[:count])
+        if established is not None:
+            return established
+
+
+def dialler(secret: bytes = SECRET, cluster: str = "cluster", expected: str | None = "host") -> Handshake:
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return Handshake(Side.DIALER, hello("guest", 1, cluster), secret, nonce, expected_peer=expected)
+
+
+def is_closed(transport: Transport) -> bool:
+    return transport.receive_into(memoryview(bytearray(1))) == 0
+
+
+def test_member_with_the_secret_comes_in(hall: Hall) -> None:
+    established = exchange(hall, hall.dial(), dialler())
+    assert established is not None
+    assert established.peer.member.name == "host"
+    assert [member.peer.member.name for _, member in hall.members] == ["guest"]
+    assert not hall.door._guests
+
+
+def test_bytes_behind_the_proof_are_handed_over(hall: Hall) -> None:
+    transport = hall.dial()
+    handshake = dialler()
+    buffer = bytearray(MAX_MESSAGE_BYTES)
+    transport.send((handshake.start(),))
+    hall.loop.run()
+    count = transport.receive_into(memoryview(buffer))
+    proof, _ = handshake.receive(buffer[: count or 0])
+    transport.send((proof + b"first frame",))
+    hall.loop.run()
+    assert hall.members[0][1].leftover == b"first frame"
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "HTTP"),
+        (b"SSH-2.0-scanner\r\n", "SSH"),
+        (b"\x16\x03\x01 hello", "TLS"),
+        (bytes(range(256)), "does not speak farcall"),
+        (b"\x89farcall" + b"\x00\x01\x00\x01" + b"\xff\xff\xff\xff", "the limit before proof"),
+        (b"\x89farcall" + b"\x00\x63", "version 99"),
+    ],
+)
+def test_strangers_are_shown_out(hall: Hall, caplog: pytest.LogCaptureFixture, what: bytes, reason: str) -> None:
+    for _ in range(3):
+        stranger = hall.dial()
+        stranger.send((what,))
+        hall.loop.run()
+        while (stranger.receive_into(memoryview(bytearray(100)))) not in (0, None):
+            pass  # a farewell
+        assert is_closed(stranger)
+    assert not hall.members
+    assert not hall.door._guests
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1  # once, however often it is tried
+    assert reason in told[0].getMessage()
+
+
+def test_wrong_secret_is_refused_and_remembered_for_the_error(hall: Hall) -> None:
+    with pytest.raises(HandshakeRefused, match="secret"):
+        exchange(hall, hall.dial(), dialler(secret=b"another secret, just as long"))
+    assert not hall.members
+    assert "FARCALL_SECRET" in hall.door.refusals["guest"]
+
+
+def test_other_cluster_is_refused(hall: Hall) -> None:
+    with pytest.raises(HandshakeRefused, match="other cluster"):
+        exchange(hall, hall.dial(), dialler(cluster="elsewhere"))
+    assert not hall.members
+
+
+def test_proven_peer_that_is_not_wanted_is_refused_with_the_reason() -> None:
+    hall = Hall(refuse="guest is connected already")
+    assert exchange(hall, hall.dial(), dialler()) is None
+    assert not hall.members
+    assert hall.door.refusals["guest"] == "guest is connected already"
+    hall.close()
+
+
+def test_half_open_connection_is_shown_out_in_time(hall: Hall) -> None:
+    silent = hall.dial()
+    assert len(hall.door._guests) == 1
+    deadline = next(iter(hall.door._guests)).deadline
+    assert hall.loop.timers.next_due <= deadline  # the loop will look in
+    hall.loop.timers.run_due(deadline - 1.0)
+    assert hall.loop.timers.next_due == deadline
+    assert not is_closed(silent) if silent.receive_into(memoryview(bytearray(1))) == 0 else True
+    hall.loop.timers.run_due(deadline)
+    assert hall.loop.timers.next_due == NEVER
+    assert is_closed(silent)
+    assert not hall.door._guests
+    assert HANDSHAKE_S <= 10.0
+
+
+def test_crowd_of_silent_strangers_is_bounded(hall: Hall) -> None:
+    crowd = [hall.dial() for _ in range(MAX_GUESTS + 50)]
+    assert len(hall.door._guests) == MAX_GUESTS
+    assert all(is_closed(stranger) for stranger in crowd[MAX_GUESTS:])
+    # When they are gone, members come in again.
+    hall.loop.timers.run_due(1e18)
+    assert exchange(hall, hall.dial(), dialler()) is not None
+
+
+def test_strangers_with_ever_new_words_take_no_memory(hall: Hall) -> None:
+    for number in range(MAX_TOLD * 3):
+        stranger = hall.dial()
+        stranger.send((b"\x89farcall" + (1000 + number).to_bytes(2, "big"),))
+        hall.loop.run()
+    for number in range(MAX_TOLD * 2):
+        handshake = Handshake(
+            Side.DIALER, hello(f"guest{number}", 1), b"another secret", secrets.token_bytes(NONCE_BYTES)
+        )
+        with pytest.raises(HandshakeRefused):
+            exchange(hall, hall.dial(), handshake)
+    assert len(hall.door._told) <= MAX_TOLD
+    assert len(hall.door.refusals) <= MAX_TOLD
+    assert not hall.door._guests
+
+
+def test_stranger_that_hangs_up_is_forgotten(hall: Hall) -> None:
+    stranger = hall.dial()
+    stranger.close()
+    hall.loop.run()
+    assert not hall.door._guests
+
+
+def test_closed_door_leaves_nobody_waiting() -> None:
+    hall = Hall()
+    stranger = hall.dial()
+    hall.close()
+    assert is_closed(stranger)
+
+
+def test_one_way_that_cannot_be_set_up_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    really_listen = doors.listen
+
+    def listen(address: str) -> Any:
+        if address == "unix:":
+            raise ListenFailed("not in this sandbox")
+        return really_listen(address)
+
+    monkeypatch.setattr(doors, "listen", listen)
+    door = PeerListener(["unix:", "memory:"], StillLoop())  # type: ignore[arg-type]
+    assert [address.partition(":")[0] for address in door.addresses] == ["memory"]
+    door.close()
+    with pytest.raises(ListenFailed, match="not in this sandbox"):
+        PeerListener(["unix:"], StillLoop())  # type: ignore[arg-type]
