@@ -16,7 +16,6 @@ A function answers in one of these ways, found out from what it returned:
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
 import logging
@@ -34,10 +33,11 @@ from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes
+from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.run_inline import InlineFunctions
-from farcall.runtime.devices.streams import Lane, StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
@@ -123,7 +123,6 @@ class Server:
     ) -> None:
         self.worker = worker
         self._executor = executor
-        self._on_thread_start = on_thread_start
         self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
         self.event_log: event_log.EventLog = event_log.EventLog()
@@ -133,9 +132,7 @@ class Server:
         self.lanes: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
-        self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._event_thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self.coroutines: CoroutineRunner = CoroutineRunner(worker.name, on_thread_start)
         self._next_number = itertools.count(1).__next__
         self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
@@ -207,46 +204,6 @@ class Server:
         self.unanswered.pop((request.peer.number, request.frame.call_id), None)
         if self.on_answered is not None:
             self.on_answered()
-
-    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
-        """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
-        lanes = self.lanes
-        lane = None if lanes is None else lanes.keep()
-        if lanes is not None and lane is not None:
-            coroutine, done = StreamCoroutine(coroutine, lane), _on_lane(lanes, lane, done)
-        with self._lock:
-            if self._event_loop is None:
-                self._event_loop = asyncio.new_event_loop()
-                self._event_loop.call_soon(self._on_thread_start)
-                self._event_thread = threading.Thread(
-                    target=self._event_loop.run_forever,
-                    name=f"farcall-asyncio-{self.worker.name}",
-                    daemon=True,
-                )
-                self._event_thread.start()
-        asyncio.run_coroutine_threadsafe(coroutine, self._event_loop).add_done_callback(done)
-
-    def stop(self, timeout_s: float) -> None:
-        """End the event loop, cancelling what still runs on it."""
-        with self._lock:
-            loop, thread = self._event_loop, self._event_thread
-            self._event_loop = self._event_thread = None
-        if loop is None or thread is None:
-            return
-
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=timeout_s)
-            loop.stop()
-
-        ending = asyncio.run_coroutine_threadsafe(end(), loop)
-        thread.join(timeout_s)
-        ending.cancel()
-        if not thread.is_alive():
-            loop.close()
 
 
 class Request:
@@ -401,7 +358,7 @@ class Request:
         if result.__class__ is MarkedResult:
             result = result.value
         if inspect.iscoroutine(result):
-            self.server.run_coroutine(result if self.profile is None else self.profile.steps(result), self._on_done)
+            self._run_coroutine(result if self.profile is None else self.profile.steps(result))
         elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
             result.add_done_callback(self._on_done)
         else:
@@ -409,6 +366,23 @@ class Request:
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                 f"{self.function_name} returned {type(result).__name__} (the decorator is functions.async_execution)"
             )
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run ``coroutine`` on the node's event loop, on the streams of this call, and answer when it ends."""
+        lanes, done = self.server.lanes, self._on_done
+        lane = None if lanes is None else lanes.keep()
+        if lanes is None or lane is None:
+            self.server.coroutines.run(coroutine, done)
+            return
+
+        def answer(finished: Any) -> None:
+            try:
+                with lane:
+                    done(finished)
+            finally:
+                lanes.leave(lane)
+
+        self.server.coroutines.run(StreamCoroutine(coroutine, lane), answer)
 
     def _on_done(self, future: Any) -> None:
         try:
@@ -450,19 +424,6 @@ class _Resumption:
 
     def drop(self) -> None:
         self._request.drop()
-
-
-def _on_lane(lanes: StreamPool, lane: Lane, done: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``done``, run on the lane, which is left then."""
-
-    def run(finished: Any) -> None:
-        try:
-            with lane:
-                done(finished)
-        finally:
-            lanes.leave(lane)
-
-    return run
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:

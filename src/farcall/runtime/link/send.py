@@ -30,27 +30,13 @@ from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.resend import NOBODYS
 from farcall.runtime.link.send_queue import SendQueue, bounded
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 
 class _Interrupted(Exception):
     """The connection broke, and there may be another one."""
-
-
-class _Nobodys:
-    """A large frame that nobody misses."""
-
-    __slots__ = ()
-
-    def lost(self) -> Sequence[Kept]:
-        return ()
-
-    def pieces(self) -> Sequence[Piece]:
-        return ()
-
-
-NOBODYS: Unkept = _Nobodys()
 
 
 class Outgoing:
