@@ -6,12 +6,8 @@ cannot be sent) becomes a failure answer: the caller learns of it and both sides
 A request whose function was quick when it last ran is run by the I/O thread itself (`run_inline.py`), all others by
 workers.
 
-A function answers in one of these ways, found out from what it returned:
-
-    plain value                            answered at once
-    future, from an async_execution func   answered when the future completes, by the thread that completes it
-    coroutine, from an async def           run on the node's event loop, answered when it ends
-    `Later`, from farcall's own functions  asked again, on a worker, when it says so
+A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
+ended on the node's event loop (`results.py`, `coroutines.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
-from types import CoroutineType
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +31,15 @@ from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.results import (
+    ASYNC_MARK,
+    LATER,
+    Later,
+    MarkedResult,
+    StoredFailure,
+    answers_later,
+    is_async_execution,
+)
 from farcall.runtime.calls.run_inline import InlineFunctions
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
@@ -56,36 +60,6 @@ from farcall.serialize import (
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-ASYNC_MARK = "_wrapped_async_rpc_function"
-"""The attribute by which `async_execution` marks a function."""
-
-
-class Later:
-    """The result of a function that cannot answer yet: ``finish()`` can, once ``subscribe``'s argument was called."""
-
-    __slots__ = ("finish", "subscribe")
-
-    def __init__(self, subscribe: Callable[[Callable[[], None]], None], finish: Callable[[], Any]) -> None:
-        self.subscribe: Callable[[Callable[[], None]], None] = subscribe
-        self.finish: Callable[[], Any] = finish
-
-
-class MarkedResult:
-    """What a function marked by `async_execution` returned, passed on by a function that is not."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value: Any = value
-
-
-class StoredFailure(Exception):
-    """Raised to answer with a failure that was encoded before."""
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self.frame = frame
 
 
 class ReferenceKeeper(Protocol):
@@ -109,10 +83,6 @@ class NoReferences:
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
         return Request(server, peer, frame)
-
-
-_LATER = frozenset((CoroutineType, Later, MarkedResult))
-"""The classes of results that are no answers yet."""
 
 
 class Server:
@@ -271,9 +241,9 @@ class Request:
             else:
                 outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
-            # `_answers_later`, without the calls: this is on the way of every request.
+            # `answers_later`, without the calls: this is on the way of every request.
             if (
-                outcome[0].__class__ in _LATER
+                outcome[0].__class__ in LATER
                 or hasattr(func, ASYNC_MARK)
                 or (func.__class__ is partial and is_async_execution(func))
             ):
@@ -411,7 +381,7 @@ class _Resumption:
         try:
             profile = request.profile
             outcome = [self._finish() if profile is None else profile.run(self._finish)]
-            if _answers_later(self._finish, outcome[0]):
+            if answers_later(self._finish, outcome[0]):
                 request._answer_later(self._finish, outcome[0])
                 return
         except BaseException as error:
@@ -424,12 +394,3 @@ class _Resumption:
 
     def drop(self) -> None:
         self._request.drop()
-
-
-def _answers_later(func: Callable[..., Any], result: Any) -> bool:
-    return result.__class__ in _LATER or is_async_execution(func)
-
-
-def is_async_execution(func: Callable[..., Any]) -> bool:
-    """Did `async_execution` mark ``func``, or what it is a partial of?"""
-    return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))

@@ -387,9 +387,7 @@ class Outgoing:
 
     def end_sending(self, deadline: float) -> None:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
-        if self.queue.down:
-            return
-        if self._write_lock.acquire(True, bounded(deadline - monotonic())):
+        if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))
                 if not self.queue.closed and self._write_out(deadline):
