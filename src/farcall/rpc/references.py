@@ -154,18 +154,13 @@ class NodeReferences:
     def confirm_created(self, fork: Fork) -> None:
         """The owner has answered the creating call."""
         with self._lock:
-            self._machine.confirm_created(fork)
-            if not self._machine.has_news:
-                return
-            freed = self._carry_out()
+            effects = self._machine.handle(protocol.CreationAnswered(fork), monotonic())
+            freed = self._carry_out(effects) if effects or self._machine.next_deadline() is not None else []
         dispose(self.node, freed)
 
     def withdraw_creation(self, fork: Fork) -> None:
         """The creating call was not sent, or its answer did not come."""
-        with self._lock:
-            self._machine.withdraw_creation(fork)
-            freed = self._carry_out()
-        dispose(self.node, freed)
+        self._tell(protocol.CreationWithdrawn(fork))
 
     def refused_creation(self, fork: Fork, error: RpcError) -> None:
         """The owner has refused the creating call, and knows nothing of the reference."""
@@ -192,10 +187,7 @@ class NodeReferences:
 
     def withdraw(self, fork: Fork) -> None:
         """The message that ``fork`` was to travel in was not sent, or nobody knows."""
-        with self._lock:
-            self._machine.withdraw(fork)
-            freed = self._carry_out()
-        dispose(self.node, freed)
+        self._tell(protocol.ForkWithdrawn(fork))
 
     def take_forks(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
         """A message with forks came: whatever becomes of it, its forks are accounted for from now on.
@@ -225,7 +217,7 @@ class NodeReferences:
                 if not held:
                     rref._release = _nothing
                 arrived.append(rref)
-            freed = self._carry_out() if machine.has_news else []
+            freed = self._carry_out(machine.handle_deadline(monotonic())) if machine.has_news else []
         dispose(self.node, freed)
         kind, flags, call_id, function, noted, payload, buffers = message
         return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
@@ -332,7 +324,7 @@ class NodeReferences:
                 unsent, self._unsent = self._unsent, []
                 for effect in unsent:
                     self._send(effect)
-                freed = self._carry_out(now)
+                freed = self._carry_out(self._machine.handle_deadline(now))
         dispose(self.node, freed)
         if self._failed or self._unsent:
             return now + RETRY_S
@@ -345,10 +337,7 @@ class NodeReferences:
         self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
-        now = monotonic()
-        with self._lock:
-            freed = self._carry_out(now, self._machine.handle(peer.number, message, now))
-        dispose(self.node, freed)
+        self._tell(protocol.Received(peer.number, message))
         if self.parting.checks_leaks:
             self.node.something_ended()
 
@@ -356,27 +345,30 @@ class NodeReferences:
         with self._lock:
             self._workers[peer.number] = peer.info
             self._lost.discard(peer.number)  # given up when word of it was later than a message with its values
-            self._machine.member_joined(peer.number)
+            freed = self._carry_out(self._machine.handle(protocol.MemberJoined(peer.number), monotonic()))
+        dispose(self.node, freed)
         if self._kept_back:
             self.node.call_soon(self._kept_back.deliver)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         member = peer.number
-        now = monotonic()
         with self._lock:
             self._lost.add(member)
             self.parting.on_peer_gone()
             if self.parting.agreed:
                 return  # everybody leaves, and nobody needs to ask anybody any more
-            freed = self._carry_out(now, self._machine.member_died(member, now))
+            freed = self._carry_out(self._machine.handle(protocol.MemberDied(member), monotonic()))
             freed += self._values.abandon(member, self._machine.lists)
         dispose(self.node, freed)
 
-    def _carry_out(self, now: float | None = None, effects: Iterable[protocol.Effect] | None = None) -> list[Owned]:
+    def _tell(self, event: protocol.Event) -> None:
+        """Tell the machine what happened, and do what it says."""
+        with self._lock:
+            freed = self._carry_out(self._machine.handle(event, monotonic()))
+        dispose(self.node, freed)
+
+    def _carry_out(self, effects: Iterable[protocol.Effect]) -> list[Owned]:
         """Under the lock: do what the machine says; the values that are to die are returned."""
-        machine = self._machine
-        if effects is None:
-            effects = machine.collect(monotonic() if now is None else now)
         freed: list[Owned] = []
         for effect in effects:
             if effect.__class__ is FreeValue:
@@ -391,7 +383,7 @@ class NodeReferences:
                 self._values.never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
-        deadline = machine.next_deadline()
+        deadline = self._machine.next_deadline()
         if deadline is not None:
             self._timer.at(deadline)
         return freed
@@ -415,14 +407,12 @@ class NodeReferences:
                 self._flush()
                 sleep(0.002)
         self._flush()
-        with self._lock:
-            freed = self._carry_out(None, self._machine.drop_all_users_and_unforked_owners())
-        dispose(self.node, freed)
+        self._tell(protocol.AllDropped())
 
     def _flush(self) -> None:
         """Let nothing linger."""
         with self._lock:
-            freed = self._carry_out(None, self._machine.flush())
+            freed = self._carry_out(self._machine.handle_deadline(NEVER))
         dispose(self.node, freed)
 
     @property

@@ -31,7 +31,7 @@ dies with a child not accepted, the parent lists it in its name. One round costs
 only at owners that the dead one held something of.
 
 What the runtime must promise: a message or payload between two live members arrives at least once (or
-``withdraw`` is called for the payload's forks); a death is final, is told to everyone, and a restarted
+``ForkWithdrawn`` is told of the payload's forks); a death is final, is told to everyone, and a restarted
 process is a new member; a member is known to all before it is sent a fork. Only the numbers of the dead are
 kept for ever: an integer each.
 """
@@ -39,19 +39,28 @@ kept for ever: an integer each.
 from farcall.protocol.references.machine import References
 from farcall.protocol.references.messages import (
     Accept,
+    AllDropped,
     Answer,
     Confirm,
     Confirmed,
     Counts,
+    CreationAnswered,
+    CreationWithdrawn,
+    Dropped,
     Effect,
+    Event,
     Farewell,
     Fork,
+    ForkWithdrawn,
     FreeValue,
     Inquire,
     Lost,
+    MemberDied,
+    MemberJoined,
     Message,
     NeverCreated,
     OwnedSnapshot,
+    Received,
     Register,
     Release,
     Send,
@@ -63,19 +72,28 @@ from farcall.protocol.references.outbox import ReleasedForks
 
 __all__ = [
     "Accept",
+    "AllDropped",
     "Answer",
     "Confirm",
     "Confirmed",
     "Counts",
+    "CreationAnswered",
+    "CreationWithdrawn",
+    "Dropped",
     "Effect",
+    "Event",
     "Farewell",
     "Fork",
+    "ForkWithdrawn",
     "FreeValue",
     "Inquire",
     "Lost",
+    "MemberDied",
+    "MemberJoined",
     "Message",
     "NeverCreated",
     "OwnedSnapshot",
+    "Received",
     "References",
     "Register",
     "Release",
