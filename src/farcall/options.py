@@ -14,11 +14,10 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 __all__ = [
@@ -33,9 +32,7 @@ __all__ = [
     "ENV_SECRET",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
-    "Interference",
     "RpcBackendOptions",
-    "faults_by_default",
 ]
 
 DEFAULT_RPC_TIMEOUT_S: Final = 60.0
@@ -70,32 +67,6 @@ LOG_LEVELS: Final = ("info", "debug")
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
-
-
-class Interference(Protocol):
-    """What may stand between a node and its connections; `farcall.testing.faults.Faults` is one."""
-
-    def wrap_transport(self, transport: Any, here: str, there: str, fail_call: Callable[[int, str], None]) -> Any:
-        """The transport to use instead. ``fail_call(call_id, why)`` fails a call whose request was not sent."""
-
-    def wrap_delivery(self, deliver: Callable[[Any, Any], None], here: str) -> Callable[[Any, Any], None]:
-        """What to deliver a node's messages to itself with, instead."""
-
-
-class _ByDefault:
-    """What options get that name no faults; None but in a test."""
-
-    faults: ClassVar[Interference | None] = None
-
-
-@contextmanager
-def faults_by_default(faults: Interference) -> Iterator[None]:
-    """Give ``faults`` to all options that are made meanwhile, in this process, and name none."""
-    before, _ByDefault.faults = _ByDefault.faults, faults
-    try:
-        yield
-    finally:
-        _ByDefault.faults = before
 
 
 @dataclass(frozen=True)
@@ -159,7 +130,6 @@ class RpcBackendOptions:
             not work, tensors on devices go through the host.
         device_views: tensors of 1 MiB and more that another process of this host sends are not copied out of its device
             memory, but lie there until they die; ``docs/gpu.md`` says what that means.
-        faults: for tests: what is to go wrong, see `farcall.testing.faults`.
 
     Use ``options.replace(rpc_timeout=5)`` for a changed copy.
     """
@@ -196,7 +166,6 @@ class RpcBackendOptions:
     device_memory_limit_bytes: int = field(default=DEFAULT_DEVICE_MEMORY_LIMIT_BYTES, kw_only=True)
     device_sharing: bool = field(default=True, kw_only=True)
     device_views: bool = field(default=False, kw_only=True)
-    faults: Interference | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
@@ -246,10 +215,6 @@ class RpcBackendOptions:
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
-        if self.faults is None:
-            self._set("faults", _ByDefault.faults)
-        elif not hasattr(self.faults, "wrap_transport"):
-            raise TypeError(f"faults must be a farcall.testing.faults.Faults, not {self.faults!r}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

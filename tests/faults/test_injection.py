@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -94,11 +94,15 @@ def team(faults: Faults | list[Faults | None], size: int = 2, **options: Any) ->
             f"w{rank}",
             rank=rank,
             world_size=size,
-            options=farcall.RpcBackendOptions(init_method=url, faults=given[rank], **options),
+            options=farcall.RpcBackendOptions(init_method=url, **options),
         )
         for rank in range(size)
     ]
-    together([node.start for node in nodes])
+    with ExitStack() as installed:
+        for rank, one in enumerate(given):
+            if one is not None:
+                installed.enter_context(one.installed(f"w{rank}"))
+        together([node.start for node in nodes])
     try:
         yield nodes
     except BaseException:

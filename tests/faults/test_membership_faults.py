@@ -47,10 +47,9 @@ def team() -> Iterator[Team]:
     with ExitStack() as stack:
         nodes = []
         for rank in range(3):
-            node = farcall.Node(
-                f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url, faults=faults, **OPTIONS)
-            )
-            node.start()
+            node = farcall.Node(f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
+            with faults.installed():
+                node.start()
             stack.callback(node.shutdown, False)
             nodes.append(node)
         wait_until(lambda: all(len(node.workers()) == 3 for node in nodes))
@@ -104,9 +103,9 @@ def test_who_is_not_answered_asks_again(kind: str) -> None:
     with team() as found:
         rule = found.faults.drop(kind=kind, count=1)
         url = found.nodes[0].options.init_method
-        options = farcall.RpcBackendOptions(init_method=url, faults=found.faults, **OPTIONS)
+        options = farcall.RpcBackendOptions(init_method=url, **OPTIONS)
         since = monotonic()
-        with farcall.Node("late", 7, options=options) as late:
+        with found.faults.installed(), farcall.Node("late", 7, options=options) as late:
             assert monotonic() - since < 10.0
             assert rule.hits
             assert late.rpc_sync("w1", int, ("7",)) == 7

@@ -49,8 +49,9 @@ class Ended(NamedTuple):
 class Seat:
     """In a member's process: what the test asks of it."""
 
-    def __init__(self, node: farcall.Node) -> None:
+    def __init__(self, node: farcall.Node, faults: Faults) -> None:
         self.node = node
+        self.faults = faults
         self.seen: list[tuple[str, str]] = []
         self.calls: dict[str, tuple[farcall.Future[str], float]] = {}
         node.on_member(lambda event: self.seen.append((event.kind, event.worker.name)))
@@ -76,9 +77,7 @@ class Seat:
 
     def reset(self, to: str) -> None:
         """Have the connection to ``to`` end for both sides."""
-        faults = self.node.options.faults
-        assert isinstance(faults, Faults)
-        faults.cut(to=to).wait_hits()
+        self.faults.cut(to=to).wait_hits()
 
 
 @contextmanager
@@ -87,15 +86,17 @@ def member(
 ) -> Iterator[Callable[[tuple[Any, ...]], Any]]:
     enter(spaces[rank])
     options = farcall.RpcBackendOptions(
-        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), faults=Faults(), **QUICK
+        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), **QUICK
     )
     node = farcall.Node(f"w{rank}", rank, size if is_static else None, options)
-    node.start()
+    faults = Faults()
+    with faults.installed():
+        node.start()
     deadline = monotonic() + BOUND_S
     while len(node.workers()) < size:
         assert monotonic() < deadline
         sleep(0.01)
-    seat = Seat(node)
+    seat = Seat(node, faults)
     try:
         yield lambda request: getattr(seat, request[0])(*request[1:])
     finally:

@@ -283,7 +283,7 @@ def scale(x: torch.Tensor, to: str | None) -> torch.Tensor:
     return y if to is None else farcall.rpc_sync(to, scale, (y, None))
 
 
-def backward_with_cuts(rank: int, elements: int) -> None:
+def backward_with_cuts(rank: int, elements: int, faults: Faults) -> None:
     if rank:
         return
     x = torch.ones(elements, requires_grad=True)
@@ -292,7 +292,7 @@ def backward_with_cuts(rank: int, elements: int) -> None:
             y = farcall.rpc_sync("w1", scale, (x, "w2"))
             dist_autograd.backward(context_id, [y.sum()])
             assert torch.equal(dist_autograd.get_gradients(context_id)[x], torch.full((elements,), 9.0))
-    assert len(api.current_node().options.faults.events) == 2
+    assert len(faults.injections) == 2
 
 
 @pytest.mark.parametrize("elements", [3, LARGE])
@@ -300,18 +300,18 @@ def backward_with_cuts(rank: int, elements: int) -> None:
 def test_a_backward_pass_survives_a_cut_in_its_middle(transport: str, elements: int) -> None:
     faults = Faults()
     faults.cut(kind="letter", count=2)  # in each direction the first two letters take their connection with them
-    run_cluster(3, backward_with_cuts, elements, faults=faults, transports=(transport,))
+    run_cluster(3, backward_with_cuts, elements, faults, faults=faults, transports=(transport,))
 
 
-def use_everything_and_count_cuts(rank: int) -> int:
+def use_everything_and_count_cuts(rank: int, faults: Faults) -> int:
     use_everything(rank)
-    return len(api.current_node().options.faults.events)
+    return len(faults.injections)
 
 
 def test_a_program_of_everything_survives_cuts_at_any_message() -> None:
     faults = Faults(seed=5)
     faults.cut(kind=EVERYTHING, probability=0.03, count=None)
-    assert sum(run_cluster(3, use_everything_and_count_cuts, faults=faults, timeout_s=100.0)) > 10
+    assert sum(run_cluster(3, use_everything_and_count_cuts, faults, faults=faults, timeout_s=100.0)) > 10
 
 
 # ---------------------------------------------------------------------- while there is no connection
@@ -462,7 +462,7 @@ def die_while_down(rank: int, path: str, faults: Faults) -> Any:
     victim = farcall.rpc_sync("w1", os.getpid)
     future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
     wait_until(lambda: os.path.exists(path))
-    rule = api.current_node().options.faults.cut(to="w1", count=None)
+    rule = faults.cut(to="w1", count=None)
     rule.wait_hits(2)
     os.kill(victim, signal.SIGKILL)
     killed_at = time.monotonic()
@@ -486,7 +486,7 @@ def test_a_member_killed_while_there_is_no_connection_is_noticed(tmp_path: Path,
     assert took_s < 2 * AT_ONCE_S  # the pause between two attempts is a second at most
 
 
-def be_replaced(rank: int) -> str | None:
+def be_replaced(rank: int, faults: Faults) -> str | None:
     node = api.current_node()
     if rank == 1:
         time.sleep(300.0)
@@ -495,7 +495,7 @@ def be_replaced(rank: int) -> str | None:
         way for member in node.membership.members if member.rank == 1 for way in member.addresses if "tcp:" in way
     ]
     future = farcall.rpc_async("w1", time.sleep, (300.0,), timeout=0)
-    rule = node.options.faults.cut(to="w1", count=None)
+    rule = faults.cut(to="w1", count=None)
     rule.wait_hits(3)
     os.kill(victim, signal.SIGKILL)
     squatter = socket.socket()
@@ -532,18 +532,19 @@ def binds(squatter: socket.socket, port: int) -> bool:
 
 
 def test_another_process_at_the_address_of_a_dead_member_is_not_it() -> None:
-    text = finish(start_cluster(2, be_replaced, faults=Faults(), transports=("tcp",)), may_fail=[1])[0]
+    faults = Faults()
+    text = finish(start_cluster(2, be_replaced, faults, faults=faults, transports=("tcp",)), may_fail=[1])[0]
     assert "HTTP" in text or "refused" in text
 
 
-def freeze_and_cut(rank: int) -> int:
+def freeze_and_cut(rank: int, faults: Faults) -> int:
     if rank:
         return 0
     victim = farcall.rpc_sync("w1", os.getpid)
     under_way = farcall.rpc_async("w1", time.sleep, (0.5,))
     os.kill(victim, signal.SIGSTOP)
     try:
-        rule = api.current_node().options.faults.cut(to="w1")
+        rule = faults.cut(to="w1")
         rule.wait_hits()
         calls = [farcall.rpc_async("w1", run, (number,)) for number in range(3)]
         wait_until(lambda: api.current_node().other(1).link.outgoing.down)  # type: ignore[union-attr]
@@ -556,7 +557,8 @@ def freeze_and_cut(rank: int) -> int:
 
 @pytest.mark.parametrize("transport", KEPT)
 def test_a_frozen_member_whose_connection_is_cut_goes_on_when_it_thaws(transport: str) -> None:
-    assert run_cluster(2, freeze_and_cut, faults=Faults(), transports=(transport,))[0] == 0
+    faults = Faults()
+    assert run_cluster(2, freeze_and_cut, faults, faults=faults, transports=(transport,))[0] == 0
 
 
 # ---------------------------------------------------------------------- ends
@@ -586,11 +588,10 @@ def test_a_graceful_shutdown_waits_for_the_connection_and_ends() -> None:
         # and now both leave gracefully
 
 
-def fork_while_down(rank: int) -> list[str]:
+def fork_while_down(rank: int, faults: Faults) -> list[str]:
     if rank:
         return []
-    node = api.current_node()
-    with node.options.faults.cut(to="w1", count=None) as rule:
+    with faults.cut(to="w1", count=None) as rule:
         rule.wait_hits(2)
         call = farcall.rpc_async("w1", os.getpid)
         outcomes = [in_a_fork(try_to_call) for _ in range(3)]
@@ -606,7 +607,8 @@ def try_to_call() -> str:
 
 
 def test_a_fork_while_there_is_no_connection_disturbs_nobody() -> None:
-    outcomes = run_cluster(2, fork_while_down, faults=Faults())[0]
+    faults = Faults()
+    outcomes = run_cluster(2, fork_while_down, faults, faults=faults)[0]
     assert all("forked" in text for text in outcomes)
 
 

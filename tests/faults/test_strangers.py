@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import HandshakeRefused, InitError
-from farcall.protocol.handshake import MAX_MESSAGE_BYTES
+from farcall.protocol.hello import MAX_MESSAGE_BYTES
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
 
 LONG_S = 30.0

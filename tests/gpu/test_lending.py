@@ -127,10 +127,9 @@ def large_answer() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loses(rank: int, url: str) -> None:
-    options = farcall.RpcBackendOptions(
-        init_method=url, faults=FAULTS, shared_memory=False, transports=["unix"], **MAPS
-    )
-    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    options = farcall.RpcBackendOptions(init_method=url, shared_memory=False, transports=["unix"], **MAPS)
+    with FAULTS.installed():
+        farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
         share("w1")
         wait_until(lambda: lent() == 0)

@@ -15,8 +15,7 @@ import farcall
 from farcall.errors import RpcTimeout
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import observer_identity
-from farcall.protocol.resumption import resuming
+from farcall.protocol.hello import Resume
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.testing.faults import Faults
 
@@ -62,7 +61,7 @@ def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(
 
 def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> None:
     faults = Faults()
-    with dynamic_team(2, tmp_path, faults=faults) as nodes:
+    with faults.installed(), dynamic_team(2, tmp_path) as nodes:
         with faults.cut(sender="w0", to="w1"):
             assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
         wait_until(lambda: all(node.metrics().reconnects == 1 for node in nodes))
@@ -89,15 +88,12 @@ def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> Non
 def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its key proves no member, whatever else it says about itself."""
+    """Its key proves no member, whatever it says it wants."""
     asked: list[object] = []
-    monkeypatch.setattr(Reconnecting, "admit", lambda self, identity, arrived_at: asked.append(identity) or b"")
+    monkeypatch.setattr(Reconnecting, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
     monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
-    monkeypatch.setattr(
-        "farcall.observe.observer.observer_identity",
-        lambda name, token, cluster_id: resuming(observer_identity(name, token, cluster_id), "00" * 16, 0),
-    )
+    monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):
-        with pytest.raises(NothingToObserve, match="awaiting count"):  # which nobody tells it
+        with pytest.raises(NothingToObserve, match="wrong secret"):
             observer(tmp_path)
         assert asked == []

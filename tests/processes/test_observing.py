@@ -24,7 +24,7 @@ from farcall.observe.observer import Observer
 from farcall.observe.presence import find_nodes
 from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
-from farcall.protocol.handshake import observer_key
+from farcall.protocol.hello import observer_key
 from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0

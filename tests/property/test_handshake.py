@@ -9,25 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import (
-    MAX_MESSAGE_BYTES,
-    Established,
-    Handshake,
-    HandshakeState,
-    Identity,
-    Role,
-)
+from farcall.protocol.handshake import Established, Handshake, HandshakeState
+from farcall.protocol.hello import MAX_MESSAGE_BYTES, Hello, Side
+from farcall.protocol.member import Member
 
 SECRET = b"a secret of some length"
-ADA = Identity("ada", 0, "cluster-1", 1, {"shared_memory": "host-1"})
-BOB = Identity("bob", 1, "cluster-1", 2, {"shared_memory": "host-2"})
+ADA = Hello(Member("ada", 0, 1, host_token="host-1"), "cluster-1")
+BOB = Hello(Member("bob", 1, 2, host_token="host-2"), "cluster-1")
 HEADER_BYTES = 16
 
 
 def pair() -> tuple[Handshake, Handshake]:
     return (
-        Handshake(Role.DIALER, BOB, SECRET, b"d" * 32, "ada"),
-        Handshake(Role.LISTENER, ADA, SECRET, b"l" * 32),
+        Handshake(Side.DIALER, BOB, SECRET, b"d" * 32, "ada"),
+        Handshake(Side.LISTENER, ADA, SECRET, b"l" * 32),
     )
 
 
@@ -111,9 +106,9 @@ def alter_one_byte(position: int, difference: int) -> None:
     assert len(results) < 2
 
 
-@given(st.sampled_from(Role), st.lists(st.binary(max_size=300), max_size=20))
-def test_garbage_raises_nothing_but_a_refusal(role: Role, pieces: list[bytes]) -> None:
-    machine = pair()[role is Role.LISTENER]
+@given(st.sampled_from(Side), st.lists(st.binary(max_size=300), max_size=20))
+def test_garbage_raises_nothing_but_a_refusal(role: Side, pieces: list[bytes]) -> None:
+    machine = pair()[role is Side.LISTENER]
     try:
         _, result, _ = feed(machine, pieces)
     except HandshakeRefused:
@@ -138,13 +133,13 @@ mangled = st.builds(
 
 
 @given(
-    st.sampled_from(Role),
+    st.sampled_from(Side),
     st.lists(st.one_of(headers, mangled, st.sampled_from(MESSAGES[:2])), max_size=6),
     cuts,
 )
-def test_well_dressed_garbage_never_gets_in(role: Role, messages: list[bytes], places: list[int]) -> None:
+def test_well_dressed_garbage_never_gets_in(role: Side, messages: list[bytes], places: list[int]) -> None:
     """Right magic, wrong insides: real greetings among it, but never a proof."""
-    machine = pair()[role is Role.LISTENER]
+    machine = pair()[role is Side.LISTENER]
     try:
         _, result, _ = feed(machine, split(b"".join(messages), places))
     except HandshakeRefused:
@@ -154,8 +149,8 @@ def test_well_dressed_garbage_never_gets_in(role: Role, messages: list[bytes], p
 
 @given(st.binary(min_size=1, max_size=64), st.binary(min_size=1, max_size=64))
 def test_only_equal_secrets_meet(one_secret: bytes, other_secret: bytes) -> None:
-    dialer = Handshake(Role.DIALER, BOB, one_secret, b"d" * 32)
-    listener = Handshake(Role.LISTENER, ADA, other_secret, b"l" * 32)
+    dialer = Handshake(Side.DIALER, BOB, one_secret, b"d" * 32)
+    listener = Handshake(Side.LISTENER, ADA, other_secret, b"l" * 32)
     proof, _ = dialer.receive(listener.receive(dialer.start())[0])
     try:
         _, result = listener.receive(proof)

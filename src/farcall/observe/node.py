@@ -20,7 +20,7 @@ from farcall.observe.prometheus import MetricsServer
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.observe.threads import take_snapshot
-from farcall.protocol.handshake import observer_key
+from farcall.protocol.hello import observer_key
 from farcall.rpc import node
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.rendezvous.rendezvous import Membership

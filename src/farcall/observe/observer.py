@@ -28,8 +28,9 @@ from farcall.observe.metrics import Metrics
 from farcall.observe.presence import find_nodes, runtime_directory
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Role, observer_identity, observer_key
-from farcall.protocol.member import new_incarnation
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, Side, observer_key
+from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
     Ask,
@@ -71,7 +72,7 @@ class Observer:
 
     def __init__(self, transport: Transport, established: Established) -> None:
         self._transport = transport
-        self.member: str = established.peer.name
+        self.member: str = established.peer.member.name
         """The member that is asked."""
         self._decoder = MessageDecoder(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
@@ -134,8 +135,8 @@ class Observer:
         deadline = monotonic() + DIAL_S
         transport = dial(address, DIAL_S)
         try:
-            me = observer_identity("observer", new_incarnation(secrets.randbits(62)), cluster_id)
-            handshake = Handshake(Role.DIALER, me, key, secrets.token_bytes(NONCE_BYTES), member)
+            me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
+            handshake = Handshake(Side.DIALER, me, key, secrets.token_bytes(NONCE_BYTES), member)
             _send(transport, handshake.start(), deadline)
             buffer = bytearray(_READ_BYTES)
             while True:

@@ -1,4 +1,4 @@
-"""Real processes for tests: run one function as each member of a small cluster, and hear from all of them.
+"""Real processes for tests: one function, run by each member of a small cluster.
 
     results = run_cluster(3, work)          # work(rank) -> anything picklable, inside an initialised member
 
@@ -15,11 +15,15 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farcall.testing.faults import Faults
 
 _PRELOADED = ("torch", "farcall.api", "farcall.testing.cluster")
 
@@ -29,7 +33,7 @@ class MemberFailed(AssertionError):
 
 
 def context() -> BaseContext:
-    """The fork server all test processes come from."""
+    """The fork server that all test processes come from."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(list(_PRELOADED))
     return found
@@ -100,16 +104,19 @@ def _run(sending: Connection, target: Callable[..., Any], args: tuple[Any, ...])
 
 
 def _member(
-    rank: int, size: int, url: str, work: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    rank: int,
+    size: int,
+    url: str,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    faults: Faults | None,
+    options: dict[str, Any],
 ) -> Any:
     import farcall
 
-    farcall.init_rpc(
-        f"w{rank}",
-        rank=rank,
-        world_size=size,
-        rpc_backend_options=farcall.RpcBackendOptions(init_method=url, **options),
-    )
+    chosen = farcall.RpcBackendOptions(init_method=url, **options)
+    with nullcontext() if faults is None else faults.installed():
+        farcall.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=chosen)
     try:
         result = work(rank, *args)
     except BaseException:
@@ -120,11 +127,25 @@ def _member(
 
 
 def start_cluster(
-    size: int, work: Callable[..., Any], *args: Any, url: str | None = None, **options: Any
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    url: str | None = None,
+    faults: Faults | None = None,
+    **options: Any,
 ) -> list[Member]:
-    """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``; ``options`` are those of the node."""
+    """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``.
+
+    Args:
+        size: number of members.
+        work: a function of a module.
+        *args: for ``work``. If ``faults`` is among them, ``work`` gets the very object that its node has.
+        url: where members meet; by default a free port.
+        faults: installed for every member.
+        **options: of the nodes.
+    """
     url = url or f"tcp://127.0.0.1:{free_port()}"
-    return [Member(rank, _member, (rank, size, url, work, args, options)) for rank in range(size)]
+    return [Member(rank, _member, (rank, size, url, work, args, faults, options)) for rank in range(size)]
 
 
 def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:

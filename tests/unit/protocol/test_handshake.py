@@ -9,37 +9,34 @@ import msgspec
 import pytest
 
 from farcall.errors import Delivery, HandshakeRefused
-from farcall.protocol.handshake import (
+from farcall.protocol import handshake, hello
+from farcall.protocol.handshake import Established, Handshake, HandshakeState
+from farcall.protocol.hello import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Established,
-    Handshake,
-    HandshakeState,
-    Identity,
+    Hello,
     RefusalReason,
     Refused,
-    Role,
-    keys,
-    machine,
+    Side,
     refuse,
-    wire,
 )
+from farcall.protocol.member import Member
 
 SECRET = b"a secret of some length"
-ADA = Identity("ada", 0, "cluster-1", 1, {"shared_memory": "host-1"})
-BOB = Identity("bob", 1, "cluster-1", 2)
+ADA = Hello(Member("ada", 0, 1, host_token="host-1"), "cluster-1")
+BOB = Hello(Member("bob", 1, 2), "cluster-1")
 
 
 def dialer(
-    me: Identity = BOB, secret: bytes = SECRET, nonce: bytes = b"d" * 32, expected_peer: str | None = "ada"
+    me: Hello = BOB, secret: bytes = SECRET, nonce: bytes = b"d" * 32, expected_peer: str | None = "ada"
 ) -> Handshake:
-    return Handshake(Role.DIALER, me, secret, nonce, expected_peer)
+    return Handshake(Side.DIALER, me, secret, nonce, expected_peer)
 
 
 def listener(
-    me: Identity = ADA, secret: bytes = SECRET, nonce: bytes = b"l" * 32, expected_peer: str | None = None
+    me: Hello = ADA, secret: bytes = SECRET, nonce: bytes = b"l" * 32, expected_peer: str | None = None
 ) -> Handshake:
-    return Handshake(Role.LISTENER, me, secret, nonce, expected_peer)
+    return Handshake(Side.LISTENER, me, secret, nonce, expected_peer)
 
 
 def message(kind: int, body: bytes, version: int = PROTOCOL_VERSION) -> bytes:
@@ -149,7 +146,7 @@ def test_another_version_is_refused_before_anything_else_of_it_is_read() -> None
 
 def test_the_refused_version_learns_ours_from_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     farewell = refusal(listener(), message(1, b"", version=9)).farewell
-    for module in (machine, wire):
+    for module in (handshake, hello):
         monkeypatch.setattr(module, "PROTOCOL_VERSION", 9)
     caught = refusal(dialer(), farewell)
     assert caught.reason is RefusalReason.VERSION_MISMATCH
@@ -171,17 +168,23 @@ def test_a_message_of_the_wrong_kind_or_size() -> None:
 
 
 def test_unreadable_greetings() -> None:
-    def greeting(identity: object, nonce: bytes = bytes(32)) -> bytes:
-        return message(1, msgspec.msgpack.encode([identity, nonce]))
+    def greeting(said: object, nonce: bytes = bytes(32)) -> bytes:
+        return message(1, msgspec.msgpack.encode([said, nonce]))
 
-    good = ["bob", 1, "cluster-1", 3, {}]
+    def said(
+        name: object = "bob", rank: object = 1, cluster: str = "cluster-1", purpose: object = (0,)
+    ) -> list[object]:
+        return [[name, rank, 3], cluster, purpose]
+
+    good = said()
     listener().receive(greeting(good))
     for body in (
         greeting(good, nonce=bytes(31)),
-        greeting(["bob", -1, "cluster-1", 3, {}]),
-        greeting(["bob\nfake log line", 1, "cluster-1", 3, {}]),
-        greeting(["bob", 1, "x" * 257, 3, {}]),
-        greeting(["bob", 1, "cluster-1", 3, {str(n): "" for n in range(65)}]),
+        greeting(said(rank=-1)),
+        greeting(said(name="bob\nfake log line")),
+        greeting(said(cluster="x" * 257)),
+        greeting(said(purpose=(99,))),
+        greeting(said(purpose=(4, {str(n): "" for n in range(65)}))),
         greeting([*good, "more"]),
         message(1, b""),
         message(1, b"\x92\x95\xa1\xff"),
@@ -194,7 +197,7 @@ def test_unreadable_greetings() -> None:
 
 
 def test_another_cluster() -> None:
-    caught = refusal(listener(), dialer(me=Identity("bob", 1, "cluster-2", 3)).start())
+    caught = refusal(listener(), dialer(me=Hello(Member("bob", 1, 3), "cluster-2")).start())
     assert caught.reason is RefusalReason.OTHER_CLUSTER
     assert "cluster-1" in str(caught)
     assert "cluster-2" in str(caught)
@@ -281,14 +284,14 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="nonce"):
         dialer(nonce=b"short")
     with pytest.raises(ValueError, match="not valid"):
-        dialer(me=Identity("no spaces", 0, "c", 3))
+        dialer(me=Hello(Member("no spaces", 0, 3), "c"))
     with pytest.raises(ValueError, match="length"):
-        dialer(me=Identity("bob", 0, "c" * 257, 3))
+        dialer(me=Hello(Member("bob", 0, 3), "c" * 257))
 
 
 def test_key_derivation_is_rfc_5869() -> None:
     """Its first test case, cut to the 32 bytes of one block."""
-    key = keys.hkdf_extract(bytes(range(13)), b"\x0b" * 22)
+    key = hello.hkdf_extract(bytes(range(13)), b"\x0b" * 22)
     assert key.hex() == "077709362c2e32df0ddc3f0dc47bba6390b6c73bb50f9c3122ec844ad7c2b3e5"
-    block = keys.hkdf_expand(key, bytes(range(0xF0, 0xFA)))
+    block = hello.hkdf_expand(key, bytes(range(0xF0, 0xFA)))
     assert block.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"

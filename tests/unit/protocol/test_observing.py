@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.protocol.handshake import (
-    Established,
-    Handshake,
-    Identity,
-    RefusalReason,
-    Refused,
-    Role,
-    is_observer,
-    observer_identity,
-    observer_key,
-)
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import Hello, Observe, RefusalReason, Refused, Side, observer_key
+from farcall.protocol.member import Member
 from farcall.protocol.observing import Ask, MessageDecoder, ObservingError, Told, encode_framed
 
 SECRET = b"a secret of the cluster"
-MEMBER = Identity("w0", 0, "cluster", 1)
+MEMBER = Hello(Member("w0", 0, 1), "cluster")
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
@@ -51,46 +43,46 @@ def meet(dialer: Handshake, listener: Handshake) -> tuple[Established, Establish
 
 
 def listener() -> Handshake:
-    return Handshake(Role.LISTENER, MEMBER, SECRET, b"l" * 32)
+    return Handshake(Side.LISTENER, MEMBER, SECRET, b"l" * 32)
 
 
 @pytest.mark.parametrize("cluster_id", ["cluster", ""])
 def test_an_observer_is_let_in_with_its_key(cluster_id: str) -> None:
-    me = observer_identity("observer", 1, cluster_id)
-    at_dialer, at_listener = meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
+    me = Hello(Member("observer", 0, 1), cluster_id, Observe())
+    at_dialer, at_listener = meet(Handshake(Side.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert at_dialer.peer == MEMBER
-    assert is_observer(at_listener.peer)
+    assert at_listener.peer == me
     assert at_dialer.session_key == at_listener.session_key
 
 
 def test_who_has_only_the_observers_key_becomes_no_member() -> None:
-    me = Identity("w1", 1, "cluster", 1)
+    me = Hello(Member("w1", 1, 1), "cluster")
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
+        meet(Handshake(Side.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.WRONG_SECRET
 
 
 def test_the_secret_itself_is_not_the_observers_key() -> None:
-    me = observer_identity("observer", 1, "cluster")
+    me = Hello(Member("observer", 0, 1), "cluster", Observe())
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Role.DIALER, me, SECRET, b"d" * 32), listener())
+        meet(Handshake(Side.DIALER, me, SECRET, b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.WRONG_SECRET
 
 
 def test_an_observer_of_another_cluster_is_refused() -> None:
-    me = observer_identity("observer", 1, "other")
+    me = Hello(Member("observer", 0, 1), "other", Observe())
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Role.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
+        meet(Handshake(Side.DIALER, me, observer_key(SECRET), b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
 
 
 def test_only_an_observer_may_leave_the_cluster_out() -> None:
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Role.DIALER, Identity("w1", 1, "", 1), SECRET, b"d" * 32), listener())
+        meet(Handshake(Side.DIALER, Hello(Member("w1", 1, 1), ""), SECRET, b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
 
 
 def test_a_member_does_not_take_a_listener_for_one_of_its_own_because_it_says_it_observes() -> None:
-    impostor = Handshake(Role.LISTENER, observer_identity("w0", 1), observer_key(SECRET), b"l" * 32)
+    impostor = Handshake(Side.LISTENER, Hello(Member("w0", 0, 1), "", Observe()), observer_key(SECRET), b"l" * 32)
     with pytest.raises(Refused):
-        meet(Handshake(Role.DIALER, Identity("w1", 1, "cluster", 1), SECRET, b"d" * 32), impostor)
+        meet(Handshake(Side.DIALER, Hello(Member("w1", 1, 1), "cluster"), SECRET, b"d" * 32), impostor)

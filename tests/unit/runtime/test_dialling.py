@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from farcall.protocol.handshake import Identity
+from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.dialling import Dialling
@@ -16,12 +16,12 @@ def test_what_begins_while_the_node_ends_is_stopped_too() -> None:
     loop = Loop("test")
     stopping: list[threading.Thread] = []
 
-    def me() -> Identity:
+    def me() -> Hello:
         """The node ends at this very moment."""
         stopping.append(threading.Thread(target=dialling.stop))
         stopping[0].start()
         stopping[0].join(0.1)
-        return Identity("me", 0, "cluster", 0x4F)
+        return Hello(Member("me", 0, 0x4F), "cluster")
 
     dialling = Dialling(
         ("tcp",), b"secret", loop, me, lambda *_: None, lambda incarnation: None, lambda incarnation: True

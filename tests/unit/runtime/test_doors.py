@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import MAX_MESSAGE_BYTES, NONCE_BYTES, Established, Handshake, Identity, Role
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Hello, Side
+from farcall.protocol.member import Member
 from farcall.runtime.io.timers import NEVER, Timers
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
@@ -21,8 +23,8 @@ from farcall.transport.interface import ListenFailed, Transport
 SECRET = b"a secret of enough bytes"
 
 
-def identity(name: str, rank: int, cluster: str = "cluster") -> Identity:
-    return Identity(name=name, rank=rank, cluster_id=cluster, incarnation=1)
+def hello(name: str, rank: int, cluster: str = "cluster") -> Hello:
+    return Hello(Member(name, rank, 1), cluster)
 
 
 class StillLoop:
@@ -51,7 +53,7 @@ class Hall:
         self.loop = StillLoop()
         self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
-        self.door.open(identity("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member))
+        self.door.open(hello("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member))
 
     def dial(self) -> Transport:
         transport = dial(self.door.addresses[0], 1.0)
@@ -86,7 +88,7 @@ def exchange(hall: Hall, transport: Transport, handshake: Handshake) -> Establis
 
 def dialler(secret: bytes = SECRET, cluster: str = "cluster", expected: str | None = "host") -> Handshake:
     nonce = secrets.token_bytes(NONCE_BYTES)
-    return Handshake(Role.DIALER, identity("guest", 1, cluster), secret, nonce, expected_peer=expected)
+    return Handshake(Side.DIALER, hello("guest", 1, cluster), secret, nonce, expected_peer=expected)
 
 
 def is_closed(transport: Transport) -> bool:
@@ -96,8 +98,8 @@ def is_closed(transport: Transport) -> bool:
 def test_member_with_the_secret_comes_in(hall: Hall) -> None:
     established = exchange(hall, hall.dial(), dialler())
     assert established is not None
-    assert established.peer.name == "host"
-    assert [member.peer.name for _, member in hall.members] == ["guest"]
+    assert established.peer.member.name == "host"
+    assert [member.peer.member.name for _, member in hall.members] == ["guest"]
     assert not hall.door._guests
 
 
@@ -192,7 +194,7 @@ def test_strangers_with_ever_new_words_take_no_memory(hall: Hall) -> None:
         hall.loop.run()
     for number in range(MAX_TOLD * 2):
         handshake = Handshake(
-            Role.DIALER, identity(f"guest{number}", 1), b"another secret", secrets.token_bytes(NONCE_BYTES)
+            Side.DIALER, hello(f"guest{number}", 1), b"another secret", secrets.token_bytes(NONCE_BYTES)
         )
         with pytest.raises(HandshakeRefused):
             exchange(hall, hall.dial(), handshake)

@@ -9,7 +9,7 @@ import pytest
 
 from farcall.errors import MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Identity
+from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.contacts import Group
 from farcall.runtime.rendezvous.joining import Joining
@@ -53,7 +53,7 @@ def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Joining, C
         RpcBackendOptions(init_method=PLACE.url),
         contacts,  # type: ignore[arg-type]
         b"secret",
-        Identity("me", 1, "cluster", 0x4F),
+        Hello(ME, "cluster"),
         candidate,  # type: ignore[arg-type]
     )
     found._look = lambda *_: outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
-from farcall.protocol.resumption import asking, resuming, resumption_of
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
+from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link import redial as redialling
 from farcall.runtime.link.listener import PeerListener
@@ -20,7 +21,7 @@ from farcall.transport.interface import DialFailed, DialRefused, Transport
 PATIENCE_S = 20.0
 SECRET = b"a secret of enough bytes"
 TOKEN = 0x5F
-ME = Identity("me", 1, "cluster", 1)
+ME = Hello(Member("me", 1, 1), "cluster")
 
 
 class Host:
@@ -32,15 +33,13 @@ class Host:
         self.door = PeerListener(["memory:"], self.loop)
         self.refuses = refuses
         self.came: Queue[tuple[Transport, Established]] = Queue()
-        host = Identity("host", 0, "cluster", token)
+        host = Hello(Member("host", 0, token), "cluster")
         self.door.open(host, SECRET, lambda peer: "nobody", lambda *member: None, self)
 
-    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+    def admit(self, peer: Hello, arrived_at: float) -> bytes:
         if self.refuses:
             raise refuse(RefusalReason.NOT_ADMITTED, "not you")
-        resumption = resumption_of(identity)
-        assert resumption is not None
-        return b"" if resumption.received is None else resumed(resumption.received + 1)
+        return resumed(peer.purpose.received + 1) if isinstance(peer.purpose, Resume) else b""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         self.came.put((transport, established))
@@ -80,7 +79,7 @@ class Attempts:
     ) -> None:
         self.back: Queue[tuple[Transport, Established]] = Queue()
         self.gone: Queue[str] = Queue()
-        me = resuming(ME, "s1", 7) if resumes else asking(ME, "s1")
+        me = ME.wanting(Resume("s1", 7) if resumes else Remind("s1"))
         self.redial = Redial(
             "host",
             incarnation,
@@ -115,7 +114,7 @@ def test_who_asks_goes_on_asking_while_the_other_lives(host: Host) -> None:
     attempts = Attempts(host.door.addresses, resumes=False)
     for _ in range(3):
         _, heard = host.came.get(timeout=PATIENCE_S)
-        assert resumption_of(heard.peer).received is None  # type: ignore[union-attr]
+        assert isinstance(heard.peer.purpose, Remind)
         attempts.redial.hasten()
     assert attempts.gone.empty()
     attempts.redial.stop()

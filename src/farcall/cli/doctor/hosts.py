@@ -28,8 +28,9 @@ from farcall.channel.host import host_token
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.options import ENV_ADVERTISE, ENV_SECRET
-from farcall.protocol.handshake import NONCE_BYTES, Established, Handshake, Identity, RefusalReason, Refused, Role
-from farcall.protocol.member import new_incarnation
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
+from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.link.listener import prove
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
@@ -46,7 +47,11 @@ CLUSTER = "farcall doctor"
 MAX_LINE_BYTES = 2048
 
 
-def _identity(back: str = "", unix: str = "") -> Identity:
+def _facts(hello: Hello) -> dict[str, str]:
+    return hello.purpose.facts if isinstance(hello.purpose, Inspect) else {}
+
+
+def _hello(back: str = "", unix: str = "") -> Hello:
     told = {
         "farcall": __version__,
         "torch": version("torch"),
@@ -55,7 +60,7 @@ def _identity(back: str = "", unix: str = "") -> Identity:
         "back": back,
         "unix": unix,
     }
-    return Identity("doctor", 0, CLUSTER, new_incarnation(secrets.randbits(62)), told)
+    return Hello(Member("doctor", 0, new_incarnation(secrets.randbits(62))), CLUSTER, Inspect(told))
 
 
 class Host:
@@ -79,7 +84,7 @@ class Host:
             for guest in guests:
                 try:
                     peer = self._welcome(guest, monotonic() + VISIT_S)
-                    tell(f"{guest.describe()}: farcall {peer.capabilities.get('farcall')}, proved the secret")
+                    tell(f"{guest.describe()}: farcall {_facts(peer).get('farcall')}, proved the secret")
                 except (HandshakeRefused, TransportError) as error:
                     tell(f"{guest.describe()}: {error}")
                 finally:
@@ -96,9 +101,9 @@ class Host:
         for listener in self._listeners:
             listener.close()
 
-    def _welcome(self, guest: Transport, deadline: float) -> Identity:
+    def _welcome(self, guest: Transport, deadline: float) -> Hello:
         established = _admit(guest, self._secret or NO_SECRET, self.unix, deadline)
-        back = established.peer.capabilities.get("back", "")
+        back = _facts(established.peer).get("back", "")
         if back:
             conversation = _Conversation(guest, deadline, established.leftover)
             conversation.send(conversation.take(BLOB_BYTES))
@@ -121,7 +126,7 @@ class Host:
 
 def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> Established:
     """The listener's side of the handshake."""
-    handshake = Handshake(Role.LISTENER, _identity(unix=unix), secret, secrets.token_bytes(NONCE_BYTES))
+    handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, secrets.token_bytes(NONCE_BYTES))
     conversation = _Conversation(guest, deadline)
     try:
         while True:
@@ -138,7 +143,7 @@ def _handshake(address: str, secret: bytes) -> Transport:
     """Dial, and prove."""
     transport = dial(address, STEP_S)
     try:
-        prove(transport, None, _identity(), secret, monotonic() + STEP_S)
+        prove(transport, None, _hello(), secret, monotonic() + STEP_S)
     except BaseException:
         transport.close()
         raise
@@ -176,7 +181,7 @@ def _visit(host: str, address: str, where: str, secret: bytes | None, back: str)
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     try:
         try:
-            established = prove(transport, None, _identity(back), secret or NO_SECRET, deadline)
+            established = prove(transport, None, _hello(back), secret or NO_SECRET, deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
         except TransportError as error:
@@ -200,8 +205,8 @@ def _refused(host: str, refusal: Refused) -> Finding:
     return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")
 
 
-def _met(host: str, where: str, peer: Identity) -> Finding:
-    mine, theirs = _identity().capabilities, peer.capabilities
+def _met(host: str, where: str, peer: Hello) -> Finding:
+    mine, theirs = _facts(_hello()), _facts(peer)
     found = f"reached at {where}; both prove the same secret"
     different = [
         f"{what} {theirs.get(what)} there and {mine[what]} here"
@@ -244,12 +249,12 @@ def _way_back(host: str, conversation: _Conversation, back: str) -> Finding:
     return ok(subject, f"workers there reach workers here ({back})")
 
 
-def _same_machine(host: str, peer: Identity, secret: bytes | None) -> Finding:
+def _same_machine(host: str, peer: Hello, secret: bytes | None) -> Finding:
     subject = f"{host}: ways"
     token = host_token()
-    if not token or peer.capabilities.get("host") != token:
+    if not token or _facts(peer).get("host") != token:
         return ok(subject, "another machine, or another network namespace: workers will use TCP")
-    unix = peer.capabilities.get("unix", "")
+    unix = _facts(peer).get("unix", "")
     try:
         if not unix:
             raise DialFailed("it has none")

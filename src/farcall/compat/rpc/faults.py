@@ -18,7 +18,6 @@ A send that stock lets fail is an error at once for a call, and is tried again f
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from farcall.compat.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farcall.protocol.notes import decode_notes
 from farcall.serialize import decode_function
 from farcall.testing.faults import Delay, Fail, Faults
-from farcall.testing.faults.packets import Message
+from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import Fault, make_rule
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
@@ -83,7 +82,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
         reverse_device_maps: Any = None,
         devices: Any = None,
     ) -> None:
-        with to_faults(rpc_backend_options).everywhere():
+        with to_faults(rpc_backend_options).installed():
             super().__init__(store, name, rank, world_size, rpc_backend_options, reverse_device_maps, devices)  # type: ignore[arg-type]
 
 
@@ -159,8 +158,7 @@ def _add(faults: Faults, name: str, fault: Fault) -> None:
     meant = MESSAGES.get(name)
     if meant is None:
         raise ValueError(f"there is no message type called {name!r} to fail or delay: there are {', '.join(MESSAGES)}")
-    rule = make_rule(fault, 0, meant.kind, None, None, None, 0, None, 1.0)
-    faults.add(dataclasses.replace(rule, where=meant.where))
+    faults.add(make_rule(fault, kind=meant.kind, where=meant.where))
 
 
 # ---------------------------------------------------------------------- the backend

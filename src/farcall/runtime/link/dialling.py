@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from farcall.protocol.handshake import Established, Identity
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
 from farcall.runtime.io.loop import Loop
@@ -47,12 +48,12 @@ class Dialling:
         allowed: Sequence[str],
         secret: bytes,
         loop: Loop,
-        identity: Callable[[], Identity],
+        hello: Callable[[], Hello],
         on_dialled: Callable[[Transport, Established, Sequence[Message]], None],
         on_vanished: Callable[[int], None],
         is_wanted: Callable[[int], bool],
     ) -> None:
-        """``allowed`` transports; ``identity``: who we say we are.
+        """``allowed`` transports; ``hello``: what to say first.
 
         ``on_dialled`` gets the connection, and what to say over it; ``on_vanished(incarnation)`` is told who is
         not there; ``is_wanted(incarnation)``: is that one to be looked for again?
@@ -60,7 +61,7 @@ class Dialling:
         self._allowed = allowed
         self._secret = secret
         self._loop = loop
-        self._identity = identity
+        self._hello = hello
         self._on_dialled = on_dialled
         self._on_vanished = on_vanished
         self._is_wanted = is_wanted
@@ -95,7 +96,7 @@ class Dialling:
             ways,
             # A unix name may be of another network namespace: where there is another way, that one tells.
             Absent("absent" if any(not way.startswith("unix:") for way in ways) else "unix"),
-            self._identity(),
+            self._hello(),
             self._secret,
             True,
             NEVER,
@@ -119,7 +120,7 @@ class Dialling:
             transport = self._arriving.pop(redial, None)
         if transport is None:
             return  # stopped meanwhile
-        incarnation = established.peer.incarnation
+        incarnation = established.peer.member.incarnation
         if self._dials.get(incarnation) is not dial:
             transport.close()
             return

@@ -16,18 +16,8 @@ from time import monotonic
 from typing import Protocol
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import (
-    NONCE_BYTES,
-    Established,
-    Handshake,
-    Identity,
-    RefusalReason,
-    Refused,
-    Role,
-    is_observer,
-    refuse,
-)
-from farcall.protocol.resumption import resumption_of
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial, listen
@@ -58,7 +48,7 @@ class _Guest:
 class Returning(Protocol):
     """Who decides about members that come back to a session (`reconnect.py`)."""
 
-    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+    def admit(self, peer: Hello, arrived_at: float) -> bytes:
         """What to send behind our proof; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
@@ -95,9 +85,9 @@ class PeerListener:
 
     def open(
         self,
-        me: Identity,
+        me: Hello,
         secret: bytes,
-        admit: Callable[[Identity], str | None],
+        admit: Callable[[Hello], str | None],
         on_member: Callable[[Transport, Established], None],
         returning: Returning | None = None,
     ) -> None:
@@ -117,7 +107,7 @@ class PeerListener:
             else:
                 self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
 
-    def become(self, me: Identity) -> None:
+    def become(self, me: Hello) -> None:
         """Say to those who come from now on that this is who we are."""
         self._me = me
 
@@ -134,7 +124,7 @@ class PeerListener:
                 self._tell("too many connections that prove nothing", transport)
                 transport.close()
                 continue
-            handshake = Handshake(Role.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
+            handshake = Handshake(Side.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)
@@ -163,7 +153,7 @@ class PeerListener:
         except (HandshakeRefused, TransportError) as error:
             claim = guest.handshake.peer_claim
             if claim is not None and len(self.refusals) < MAX_TOLD:
-                self.refusals[claim.name] = str(error)
+                self.refusals[claim.member.name] = str(error)
             if isinstance(error, Refused) and error.farewell:
                 try:
                     guest.transport.send((error.farewell,))
@@ -174,24 +164,24 @@ class PeerListener:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            if is_observer(established.peer):
+            if isinstance(established.peer.purpose, Observe):
                 self.on_observer(guest.transport, established)
-            elif resumption_of(established.peer) is None:
+            elif not isinstance(established.peer.purpose, (Resume, Remind)):
                 self._on_member(guest.transport, established)
             elif self._returning is not None:
                 self._returning.on_resumed(guest.transport, established)
 
-    def _welcome(self, guest: _Guest, peer: Identity) -> bytes:
+    def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
         """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
-        if is_observer(peer):  # first of all: it has another key, and is no member whatever else it says
+        if isinstance(peer.purpose, Observe):
             return b""
-        if resumption_of(peer) is None:
+        if not isinstance(peer.purpose, (Resume, Remind)):
             why_not = self._admit(peer)
             if why_not is not None:
                 raise HandshakeRefused(why_not)
             return b""
         if self._returning is None:
-            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.name} comes back, and nobody is expected to")
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.member.name} comes back, and nobody is expected to")
         return self._returning.admit(peer, guest.arrived_at)
 
     def _let_go(self, transport: Transport) -> None:
@@ -246,7 +236,7 @@ class PeerListener:
 
 
 def dial_member(
-    name: str, addresses: Sequence[str], me: Identity, secret: bytes, deadline: float
+    name: str, addresses: Sequence[str], me: Hello, secret: bytes, deadline: float
 ) -> tuple[Transport, Established]:
     """Connect to ``name`` over the first of ``addresses`` that works, trying again until ``deadline``.
 
@@ -280,9 +270,9 @@ def dial_member(
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
-def prove(transport: Transport, name: str | None, me: Identity, secret: bytes, deadline: float) -> Established:
+def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
     """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
-    handshake = Handshake(Role.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
     name = name or "the peer"
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)

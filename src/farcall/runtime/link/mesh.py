@@ -12,8 +12,8 @@ from time import monotonic
 from farcall.channel.shared_memory import host_token
 from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Established, Identity
-from farcall.protocol.introduction import HOST, for_the_first_time, is_for_the_first_time
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Connect, Hello
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.listener import PeerListener, Returning, dial_member
@@ -28,12 +28,6 @@ def usable_ways(addresses: Sequence[str], their_host_token: str, allowed: Sequen
     ways = [address for address in addresses if address.partition(":")[0] != "unix" or same_host]
     ways.sort(key=lambda address: not address.startswith("unix:"))
     return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
-
-
-def identity_of(membership: Membership) -> Identity:
-    """Who a node says it is."""
-    me = membership.me
-    return Identity(me.name, me.rank, membership.cluster_id, me.incarnation, {HOST: me.host_token})
 
 
 class Mesh:
@@ -56,7 +50,7 @@ class Mesh:
         self._connected = connected
         self._changed = changed
         self._name = membership.me.name
-        self._identity = identity_of(membership)
+        self._hello = Hello(membership.me, membership.cluster_id)
         self._is_over = is_over
 
     def connect(
@@ -72,14 +66,14 @@ class Mesh:
         """
         membership = self._membership
         door.open(
-            self._identity,
+            self._hello,
             membership.secret,
             self._why_not_admitted,
             lambda transport, established: on_member(transport, established, False),
             returning,
         )
         failures: dict[int, str] = {}
-        me = for_the_first_time(self._identity)
+        me = self._hello.wanting(Connect(is_first=True))
         for member in membership.members:
             if member.rank < membership.me.rank:
                 ways = self.ways_to(member)
@@ -123,7 +117,8 @@ class Mesh:
             )
         return usable
 
-    def _why_not_admitted(self, peer: Identity) -> str | None:
+    def _why_not_admitted(self, hello: Hello) -> str | None:
+        peer = hello.member
         for member in self._membership.members:
             if member.rank == peer.rank and member.name == peer.name:
                 if member.incarnation != peer.incarnation:
@@ -133,9 +128,10 @@ class Mesh:
                     return None  # it may come in, to be told so
                 if before is None:
                     return None
+                is_first = isinstance(hello.purpose, Connect) and hello.purpose.is_first
                 # One whose connection broke before it had our proof knows of no session, and comes as a stranger: while
                 # we start, and, if it is slow, afterwards. Nobody else may: it would get again what it has got.
-                if is_for_the_first_time(peer) and not before.link.up and not before.link.session.received:
+                if is_first and not before.link.up and not before.link.session.received:
                     return None
                 return f"{peer.name} is connected already"
         return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"

@@ -28,8 +28,8 @@ from time import monotonic
 
 from farcall.errors import HandshakeRefused
 from farcall.ids import WorkerInfo
-from farcall.protocol.handshake import Established, Identity, RefusalReason, refuse, resumed
-from farcall.protocol.resumption import asking, resuming, resumption_of, session_id_of
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.redial import FIRST_PAUSE_S, Finding, Redial
@@ -64,7 +64,7 @@ class Reconnecting:
 
     def __init__(
         self,
-        me: Identity,
+        me: Hello,
         secret: bytes,
         reconnect_s: float,
         ways_to: Callable[[RemotePeer], Sequence[str]],
@@ -101,7 +101,7 @@ class Reconnecting:
         before = self._bonds.get(peer.incarnation)
         if before is not None:
             self._end_redial(before)
-        self._bonds[peer.incarnation] = Bond(peer, session_id_of(established), dialled)
+        self._bonds[peer.incarnation] = Bond(peer, established.session_id, dialled)
 
     def dialled(self, peer: RemotePeer) -> bool:
         """Did we dial this member?"""
@@ -128,11 +128,11 @@ class Reconnecting:
         if peer.leaving or not self._reconnect_s or not link.transport.resumable:
             return False
         self._note_loss(bond)
-        logger.warning("%s: the connection to %s broke: %s", self._me.name, peer.info.name, reason)
+        logger.warning("%s: the connection to %s broke: %s", self._me.member.name, peer.info.name, reason)
         if bond.dialled:
-            me = resuming(self._me, bond.session_id, link.session.resume())
+            me = self._me.wanting(Resume(bond.session_id, link.session.resume()))
         else:
-            me = asking(self._me, bond.session_id)
+            me = self._me.wanting(Remind(bond.session_id))
         if not self._redial(bond, me, bond.lost_at + self._reconnect_s, bond.pause_s, reason):
             return False
         for hook in self.lost_hooks:
@@ -148,11 +148,13 @@ class Reconnecting:
         if bond is None or bond.peer is not peer or bond.dialled or bond.redial is not None or not self._reconnect_s:
             return
         if peer.link.up and not peer.leaving and peer.link.transport.resumable:
-            logger.warning("%s: nothing comes from %s: asking it to connect again", self._me.name, peer.info.name)
-            me = asking(self._me, bond.session_id)
+            logger.warning(
+                "%s: nothing comes from %s: asking it to connect again", self._me.member.name, peer.info.name
+            )
+            me = self._me.wanting(Remind(bond.session_id))
             self._redial(bond, me, monotonic() + self._reconnect_s, 0.0, "nothing came")
 
-    def _redial(self, bond: Bond, me: Identity, until: float, pause_s: float, reason: str) -> bool:
+    def _redial(self, bond: Bond, me: Hello, until: float, pause_s: float, reason: str) -> bool:
         """Begin to get through to a member, because of ``reason``; False: the node ends."""
         peer = bond.peer
         self._end_redial(bond)
@@ -216,36 +218,31 @@ class Reconnecting:
 
     # ------------------------------------------------------------------ the member comes back by itself
 
-    def admit(self, identity: Identity, arrived_at: float) -> bytes:
+    def admit(self, peer: Hello, arrived_at: float) -> bytes:
         """A proven member at our door speaks of a session: what to answer behind our proof, or ``Refused``.
 
         ``arrived_at``: when it connected.
         """
-        resumption = resumption_of(identity)
-        assert resumption is not None
-        bond = self._bonds.get(identity.incarnation)
-        dialling = self.starting or self.is_dialling(identity.incarnation)
-        if bond is None and resumption.received is None and dialling and not self._stopped:
+        purpose, name, incarnation = peer.purpose, peer.member.name, peer.member.incarnation
+        assert isinstance(purpose, Resume | Remind)
+        bond = self._bonds.get(incarnation)
+        dialling = self.starting or self.is_dialling(incarnation)
+        if bond is None and isinstance(purpose, Remind) and dialling and not self._stopped:
             return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
-        if (
-            bond is None
-            or bond.session_id != resumption.session_id
-            or bond.peer.link.broken is not None
-            or self._stopped
-        ):
-            raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} comes back to a session that has ended")
+        if bond is None or bond.session_id != purpose.session_id or bond.peer.link.broken is not None or self._stopped:
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
         link = bond.peer.link
-        if resumption.received is None:
+        if isinstance(purpose, Remind):
             if not bond.dialled:
-                raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} asks for what is its own to do")
+                raise refuse(RefusalReason.NOT_ADMITTED, f"{name} asks for what is its own to do")
             if bond.redial is not None:
                 bond.redial.hasten()
             elif arrived_at > bond.since:  # else it asked for the connection that we have made since
                 link.interrupt("the other end has lost it")
             return b""
         if bond.dialled:
-            raise refuse(RefusalReason.NOT_ADMITTED, f"{identity.name} was dialled by us, and does not dial back")
-        if resumption.received < link.session.acknowledged:
+            raise refuse(RefusalReason.NOT_ADMITTED, f"{name} was dialled by us, and does not dial back")
+        if purpose.received < link.session.acknowledged:
             raise HandshakeRefused("an attempt that its dialler has given up")
         if bond.redial is None or link.up:
             self._note_loss(bond)  # it may be that we hear of the break from the other end first
@@ -254,11 +251,11 @@ class Reconnecting:
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """What `admit` answered is on its way."""
-        resumption = resumption_of(established.peer)
-        if resumption is None or resumption.received is None:
+        purpose = established.peer.purpose
+        if not isinstance(purpose, Resume):
             transport.close()  # it only asked
             return
-        self._attach(self._bonds[established.peer.incarnation], transport, established, resumption.received)
+        self._attach(self._bonds[established.peer.member.incarnation], transport, established, purpose.received)
 
     def _attach(self, bond: Bond, transport: Transport, established: Established, received: int) -> None:
         peer = bond.peer
@@ -276,7 +273,7 @@ class Reconnecting:
                 peer.link.die(str(error))
                 return
             self.frames_sent_again += peer.link.session.sent_again
-        logger.warning("%s: connected to %s again, over %s", self._me.name, peer.info.name, transport.describe())
+        logger.warning("%s: connected to %s again, over %s", self._me.member.name, peer.info.name, transport.describe())
         for hook in self.back_hooks:
             hook(peer.info)
 

@@ -28,7 +28,8 @@ from enum import Enum
 from time import monotonic
 
 from farcall.errors import HandshakeRefused
-from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, RefusalReason, Refused
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.listener import prove
 from farcall.transport.address import dial
@@ -70,7 +71,7 @@ class Redial:
         incarnation: int,
         ways: Sequence[str],
         lost: Transport,
-        me: Identity,
+        me: Hello,
         secret: bytes,
         resumes: bool,
         until: float,
@@ -79,7 +80,7 @@ class Redial:
         on_gone: Callable[[Redial, str, Finding], None],
         is_trusted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``me`` says what is wanted (protocol/resumption.py); ``lost`` is the connection that broke.
+        """``me`` says what is wanted; ``lost`` is the connection that broke.
 
         ``on_back`` gets the new one, if it ``resumes``.
 
@@ -101,7 +102,7 @@ class Redial:
         self._ended = False
         self._gate = Gate()
         self._transport: Transport | None = None
-        self._thread = threading.Thread(target=self._run, name=f"farcall-redial-{me.name}-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"farcall-redial-{me.member.name}-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -214,7 +215,7 @@ class Redial:
                 return None
             until = monotonic() + min(PROVE_S, self._remaining_s())
             established = prove(transport, self._name, self._me, self._secret, until)
-            if established.peer.incarnation != self._incarnation:
+            if established.peer.member.incarnation != self._incarnation:
                 raise _Vanished("another process has its address and name")
             if not self._resumes:
                 return None

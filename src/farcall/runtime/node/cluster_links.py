@@ -16,13 +16,15 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Arrived, Frame
 from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
 from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.mesh import Mesh, identity_of, usable_ways
+from farcall.runtime.link.mesh import Mesh, usable_ways
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.node.resources import Resources
+from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
@@ -60,13 +62,14 @@ class ClusterLinks:
         self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
         self._releases = foundation.loop.timer(self._send_releases)
-        if options.faults is not None:
-            on_message = options.faults.wrap_delivery(on_message, me.name)
+        self._interference = find_interference(me.name)
+        if self._interference is not None:
+            on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, foundation.memory)
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            identity, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
+            hello, membership.secret, options.reconnect_s, self._ways_to, foundation.loop, self._wrapped
         )
         self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
         self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
@@ -79,7 +82,7 @@ class ClusterLinks:
             foundation.pool,
             foundation.memory,
             self.reconnecting,
-            identity,
+            hello,
             membership.secret,
             lambda: self.watch,
             foundation.write_later,
@@ -110,11 +113,10 @@ class ClusterLinks:
         return usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
 
     def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """The transport for a link to ``info``: with the faults of the options, if any."""
-        if self._options.faults is None:
+        """The transport for a link to ``info``: with the faults that a test has installed, if any."""
+        if self._interference is None:
             return transport
-        wrapped: Transport = self._options.faults.wrap_transport(transport, self._name, info.name, self._fail_unsent)
-        return wrapped
+        return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
 
     # ------------------------------------------------------------------ memory of others
 

@@ -31,8 +31,8 @@ from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
-from farcall.protocol.handshake import Established, Identity
-from farcall.protocol.introduction import introduced, introduction_of
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.membership import LinkGivenUp, LinkRefused
 from farcall.protocol.membership.messages import Introduction
@@ -73,7 +73,7 @@ class PeerTable:
         pool: SegmentPool | None,
         memory: ReceivePool,
         reconnecting: Reconnecting,
-        identity: Identity,
+        hello: Hello,
         secret: bytes,
         watch: Callable[[], FailureDetector],
         write_later: Callable[[Callable[[], None]], None],
@@ -119,7 +119,7 @@ class PeerTable:
         self._memory = memory
         self._reconnecting = reconnecting
         reconnecting.is_dialling = self._dialling.is_dialling
-        self._identity = identity
+        self._hello = hello
         self._watch = watch
         self._write_later = write_later
         self._fail_call = fail_call
@@ -194,12 +194,12 @@ class PeerTable:
 
     def connected(self, transport: Transport, established: Established, dialled: bool) -> RemotePeer:
         """A proven peer has connected, or was dialled, anew: a member's first connection, or a stranger's."""
-        identity = established.peer
-        info = WorkerInfo(identity.name, identity.rank)
+        member = established.peer.member
+        info = WorkerInfo(member.name, member.rank)
         transport = self._wrap(transport, info)
-        incarnation = identity.incarnation
+        incarnation = member.incarnation
         logger.info("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
-        if not self._is_static and not dialled and (member := introduction_of(identity)) is not None:
+        if not self._is_static and not dialled and member.admission:
             self._introductions[incarnation] = member
             self._watch().on_message(incarnation, Introduction(member))
         peer = self._by_incarnation.get(incarnation)
@@ -208,7 +208,7 @@ class PeerTable:
             self._reconnecting.begin(peer, established, dialled)
             peer.link.connect(transport, established.leftover)
             return peer
-        new = self._make(info, identity.incarnation, transport)
+        new = self._make(info, incarnation, transport)
         if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
             peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
@@ -362,12 +362,11 @@ class PeerTable:
 
     # ------------------------------------------------------------------ dialling
 
-    def _who_we_are(self) -> Identity:
-        me = self._watch().me
-        return introduced(self._identity, me) if me.admission else self._identity
+    def _who_we_are(self) -> Hello:
+        return Hello(self._watch().me, self._hello.cluster_id)
 
     def _on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
-        peer = self._by_incarnation.get(established.peer.incarnation)
+        peer = self._by_incarnation.get(established.peer.member.incarnation)
         if peer is not None and peer.link.up:
             transport.close()  # it was faster
         else:

@@ -11,24 +11,21 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-import msgspec
-
 from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established
-from farcall.protocol.introduction import introduced
+from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
 from farcall.protocol.membership import Status
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
-from farcall.runtime.link.mesh import identity_of
 from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.contacts import Contacts
-from farcall.runtime.rendezvous.joining import IS_MEMBER, Joining, found_group, refusal, wait_until
+from farcall.runtime.rendezvous.joining import Joining, found_group, refusal, wait_until
 from farcall.runtime.rendezvous.rendezvous import Membership
 from farcall.runtime.rendezvous.store import MeetingPlace
 from farcall.runtime.rendezvous.upkeep import Upkeep
@@ -72,22 +69,21 @@ class Entry:
         self._watch = watch
         self._set_watch = set_watch
         membership = self.membership
-        identity = identity_of(membership)
+        hello = Hello(membership.me, membership.cluster_id)
         door.open(
-            identity,
+            hello,
             membership.secret,
             lambda peer: None,  # to be heard about membership; all else the watch decides
             self._on_connected,
             reconnecting,
         )
-        Joining(self._place, membership.me, self._options, self.contacts, membership.secret, identity, self).run(
+        Joining(self._place, membership.me, self._options, self.contacts, membership.secret, hello, self).run(
             self._deadline
         )
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, self._members, self._is_over)
         me = self._watch.me
-        identity = introduced(identity, me)
-        door.become(msgspec.structs.replace(identity, capabilities={**identity.capabilities, IS_MEMBER: "1"}))
+        door.become(Hello(me, membership.cluster_id, Listen(admits=True)))
         others = [member.incarnation for member in self._watch.members() if member.incarnation != me.incarnation]
         # So that all know this node before any of them hears its name from a third one.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))

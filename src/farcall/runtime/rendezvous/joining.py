@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 
 from farcall.errors import BadRank, DuplicateName, HandshakeRefused, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Established, Identity, RefusalReason, Refused
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, Listen, RefusalReason, Refused
 from farcall.protocol.member import Member
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.sigint import Gate
@@ -34,10 +35,8 @@ from farcall.transport.interface import DialRefused, Transport, TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["IS_MEMBER", "Candidate", "Joining", "found_group"]
+__all__ = ["Candidate", "Joining", "found_group"]
 
-IS_MEMBER = "member"
-"""The capability of a listener that can let others in."""
 CONNECT_S = 1.0
 PROVE_S = 3.0
 _FIRST_PAUSE_S = 0.01
@@ -101,7 +100,7 @@ class Joining:
         options: RpcBackendOptions,
         contacts: Contacts | None,
         secret: bytes,
-        identity: Identity,
+        hello: Hello,
         candidate: Candidate,
     ) -> None:
         self._place = place
@@ -109,7 +108,7 @@ class Joining:
         self._options = options
         self._contacts = contacts
         self._secret = secret
-        self._identity = identity
+        self._hello = hello
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
@@ -196,10 +195,10 @@ class Joining:
             handed_over = False
             try:
                 until = min(deadline, monotonic() + PROVE_S)
-                established = prove(transport, name or None, self._identity, self._secret, until)
-                if incarnation and established.peer.incarnation != incarnation:
+                established = prove(transport, name or None, self._hello, self._secret, until)
+                if incarnation and established.peer.member.incarnation != incarnation:
                     return None
-                if IS_MEMBER not in established.peer.capabilities:
+                if established.peer.purpose != Listen(admits=True):
                     return False
                 handed_over = True
                 return self._candidate.ask(transport, established, deadline)

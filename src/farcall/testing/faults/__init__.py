@@ -5,19 +5,19 @@
     faults = Faults(seed=1)
     faults.drop(kind="request", to="ps0", count=2)          # the first two requests of each worker to ps0
     faults.delay(0.05, kind="response", probability=0.1)
-    options = farcall.RpcBackendOptions(faults=faults)      # for a Node, for init_rpc, or pickled to another process
-
-    with faults.cut(to="ps0"):                              # or while it runs
+    with faults.installed():                                # for all nodes that start here, or for ("ps0", ...)
+        farcall.init_rpc(...)
+    with faults.cut(to="ps0"):                              # rules can also be made while nodes run
         ...
 
-What the faults do to a program, by the kind of message:
+The effect of each fault, by the kind of message:
 
 =========  ==========================  ==========================  ====================================================
 fault      request                     response, failure           control message, letter
 =========  ==========================  ==========================  ====================================================
 drop       the call times out; the     the call times out; the     nothing sends it again, because a connection loses
-           function did not run        function ran                none: what it releases stays, and a backward pass or
-                                                                   a shutdown that waits for it ends at its timeout
+           function did not run        function ran                none: its memory stays, and a backward pass or a
+                                                                   shutdown that waits for it ends at its timeout
 fail       `NetworkError`, "not_sent"  late                        late
 delay      late                        late                        late; but a Release behind the Farewell of a
                                                                    shutdown is told as a leak
@@ -26,12 +26,12 @@ duplicate  the function runs twice     ignored                     ignored
 reorder    as delay                    as delay                    as delay
 =========  ==========================  ==========================  ====================================================
 
-A delayed or reordered creation, or Register, may be overtaken by a use of its reference, which then fails with
-`ReferenceLost`: farcall relies on the order of its connections. What a lost message carried is not lost with it: its
-receiver gives up the memory, references and gradients that came along.
+A use of a reference may overtake its delayed or reordered creation, or Register, and then fails with
+`ReferenceLost`: farcall relies on the order of its connections. The receiver of a lost message still gives up the
+memory, references and gradients that came along.
 
-A cut is mended: farcall makes another connection and goes on where it was, unless the workers have ``reconnect_s=0``,
-or messages of that connection were repeated or overtook others, so that both ends cannot count them any more.
+farcall mends a cut: it connects again and goes on, unless the workers have ``reconnect_s=0``, or messages of that
+connection were repeated or overtook others, so that both ends cannot count them any more.
 
 A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
 `throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or
@@ -41,9 +41,9 @@ Faults begin after the handshake. Each connection costs a thread and two more ho
 
 from __future__ import annotations
 
-from farcall.testing.faults.injection import Event, Faults
-from farcall.testing.faults.kinds import KINDS
-from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, HalfOpen, Reorder, Rule, Throttle
+from farcall.testing.faults.injection import Faults, Injection
+from farcall.testing.faults.messages import KINDS
+from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, HalfOpen, Reorder, Rule, Selection, Throttle
 
 __all__ = [
     "KINDS",
@@ -51,11 +51,12 @@ __all__ = [
     "Delay",
     "Drop",
     "Duplicate",
-    "Event",
     "Fail",
     "Faults",
     "HalfOpen",
+    "Injection",
     "Reorder",
     "Rule",
+    "Selection",
     "Throttle",
 ]

@@ -1,13 +1,13 @@
-"""What waits between a sender and the wire: delays, repeats and overtaking, message by message.
+"""The messages that wait between a sender and the wire: late, repeated, overtaken.
 
 Sans-I/O: messages and the time go in, messages come out when they are due.
 
-    fault      of a request                   of an answer, letter or control message
-    Drop       its remains go                 the same
-    Fail       its remains go, caller told    goes, late, and so does what follows
-    Delay      goes, late                     the same
-    Duplicate  goes twice, if repeatable      the same
-    Reorder    goes behind later ones         the same
+    fault      request                            answer, letter or control message
+    Drop       its remains leave                  its remains leave
+    Fail       its remains leave, caller is told  leaves late, and so do its followers
+    Delay      leaves late                        leaves late
+    Duplicate  leaves twice, if repeatable        leaves twice, if repeatable
+    Reorder    leaves behind later ones           leaves behind later ones
 
 Invariant: a message leaves once (or as often as a rule says), and those that no rule held back leave in order.
 """
@@ -18,13 +18,14 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from farcall.protocol.frames import REQUEST
-from farcall.testing.faults.packets import Message
+from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import Delay, Drop, Duplicate, Fail, Fault, Reorder
 
-__all__ = ["Lane"]
+__all__ = ["NEVER", "DelayLine"]
 
 NEVER = float("inf")
 BACKOFF = 1.5
@@ -37,31 +38,29 @@ class _Held(Message, Protocol):
 M = TypeVar("M", bound=_Held)
 
 
+@dataclass(eq=False, slots=True)
 class _Overtaken(Generic[M]):
     """A message that lets others pass."""
 
-    __slots__ = ("due", "left", "message")
-
-    def __init__(self, message: M, left: int, due: float) -> None:
-        self.message = message
-        self.left = left
-        self.due = due
+    message: M
+    left: int
+    due: float
 
 
-class Lane(Generic[M]):
-    """The messages from one worker to another that have been sent and have not gone."""
+class DelayLine(Generic[M]):
+    """The messages from one worker to another that were sent and have not left."""
 
     def __init__(self, on_failed: Callable[[M], None]) -> None:
-        """``on_failed`` is told of each request whose sending fails."""
+        """``on_failed`` hears of each request whose sending fails."""
         self._on_failed = on_failed
         self._order = itertools.count()
-        self._waiting: deque[M] = deque()  # in order, once the lane is clear
+        self._waiting: deque[M] = deque()  # in order, once the line is clear
         self._clear_at = 0.0
         self._late: list[tuple[float, int, M]] = []
         self._overtaken: list[_Overtaken[M]] = []
 
     def add(self, message: M, fault: Fault | None, drawn: float, now: float) -> None:
-        """Take a message, and what is to happen to it; ``drawn`` is a random number from 0 to 1."""
+        """Take a message and its fault; ``drawn`` is a random number from 0 to 1."""
         if fault is None:
             self._waiting.append(message)
         elif isinstance(fault, Drop):
@@ -71,7 +70,7 @@ class Lane(Generic[M]):
                 self._lose(message)
                 self._on_failed(message)
             else:
-                # What follows waits, too: who sends again over a connection keeps the order.
+                # Its followers wait, too: sending again over a connection keeps the order.
                 late_s = sum(fault.retry_s * BACKOFF**attempt for attempt in range(fault.attempts))
                 self._clear_at = max(self._clear_at, now + late_s)
                 self._waiting.append(message)
@@ -102,7 +101,11 @@ class Lane(Generic[M]):
         if now >= self._clear_at:
             while self._waiting:
                 leaving.append(self._waiting.popleft())
-                self._pass(leaving)
+                for held in list(self._overtaken):
+                    held.left -= 1
+                    if held.left <= 0:
+                        self._overtaken.remove(held)
+                        leaving.append(held.message)
         for held in [held for held in self._overtaken if held.due <= now]:
             self._overtaken.remove(held)
             leaving.append(held.message)
@@ -110,7 +113,7 @@ class Lane(Generic[M]):
 
     @property
     def next_due(self) -> float:
-        """When ``take`` has something to give, if nothing is added before; infinity: never."""
+        """When `take` next has something to give, unless something is added before; infinity: never."""
         due = self._late[0][0] if self._late else NEVER
         for held in self._overtaken:
             due = min(due, held.due)
@@ -118,14 +121,6 @@ class Lane(Generic[M]):
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._late) + len(self._overtaken)
-
-    def _pass(self, leaving: list[M]) -> None:
-        """One message has passed those that let others pass."""
-        for held in list(self._overtaken):
-            held.left -= 1
-            if held.left <= 0:
-                self._overtaken.remove(held)
-                leaving.append(held.message)
 
     def _hold(self, message: M, due: float) -> None:
         heapq.heappush(self._late, (due, next(self._order), message))

@@ -1,26 +1,30 @@
-"""`Faults`: what a user says shall go wrong, and where it is plugged into nodes.
+"""`Faults`: the rules of a test, and the wrappers that carry them into nodes.
 
-Owns the list of rules and the account of each direction. A node that was given one in its options passes every
+Owns the list of rules and the account of each direction. A node that starts where a `Faults` is installed passes every
 connection through `wrap_transport`, after its handshake, and messages to itself through `wrap_delivery`. The node,
-and all that is under test, is otherwise the ordinary one.
+and everything under test, is otherwise the ordinary one.
 
-Rules may be added and lifted at any time, from any thread; those of another process are its own.
+Rules may be added and lifted at any time, from any thread; another process has its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
-from farcall.options import faults_by_default
-from farcall.protocol.frames import Arrived
+from farcall.errors import Delivery, NetworkError, RpcError
+from farcall.protocol.frames import REQUEST, Arrived
+from farcall.runtime.peers.interference import interfering
 from farcall.runtime.peers.peer import Peer
-from farcall.testing.faults.packets import Message
+from farcall.testing.faults.delay_line import DelayLine
+from farcall.testing.faults.messages import Message, OwnMessage
 from farcall.testing.faults.rules import (
+    OF_CONNECTIONS,
     Cut,
     Delay,
     Direction,
@@ -31,28 +35,26 @@ from farcall.testing.faults.rules import (
     HalfOpen,
     Reorder,
     Rule,
+    Selection,
     Throttle,
+    Workers,
     make_rule,
 )
-from farcall.transport.interface import Transport
+from farcall.transport.interface import WAIT_SLICE_S, Transport
 
-__all__ = ["Event", "Faults"]
+__all__ = ["Faults", "Injection"]
 
-Kinds = str | Iterable[str] | None
-Workers = str | Iterable[str] | None
-Function = Callable[..., object] | str | None
-
-MOST_EVENTS = 10_000
+MOST_REMEMBERED = 10_000
 
 
-class Event(NamedTuple):
-    """One thing that was done."""
+class Injection(NamedTuple):
+    """A fault that happened."""
 
     fault: Fault
     sender: str
     receiver: str
     kinds: frozenset[str]
-    """What the message was called; empty for a fault that waited for no message."""
+    """The names of the message; empty for a fault that waited for no message."""
 
 
 class _Woken(Protocol):
@@ -62,21 +64,14 @@ class _Woken(Protocol):
 class Faults:
     """Faults to inject between workers, chosen by rules and repeatable by seed.
 
-    Give it to a node with ``RpcBackendOptions(faults=faults)``; it can be pickled, so options may go to spawned
-    processes. Each node applies the rules to what it sends itself, so give it to every worker whose messages are to be
-    disturbed, and only to those.
+    Nodes that start inside ``with faults.installed():`` have them. A `Faults` can be pickled, for a spawned process to
+    install. Each node applies the rules to the messages that it sends itself, so install it for every worker
+    whose messages are to be disturbed, and only for those.
 
-    Every method that makes a rule takes these, which say to what it applies:
-
-    - ``kind``: a name, or several, of `KINDS`; by default the messages of calls ("request", "response", "failure").
-      ``cut``, ``half_open`` and ``throttle`` without a kind wait for no message.
-    - ``to``, ``sender``: names of workers; by default any.
-    - ``function``: of requests, only those that call it (a function, or its dotted name).
-    - ``skip``, ``count``: leave the first ones alone; stop after so many. Counted in each direction of each pair.
-    - ``probability``: of the rest, how many.
-
-    A message meets the first rule that applies, in the order in which they were made. As a context manager, `Faults`
-    lifts all its rules at the end.
+    Every method that makes a rule takes the keywords of `Selection`: ``kind``, ``to``, ``sender``, ``function``,
+    ``skip``, ``count`` and ``probability``. `cut`, `half_open` and `throttle` without a kind wait for no message.
+    A message meets the first rule that applies, in the order in which they were made. Used as a context manager,
+    `Faults` lifts all its rules at the end.
 
     Args:
         seed: chooses among equally likely outcomes; the same seed makes the same choice for the n-th message.
@@ -84,7 +79,7 @@ class Faults:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._injections: deque[Injection] = deque(maxlen=MOST_REMEMBERED)
         self._rules: tuple[Rule, ...] = ()  # replaced, never changed: readers take no lock
         self._made = 0
         self._directions: dict[tuple[str, str], Direction] = {}
@@ -93,72 +88,31 @@ class Faults:
 
     # ------------------------------------------------------------------ rules
 
-    def drop(
-        self,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = None,
-        probability: float = 1.0,
-    ) -> Rule:
-        """Lose messages. Shared memory and references that came with them are given up by their receiver."""
-        return self._add(Drop(), kind, to, sender, function, skip, count, probability)
+    def drop(self, **selection: Unpack[Selection]) -> Rule:
+        """Lose messages. Their receiver gives up the shared memory and references that came with them."""
+        return self.add(make_rule(Drop(), **selection))
 
-    def fail(
-        self,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = None,
-        probability: float = 1.0,
-        attempts: int = 1,
-        retry_s: float = 0.05,
-    ) -> Rule:
+    def fail(self, *, attempts: int = 1, retry_s: float = 0.05, **selection: Unpack[Selection]) -> Rule:
         """Let sending fail.
 
-        The caller of a request gets a `NetworkError` that says "not_sent". Any other message is what farcall has to
-        deliver: it is sent again, ``retry_s`` later and with growing pauses, until ``attempts`` have failed.
+        The caller of a request gets a `NetworkError` that says "not_sent". farcall must deliver any other message: it
+        is sent again, ``retry_s`` later and with growing pauses, until ``attempts`` have failed.
         """
         _check(attempts >= 1 and retry_s >= 0, "attempts must be at least 1, and retry_s not negative")
-        return self._add(Fail(attempts, retry_s), kind, to, sender, function, skip, count, probability)
+        return self.add(make_rule(Fail(attempts, retry_s), **selection))
 
     def delay(
-        self,
-        seconds: float,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = None,
-        probability: float = 1.0,
-        jitter_s: float = 0.0,
-        in_order: bool = False,
+        self, seconds: float, *, jitter_s: float = 0.0, in_order: bool = False, **selection: Unpack[Selection]
     ) -> Rule:
         """Let messages come late, by ``seconds`` and up to ``jitter_s`` more.
 
-        ``in_order``: what follows on the same connection waits, too, as it does behind a packet that TCP sends
-        again. Otherwise later messages overtake.
+        ``in_order``: later messages of the connection wait, too, as they do behind a packet that TCP sends again.
+        Otherwise they overtake.
         """
         _check(seconds >= 0 and jitter_s >= 0, "a delay cannot be negative")
-        return self._add(Delay(seconds, jitter_s, in_order), kind, to, sender, function, skip, count, probability)
+        return self.add(make_rule(Delay(seconds, jitter_s, in_order), **selection))
 
-    def duplicate(
-        self,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = None,
-        probability: float = 1.0,
-        copies: int = 1,
-        after_s: float = 0.0,
-    ) -> Rule:
+    def duplicate(self, *, copies: int = 1, after_s: float = 0.0, **selection: Unpack[Selection]) -> Rule:
         """Let messages come more than once: ``copies`` follow, each ``after_s`` after the one before.
 
         Some come once all the same: those whose tensors lie in shared memory, since a lease cannot be given twice
@@ -166,97 +120,50 @@ class Faults:
         recorded, since each is answered for once in a backward pass.
         """
         _check(copies >= 1 and after_s >= 0, "copies must be at least 1, and after_s not negative")
-        return self._add(Duplicate(copies, after_s), kind, to, sender, function, skip, count, probability)
+        return self.add(make_rule(Duplicate(copies, after_s), **selection))
 
-    def reorder(
-        self,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = None,
-        probability: float = 1.0,
-        behind: int = 1,
-        within_s: float = 0.1,
-    ) -> Rule:
-        """Let the next ``behind`` messages of the same connection overtake; without them, go after ``within_s``."""
+    def reorder(self, *, behind: int = 1, within_s: float = 0.1, **selection: Unpack[Selection]) -> Rule:
+        """Let the next ``behind`` messages of the connection overtake; without them, leave after ``within_s``."""
         _check(behind >= 1 and within_s >= 0, "behind must be at least 1, and within_s not negative")
-        return self._add(Reorder(behind, within_s), kind, to, sender, function, skip, count, probability)
+        return self.add(make_rule(Reorder(behind, within_s), **selection))
 
-    def cut(
-        self,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = 1,
-        probability: float = 1.0,
-    ) -> Rule:
-        """End connections, as a reset does: both sides see the end, and what was on its way is lost.
+    def cut(self, **selection: Unpack[Selection]) -> Rule:
+        """End connections, as a reset does: both sides see the end, and messages on their way are lost. Once.
 
-        The workers make another one and go on, unless their ``reconnect_s`` is 0.
+        The workers connect again and go on, unless their ``reconnect_s`` is 0.
 
-        With a kind: when such a message is about to leave, instead of it. ``count=None``: and every connection that
-        is made later.
+        With a kind: when such a message is about to leave, instead of it. ``count=None``: every later connection, too.
         """
-        return self._add(Cut(), kind, to, sender, function, skip, count, probability)
+        selection.setdefault("count", 1)
+        return self.add(make_rule(Cut(), **selection))
 
-    def half_open(
-        self,
-        seconds: float | None = None,
-        kind: Kinds = None,
-        to: Workers = None,
-        sender: Workers = None,
-        function: Function = None,
-        skip: int = 0,
-        count: int | None = 1,
-        probability: float = 1.0,
-    ) -> Rule:
-        """Let nothing through, in either direction, without telling anybody, as when a cable is pulled.
+    def half_open(self, seconds: float | None = None, **selection: Unpack[Selection]) -> Rule:
+        """Let nothing through, in either direction, without telling anybody, as when a cable is pulled. Once.
 
         Buffers fill, and then senders wait, as they do for a peer that acknowledges nothing. After ``seconds``, or when
-        the rule is lifted, all of it goes on its way, as TCP's retransmissions do. ``count=None``: connections made
-        later are silent, too.
+        the rule is lifted, all of it leaves, as TCP's retransmissions do. ``count=None``: later connections are
+        silent, too.
         """
         _check(seconds is None or seconds >= 0, "a time cannot be negative")
-        return self._add(HalfOpen(seconds), kind, to, sender, function, skip, count, probability)
+        selection.setdefault("count", 1)
+        return self.add(make_rule(HalfOpen(seconds), **selection))
 
     def throttle(self, bytes_per_s: float, to: Workers = None, sender: Workers = None) -> Rule:
-        """Let bytes leave no quicker than this, over each connection; what lies in shared memory is not sent there.
+        """Let bytes leave no quicker than this, over each connection; tensors in shared memory are not sent there.
 
         The slowest rule counts.
         """
         _check(bytes_per_s > 0, "bytes_per_s must be more than 0: for no byte at all use half_open")
-        return self._add(Throttle(bytes_per_s), None, to, sender, None, 0, None, 1.0)
-
-    def _add(
-        self,
-        fault: Fault,
-        kind: Kinds,
-        to: Workers,
-        sender: Workers,
-        function: Function,
-        skip: int,
-        count: int | None,
-        probability: float,
-    ) -> Rule:
-        with self._changed:
-            rule = make_rule(fault, self._made, kind, to, sender, function, skip, count, probability)
-            return self._take(rule)
+        return self.add(make_rule(Throttle(bytes_per_s), to=to, sender=sender))
 
     def add(self, rule: Rule) -> Rule:
-        """Take a rule that was made by hand; it gets the next number."""
+        """Put a rule in force, behind all others."""
         with self._changed:
-            return self._take(rule)
-
-    def _take(self, rule: Rule) -> Rule:
-        rule.number = self._made
-        rule._faults = self
-        self._made += 1
-        self._rules = (*self._rules, rule)
-        self._wake_relays()
+            rule.number = self._made
+            rule._faults = self
+            self._made += 1
+            self._rules = (*self._rules, rule)
+            self._wake_relays()
         return rule
 
     def lift(self, rule: Rule) -> None:
@@ -284,65 +191,61 @@ class Faults:
     ) -> None:
         self.lift_all()
 
-    @contextmanager
-    def everywhere(self) -> Iterator[Faults]:
-        """Give this to every node whose options are made inside the block and name no faults, in this process.
-
-        For a program under test that makes its own options.
-        """
-        with faults_by_default(self):
-            yield self
-
     # ------------------------------------------------------------------ what has happened
 
     @property
-    def events(self) -> list[Event]:
-        """What was done in this process, oldest first; only the latest 10,000."""
+    def injections(self) -> list[Injection]:
+        """The faults that happened in this process, oldest first; only the latest 10,000."""
         with self._changed:
-            return list(self._events)
+            return list(self._injections)
 
     def wait_hits(self, rule: Rule, hits: int, timeout_s: float) -> None:
-        """Wait until ``rule`` happened so often in this process; `TimeoutError` if it does not."""
+        """Wait until ``rule`` happened so often in this process; raise `TimeoutError` if it does not."""
         with self._changed:
             if not self._changed.wait_for(lambda: rule.hits >= hits, timeout_s):
                 raise TimeoutError(f"{rule} happened {rule.hits} times and not {hits} within {timeout_s:g} s")
 
     def note(self, rule: Rule, direction: Direction, kinds: frozenset[str]) -> None:
-        """Something was done."""
+        """Count a fault that happens now."""
         with self._changed:
             rule.hits += 1
-            self._events.append(Event(rule.fault, direction.sender, direction.receiver, kinds))
+            self._injections.append(Injection(rule.fault, direction.sender, direction.receiver, kinds))
             self._changed.notify_all()
 
     def judge(self, direction: Direction, message: Message) -> tuple[Fault | None, float]:
-        """What is to happen to a message, and a random number for it."""
-        if not self._rules:
-            return None, 0.0
-        chosen = direction.choose(self._rules, message)
+        """The fault for a message, and a random number for it."""
+        chosen = direction.choose(self._rules, message) if self._rules else None
         if chosen is None:
             return None, 0.0
         rule, drawn = chosen
         self.note(rule, direction, message.names)
         return rule.fault, drawn
 
-    # ------------------------------------------------------------------ where it is plugged in
+    # ------------------------------------------------------------------ the way into nodes
+
+    @contextmanager
+    def installed(self, *workers: str) -> Iterator[Faults]:
+        """Give these faults to the nodes that start inside the block in this process: all, or those of these names.
+
+        A node keeps them until it ends. Of several installed ones a node has the latest.
+        """
+        with interfering(self, workers):
+            yield self
 
     def wrap_transport(
         self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
     ) -> Transport:
         """A connection of ``here`` to ``there`` that has these faults. ``fail_call`` fails a call that was not sent."""
-        from farcall.testing.faults.relay import connect
+        from farcall.testing.faults.relay import connect  # later: it needs POSIX, and rules can be made anywhere
 
         return connect(self, self.direction(here, there), transport, fail_call)
 
     def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
-        """What hands messages of ``here`` to itself, with these faults."""
-        from farcall.testing.faults.own import OwnDelivery
-
-        return OwnDelivery(self, self.direction(here, here), deliver)
+        """``deliver``, which hands messages of ``here`` to itself, with these faults."""
+        return _OwnDelivery(self, self.direction(here, here), deliver)
 
     def direction(self, sender: str, receiver: str) -> Direction:
-        """The account of what one worker sends to another."""
+        """The account of one worker's messages to another."""
         with self._changed:
             found = self._directions.get((sender, receiver))
             if found is None:
@@ -355,6 +258,7 @@ class Faults:
             self._relays.add(relay)
 
     def forget_relay(self, relay: _Woken) -> None:
+        """Wake ``relay`` no longer."""
         with self._changed:
             self._relays.discard(relay)
 
@@ -363,7 +267,7 @@ class Faults:
             relay.wake()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What has happened so far is of this process; connections and locks do not travel.
+        # Counts belong to this process; connections and locks do not travel.
         return {"seed": self.seed, "rules": self._rules, "made": self._made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -380,3 +284,52 @@ class Faults:
 def _check(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ValueError(otherwise)
+
+
+class _OwnDelivery:
+    """The delivery of a node's messages to itself, with faults; those of connections do not apply.
+
+    A thread delivers held messages later, and lives as long as something is held.
+    """
+
+    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Arrived], None]) -> None:
+        self._faults = faults
+        self._direction = direction
+        self._deliver = deliver
+        self._line: DelayLine[OwnMessage] = DelayLine(lambda message: None)
+        self._changed = threading.Condition()
+        self._holding = False
+
+    def __call__(self, peer: Peer, message: Arrived) -> None:
+        own = OwnMessage(message)
+        fault, drawn = self._faults.judge(self._direction, own)
+        if isinstance(fault, Fail) and own.kind == REQUEST:
+            raise NetworkError(f"sending to {self._direction.receiver} failed: injected", Delivery.NOT_SENT)
+        with self._changed:
+            now = monotonic()
+            self._line.add(own, None if isinstance(fault, OF_CONNECTIONS) else fault, drawn, now)
+            leaving = self._line.take(now)
+            if len(self._line) and not self._holding:
+                self._holding = True
+                name = f"farcall-faults-{self._direction.sender}"
+                threading.Thread(target=self._deliver_held, args=(peer,), name=name, daemon=True).start()
+            self._changed.notify_all()
+        for own in leaving:
+            self._deliver(peer, own.message)
+
+    def _deliver_held(self, peer: Peer) -> None:
+        while True:
+            with self._changed:
+                now = monotonic()
+                leaving = self._line.take(now)
+                if not leaving:
+                    if not len(self._line) or peer.broken:
+                        self._holding = False
+                        return
+                    # Nothing tells of the node's end: look for it now and then.
+                    self._changed.wait(min(WAIT_SLICE_S, max(0.0, self._line.next_due - now)))
+            for own in leaving:
+                try:
+                    self._deliver(peer, own.message)
+                except RpcError:
+                    pass  # the node has ended meanwhile

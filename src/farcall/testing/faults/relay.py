@@ -1,14 +1,14 @@
-"""A connection with faults: what the node writes passes through a thread that may do something to it.
+"""A connection with faults: a thread between a node and one of its transports.
 
 The node gets one end of a pair of sockets and treats it as any connection: it is polled, it fills up, it ends. The
 relay has the other end, and the real transport. In between, outgoing bytes are cut into frames, which meet the rules;
 incoming bytes pass as they are. All waiting is real, so the node under test needs to know nothing.
 
-    near (node's socket) --> Splitter --> rules --> Lane --> throttle --> far (the real transport)
-    near                 <----------------------------------------------- far
+    near (node's socket) --> Splitter --> rules --> DelayLine --> throttle --> far (the real transport)
+    near                 <---------------------------------------------------- far
 
 A relay ends when both directions have ended, when either side is broken, or when a rule cuts it. When the node closes
-its end, what it has written still goes, within CLOSING_S; messages that a rule holds back are lost.
+its end, its written bytes still leave, within CLOSING_S; messages that a rule holds back are lost.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from farcall.errors import NetworkError
-from farcall.testing.faults.delay_line import NEVER, Lane
-from farcall.testing.faults.injection import Faults
-from farcall.testing.faults.packets import Packet, Splitter
+from farcall.testing.faults.delay_line import NEVER, DelayLine
+from farcall.testing.faults.messages import Packet, Splitter
 from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
 from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError
 from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW
 from farcall.transport.unix import UnixTransport
+
+if TYPE_CHECKING:
+    from farcall.testing.faults.injection import Faults
 
 __all__ = ["FaultyTransport", "connect"]
 
@@ -58,7 +61,7 @@ def connect(
 
 
 class FaultyTransport(UnixTransport):
-    """The node's end."""
+    """The node's end of a connection with faults."""
 
     def __init__(self, stream: socket.socket, far: Transport, relay: Relay) -> None:
         super().__init__(stream)
@@ -67,12 +70,12 @@ class FaultyTransport(UnixTransport):
         self.peer_host: str = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
-        # A descriptor that came behind the handshake belongs to a frame that the link has already.
+        # A descriptor that came behind the handshake belongs to a frame that the link already has.
         self._untaken = far.take_descriptors()
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]
-        """Do both ends still count the same frames? Not after some were repeated, or have overtaken others."""
+        """Whether both ends still count the same frames: not after some were repeated, or overtook others."""
         return not self._relay.disordered
 
     def close(self) -> None:
@@ -103,7 +106,7 @@ class Relay:
         self._near = near
         self._far = far
         self._fail_call = fail_call
-        self._lane: Lane[Packet] = Lane(self._failed)
+        self._line: DelayLine[Packet] = DelayLine(self._failed)
         self._splitter = Splitter()
         self._descriptors: deque[int] = deque()
         self._forth: deque[tuple[memoryview, list[int]]] = deque()
@@ -130,26 +133,26 @@ class Relay:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread look at the rules again."""
+        """Make the thread look at the rules again."""
         try:
             os.write(self._wake_write, b"\0")
         except OSError:
             pass  # full, and so awake soon; or ended
 
     def end(self, timeout_s: float) -> None:
-        """The node has closed its end: wait, for a bounded time, until what it wrote has gone."""
+        """After the node has closed its end: wait, for a bounded time, until its written bytes have left."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + 0.5)
 
     def close_after_fork(self) -> None:
-        """In a forked child, where the thread does not exist: let go of the descriptors."""
+        """Close the descriptors in a forked child, where the thread does not exist."""
         self._near.close()
         self._far.close_after_fork()
         for wake in self._take_wakes():
             os.close(wake)
 
     def _take_wakes(self) -> list[int]:
-        """The descriptors of the wake-up pipe, if they are still open: afterwards their numbers are others'."""
+        """The descriptors of the wake-up pipe, if still open; their numbers may be reused afterwards."""
         wakes = [wake for wake in (self._wake_read, self._wake_write) if wake >= 0]
         self._wake_read = self._wake_write = -1
         return wakes
@@ -166,7 +169,7 @@ class Relay:
             self._faults.forget_relay(self)
             self._far.close()
             self._near.close()
-            self._queue(self._lane.take(NEVER))
+            self._queue(self._line.take(NEVER))
             for _, descriptors in ((None, self._descriptors), *self._forth, *self._back):
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -174,12 +177,12 @@ class Relay:
                 os.close(wake)
 
     def _go_on(self) -> bool:
-        """One round: wait for something, and do it. False: this connection is over."""
+        """Wait for something, and do it. False: this connection is over."""
         now = monotonic()
         if self._apply_connection_faults(now):
             return False
         silent = self._silent_until > now
-        self._queue(self._lane.take(now))
+        self._queue(self._line.take(now))
         if self._is_over(now, silent):
             return False
         near, far, wake = self._near.fileno(), self._far.fileno(), self._wake_read
@@ -202,7 +205,7 @@ class Relay:
                 wants |= select.POLLOUT
             if wants:
                 poll.register(far, wants)
-        until = min(self._lane.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
+        until = min(self._line.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
         events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
         if wake in events:
             os.read(wake, 4096)
@@ -226,7 +229,7 @@ class Relay:
     def _is_over(self, now: float, silent: bool) -> bool:
         if self._node_closed and (silent or now >= self._close_by or (self._near_ended and not self._forth)):
             return True
-        if self._near_ended and not self._forth and not len(self._lane) and not self._told_far and not silent:
+        if self._near_ended and not self._forth and not len(self._line) and not self._told_far and not silent:
             self._told_far = True
             self._far.end_sending()
         if self._far_ended and not self._back and not self._told_near:
@@ -242,7 +245,7 @@ class Relay:
         except BlockingIOError:
             return
         except ConnectionError:
-            data, ancillary = b"", []  # the node closed it with bytes unread; what it had written came before this
+            data, ancillary = b"", []  # the node closed it with bytes unread; its own bytes came before this
         for level, kind, rights in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors = array.array("i")
@@ -263,7 +266,7 @@ class Relay:
                 fault = None
             if isinstance(fault, Duplicate | Reorder) or (isinstance(fault, Delay) and not fault.in_order):
                 self.disordered = True
-            self._lane.add(packet, fault, drawn, now)
+            self._line.add(packet, fault, drawn, now)
 
     def _failed(self, packet: Packet) -> None:
         self._fail_call(packet.call_id, f"sending to {self._direction.receiver} failed: injected")
@@ -284,7 +287,7 @@ class Relay:
             try:
                 taken = self._far.send((data[:allowance],), descriptors)
             except TransportError:
-                # What the other side sent before it closed is still to be read.
+                # Bytes that the other side sent before it closed are still to be read.
                 self._forth.appendleft((data, descriptors))
                 self._give_up_sending()
                 return
@@ -301,7 +304,7 @@ class Relay:
                 return
 
     def _give_up_sending(self) -> None:
-        """The other side takes nothing any more."""
+        """Forget the bytes for the other side, which takes none any more."""
         self._refused = True
         for _, descriptors in self._forth:
             for descriptor in descriptors:
@@ -310,7 +313,7 @@ class Relay:
         self._forth_bytes = 0
 
     def _allowance(self, now: float) -> tuple[int, float]:
-        """How many bytes may leave now; and if none may, when the next ones do."""
+        """The number of bytes that may leave now; and if none may, when the next ones do."""
         rates = [
             rule.fault.bytes_per_s
             for rule in self._faults.rules
@@ -364,7 +367,7 @@ class Relay:
     # ------------------------------------------------------------------ faults of the connection
 
     def _apply_connection_faults(self, now: float) -> bool:
-        """Begin and end what rules say of whole connections. True: cut it."""
+        """Begin and end the faults of whole connections. True: cut this one."""
         rules = self._faults.rules
         for rule in rules:
             if rule.at_once and rule.number not in self._begun:

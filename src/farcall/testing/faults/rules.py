@@ -1,8 +1,8 @@
-"""Which messages a fault is for, and what it does to each: the rules, and a direction's account of them.
+"""Faults, the rules that select messages for them, and each direction's count of those.
 
 A *direction* is an ordered pair of workers, sender and receiver. Each counts a rule's messages for itself and draws
-from a random sequence of its own, made of the seed, the rule and the two names. So what happens to the n-th message of
-a kind in a direction depends on nothing else: not on other links, on threads, or on the process it happens in.
+from a random sequence of its own, made of the seed, the rule and the two names. So the fate of the n-th message of a
+kind in a direction depends on nothing else: not on other links, on threads, or on the process.
 
 Knows no socket and no clock.
 """
@@ -14,16 +14,49 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from farcall.serialize import encode_function
-from farcall.testing.faults.kinds import check_kinds
-from farcall.testing.faults.packets import Message
+from farcall.testing.faults.messages import Message, check_kinds
 
 if TYPE_CHECKING:
     from farcall.testing.faults.injection import Faults
 
-__all__ = ["Cut", "Delay", "Direction", "Drop", "Duplicate", "Fail", "Fault", "HalfOpen", "Reorder", "Rule", "Throttle"]
+__all__ = [
+    "Cut",
+    "Delay",
+    "Direction",
+    "Drop",
+    "Duplicate",
+    "Fail",
+    "Fault",
+    "HalfOpen",
+    "Reorder",
+    "Rule",
+    "Selection",
+    "Throttle",
+]
+
+Workers: TypeAlias = str | Iterable[str] | None
+
+
+class Selection(TypedDict, total=False):
+    """The messages that a rule is for; each key that is left out means all of them."""
+
+    kind: str | Iterable[str] | None
+    """A name, or several, of `KINDS`; by default the messages of calls: "request", "response", "failure"."""
+    to: Workers
+    """Names of the receiving workers."""
+    sender: Workers
+    """Names of the sending workers."""
+    function: Callable[..., object] | str | None
+    """Of requests, only those that call this function: itself, or its dotted name."""
+    skip: int
+    """How many messages are left alone at first, in each direction."""
+    count: int | None
+    """After how many messages the rule ends, in each direction."""
+    probability: float
+    """The chance of each message, more than 0 and at most 1."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +104,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class HalfOpen:
-    """Nothing gets through any more, in either direction, and no side is told."""
+    """Nothing gets through, in either direction, and neither side is told."""
 
     seconds: float | None
 
@@ -89,13 +122,12 @@ OF_CONNECTIONS = (Cut, HalfOpen, Throttle)
 
 @dataclass(eq=False)
 class Rule:
-    """One fault and the messages it is for; made by the methods of `Faults`. As a context manager it ends with it."""
+    """One fault and the messages it is for; made by the methods of `Faults`. The end of a ``with`` block lifts it."""
 
     fault: Fault
-    number: int
     kinds: frozenset[str]
     at_once: bool
-    """For a fault of connections: does it wait for no message?"""
+    """Of a fault of connections: it waits for no message."""
     sender: frozenset[str] | None
     to: frozenset[str] | None
     function: str | bytes | None
@@ -104,19 +136,21 @@ class Rule:
     count: int | None
     probability: float
     where: Callable[[Message], bool] | None = None
-    """A further condition; to be pickled, it must be a function of a module."""
+    """A further condition; a function of a module, if the rule is to be pickled."""
+    number: int = -1
+    """The place among all rules of its `Faults`."""
     hits: int = 0
-    """How often it happened, in this process."""
+    """How often the fault happened in this process."""
     lifted: bool = False
     _faults: Faults | None = field(default=None, repr=False)
 
     def lift(self) -> None:
-        """End the fault. Messages that it holds back already come when they were to come."""
+        """End the fault. Messages that are held back already still come when they were to come."""
         assert self._faults is not None
         self._faults.lift(self)
 
     def wait_hits(self, hits: int = 1, timeout_s: float = 30.0) -> None:
-        """Wait until it happened so often in this process; `TimeoutError` if it does not."""
+        """Wait until the fault happened so often in this process; raise `TimeoutError` if it does not."""
         assert self._faults is not None
         self._faults.wait_hits(self, hits, timeout_s)
 
@@ -129,35 +163,31 @@ class Rule:
         self.lift()
 
     def concerns(self, sender: str, receiver: str) -> bool:
-        """Is it for messages from one worker to the other?"""
+        """Whether messages from the one worker to the other are meant."""
         return (self.sender is None or sender in self.sender) and (self.to is None or receiver in self.to)
 
     def means(self, message: Message) -> bool:
-        """Is it for such messages?"""
+        """Whether such messages are meant."""
         if not self.kinds & message.names or (self.where is not None and not self.where(message)):
             return False
         if isinstance(self.function, str):
-            return _name(message.function) == self.function
+            return message.function[1:].replace(b"\0", b".").decode(errors="replace") == self.function
         return self.function is None or message.function == self.function
-
-
-def _name(function: bytes) -> str:
-    """The dotted name in a function segment."""
-    return function[1:].replace(b"\0", b".").decode(errors="replace")
 
 
 def make_rule(
     fault: Fault,
-    number: int,
-    kind: str | Iterable[str] | None,
-    to: str | Iterable[str] | None,
-    sender: str | Iterable[str] | None,
-    function: Callable[..., object] | str | None,
-    skip: int,
-    count: int | None,
-    probability: float,
+    *,
+    kind: str | Iterable[str] | None = None,
+    to: Workers = None,
+    sender: Workers = None,
+    function: Callable[..., object] | str | None = None,
+    skip: int = 0,
+    count: int | None = None,
+    probability: float = 1.0,
+    where: Callable[[Message], bool] | None = None,
 ) -> Rule:
-    """A checked rule, from what a user gives."""
+    """A checked rule; see `Selection`."""
     if skip < 0 or (count is not None and count < 1):
         raise ValueError(f"skip={skip} must be at least 0 and count={count} at least 1, or None for every one")
     if not 0.0 < probability <= 1.0:
@@ -165,35 +195,31 @@ def make_rule(
     at_once = kind is None and function is None and isinstance(fault, OF_CONNECTIONS)
     if at_once and (skip or probability < 1.0):
         raise ValueError("skip and probability count messages: say of which kind")
-    named: str | bytes | None = function if isinstance(function, str) else None
-    if function is not None and not isinstance(function, str):
-        named = encode_function(function)
-        if named is None:
-            raise ValueError(
-                f"{function!r} has no name that travels in a request of its own, so it cannot be told there"
-            )
+    named = function if function is None or isinstance(function, str) else encode_function(function)
+    if named is None and function is not None:
+        raise ValueError(f"{function!r} has no name that travels in a request of its own, so it cannot be told there")
     return Rule(
         fault,
-        number,
-        check_kinds("request" if kind is None and function is not None else kind),
-        at_once,
-        _names(sender),
-        _names(to),
-        named,
-        skip,
-        count,
-        probability,
+        kinds=check_kinds("request" if kind is None and function is not None else kind),
+        at_once=at_once,
+        sender=_names(sender),
+        to=_names(to),
+        function=named,
+        skip=skip,
+        count=count,
+        probability=probability,
+        where=where,
     )
 
 
-def _names(workers: str | Iterable[str] | None) -> frozenset[str] | None:
+def _names(workers: Workers) -> frozenset[str] | None:
     if workers is None:
         return None
     return frozenset({workers} if isinstance(workers, str) else workers)
 
 
 class Direction:
-    """What has happened to messages from one worker to another; it outlives their connections."""
+    """The counts of one worker's messages to another, rule by rule; they outlive connections."""
 
     def __init__(self, seed: int, sender: str, receiver: str) -> None:
         self.sender = sender
@@ -217,7 +243,7 @@ class Direction:
         return None
 
     def begin(self, rule: Rule) -> bool:
-        """May a fault that waits for no message happen here, now? If so it is counted."""
+        """Whether a fault that waits for no message may happen here, now; if so, count it."""
         with self._lock:
             return not rule.lifted and rule.concerns(self.sender, self.receiver) and self._count(rule)
 
@@ -226,7 +252,7 @@ class Direction:
         if source is None:
             name = f"{self._seed}/{rule.number}/{self.sender}>{self.receiver}"
             source = self._random[rule.number] = random.Random(name)
-        chance, drawn = source.random(), source.random()  # two for each message: whatever happens to it
+        chance, drawn = source.random(), source.random()  # two for each message, whatever happens to it
         seen = self._seen.get(rule.number, 0)
         self._seen[rule.number] = seen + 1
         if seen < rule.skip or chance >= rule.probability or not self._count(rule):

@@ -23,8 +23,7 @@ from farcall.protocol.frames import (
 from farcall.protocol.notes import KEEP, Notes, decode_notes, encode_notes
 from farcall.protocol.references import Fork
 from farcall.protocol.references.messages import Register
-from farcall.testing.faults.kinds import CALLS, check_kinds
-from farcall.testing.faults.packets import NO_CALL, OwnMessage, Packet, Splitter
+from farcall.testing.faults.messages import CALLS, NO_CALL, OwnMessage, Packet, Splitter, check_kinds
 
 FORK = Fork(RefId(0, 1), ForkId(0, 2), 0, 1, 1)
 TICKETS = [Ticket(1 << 20, 7, 4096), Ticket(64, 8 | 1 << 63, 0)]

@@ -1,7 +1,30 @@
-"""One end of one connection's handshake: bytes in, bytes out. The tables are in the package's docstring.
+"""The handshake: mutual proof of the shared secret, before anything of the peer is believed or unpickled.
 
-Owns the state of one end, and what it checks in which order. The driver owns the socket, the deadline and the
-randomness.
+Bytes in, bytes out; the driver owns the socket, the deadline and the randomness (``nonce``). Each message is
+
+    offset  size  field
+    0       8     magic, b"\\x89farcall"
+    8       2     version   (magic and version stay where they are in every version to come)
+    10      2     kind
+    12      4     length of the body that follows; the whole message never exceeds 64 KiB
+
+    state               the dialer gets     and sends         the listener gets   and sends
+    start()                                 DIALER_GREETING
+    awaiting greeting   LISTENER_GREETING   DIALER_PROOF      DIALER_GREETING     LISTENER_GREETING
+    awaiting proof      LISTENER_PROOF      (established)     DIALER_PROOF        LISTENER_PROOF (established)
+    awaiting count      RESUMED             (established)
+    any                 REFUSAL or anything else: refused, for good
+
+The last but one row is for a dialer that resumes a session (`session.py`): its hello says which, and how many frames
+it has (`hello.py`), and the listener, once the dialer is proven, says behind its own proof how many it has itself
+(``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
+A greeting is a `Hello` and a nonce; a proof is an HMAC, under a key made from the secret, of both greetings
+as they went over the wire. So either both ends saw the same version, members, purposes, cluster and
+nonces, or one end refuses. The listener says nothing before a valid greeting, and proves nothing before the
+dialer has.
+An observer proves itself with ``observer_key(secret)`` in the place of the secret: the same key
+for both ends of its connection, and no key to any other.
+Invariant: a peer's bytes cause no exception but ``HandshakeRefused``, and 64 KiB are kept at most.
 """
 
 from __future__ import annotations
@@ -9,13 +32,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from farcall.protocol.handshake.identity import Identity, is_observer
-from farcall.protocol.handshake.keys import hkdf_expand, hkdf_extract, observer_key
-from farcall.protocol.handshake.wire import (
+from farcall.protocol.hello import (
     COUNT,
     GREETING,
     HEADER,
@@ -29,20 +50,23 @@ from farcall.protocol.handshake.wire import (
     STRANGERS,
     VERSION_END,
     Greeting,
+    Hello,
     Kind,
+    Observe,
     RefusalReason,
     Refused,
-    Role,
+    Resume,
+    Side,
+    hkdf_expand,
+    hkdf_extract,
     malformed,
     message_of,
+    observer_key,
     read_greeting,
     refuse,
 )
 
-__all__ = ["RECEIVED", "Established", "Handshake", "HandshakeState"]
-
-RECEIVED: Final = "received"
-"""The capability of a dialer that resumes a session; see resumption.py."""
+__all__ = ["Established", "Handshake", "HandshakeState"]
 
 
 class HandshakeState(Enum):
@@ -58,10 +82,15 @@ class HandshakeState(Enum):
 class Established(NamedTuple):
     """The handshake's good end: a proven peer, and whatever it sent right behind its proof."""
 
-    peer: Identity
+    peer: Hello
     session_key: bytes
     leftover: bytes
     peer_received: int = 0  # frames of ours that the listener has, where a session is resumed
+
+    @property
+    def session_id(self) -> str:
+        """The name, at both ends, of the session that begins with this connection."""
+        return hashlib.sha256(b"session id" + self.session_key).hexdigest()[:32]
 
 
 class Handshake:
@@ -71,29 +100,29 @@ class Handshake:
     that must answer (or dial); None lets any member of the cluster in.
     """
 
-    def __init__(self, role: Role, me: Identity, secret: bytes, nonce: bytes, expected_peer: str | None = None) -> None:
+    def __init__(self, side: Side, me: Hello, secret: bytes, nonce: bytes, expected_peer: str | None = None) -> None:
         if not secret:
             raise ValueError("the shared secret must not be empty")
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"the nonce must be {NONCE_BYTES} bytes, not {len(nonce)}")
-        self._role = role
+        self._side = side
         self._me = me
         self._secret = secret
         self._nonce = nonce
         self._expected_peer = expected_peer
         self._root_key = hkdf_extract(b"farcall handshake", secret)
-        self._my_greeting = message_of(GREETING[role], msgspec.msgpack.encode(Greeting(me, nonce)))
+        self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce)))
         # What we would refuse from a peer we must not send to one.
         if len(self._my_greeting) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"this identity does not fit a handshake message of {MAX_MESSAGE_BYTES} bytes")
+            raise ValueError(f"this hello does not fit a handshake message of {MAX_MESSAGE_BYTES} bytes")
         read_greeting(self._my_greeting[HEADER.size :])
         self._state = HandshakeState.AWAITING_GREETING
         self._buffer = bytearray()
-        self._peer: Identity | None = None
+        self._peer: Hello | None = None
         self._transcript = b""
         self._refusal: Refused | None = None
         self._session_key = b""
-        self._resumes = role is Role.DIALER and RECEIVED in me.capabilities
+        self._resumes = side is Side.DIALER and isinstance(me.purpose, Resume)
 
     @property
     def state(self) -> HandshakeState:
@@ -101,13 +130,13 @@ class Handshake:
         return self._state
 
     @property
-    def peer_claim(self) -> Identity | None:
+    def peer_claim(self) -> Hello | None:
         """Who the peer says it is: unproven, for log lines only, until ``receive`` gave ``Established``."""
         return self._peer
 
     def start(self) -> bytes:
         """The bytes to send first: the dialer's greeting, nothing for a listener."""
-        return self._my_greeting if self._role is Role.DIALER else b""
+        return self._my_greeting if self._side is Side.DIALER else b""
 
     def receive(self, data: bytes | bytearray | memoryview) -> tuple[bytes, Established | None]:
         """Take bytes from the peer; return bytes to send, and the result once there is one.
@@ -184,11 +213,11 @@ class Handshake:
         if kind_number == Kind.REFUSAL and body_bytes <= MAX_REFUSAL_BYTES:
             return Kind.REFUSAL
         if self._state is HandshakeState.AWAITING_GREETING:
-            due, fits = GREETING[self._role.other], True
+            due, fits = GREETING[self._side.other], True
         elif self._state is HandshakeState.AWAITING_COUNT:
             due, fits = Kind.RESUMED, body_bytes == COUNT.size
         else:
-            due, fits = PROOF[self._role.other], body_bytes == PROOF_BYTES
+            due, fits = PROOF[self._side.other], body_bytes == PROOF_BYTES
         if kind_number != due or not fits:
             raise malformed(f"message kind {kind_number} of {body_bytes} bytes while {self._state.value}")
         return due
@@ -199,38 +228,38 @@ class Handshake:
             greeting = read_greeting(body)
         except ValueError as error:
             raise malformed(f"an unreadable greeting: {error}") from error
-        peer = greeting.identity
+        peer = greeting.hello
         if peer.cluster_id != self._me.cluster_id and not self._may_leave_out_cluster(peer):
             raise refuse(
                 RefusalReason.OTHER_CLUSTER,
-                f"{peer.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
+                f"{peer.member.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
             )
         # Checked before the dialer proves anything: who is not wanted gets no proof to guess the secret from.
-        if self._expected_peer is not None and peer.name != self._expected_peer:
+        if self._expected_peer is not None and peer.member.name != self._expected_peer:
             raise refuse(
                 RefusalReason.WRONG_PEER,
-                f"expected {self._expected_peer!r} at this address, but {peer.name!r} answered "
+                f"expected {self._expected_peer!r} at this address, but {peer.member.name!r} answered "
                 "(a stale address, or a port used again?)",
             )
         self._peer = peer
         self._state = HandshakeState.AWAITING_PROOF
-        if is_observer(peer) and self._role is Role.LISTENER:
+        if isinstance(peer.purpose, Observe) and self._side is Side.LISTENER:
             self._root_key = hkdf_extract(b"farcall handshake", observer_key(self._secret))
         # Both greetings exactly as sent; each carries its length, so the two cannot be split in another way.
-        if self._role is Role.DIALER:
+        if self._side is Side.DIALER:
             self._transcript = hashlib.sha256(self._my_greeting + message).digest()
-            return message_of(Kind.DIALER_PROOF, self._proof_of(Role.DIALER))
+            return message_of(Kind.DIALER_PROOF, self._proof_of(Side.DIALER))
         self._transcript = hashlib.sha256(message + self._my_greeting).digest()
         return self._my_greeting
 
-    def _may_leave_out_cluster(self, peer: Identity) -> bool:
-        dialer = self._me if self._role is Role.DIALER else peer
-        return is_observer(dialer) and not dialer.cluster_id
+    def _may_leave_out_cluster(self, peer: Hello) -> bool:
+        dialer = self._me if self._side is Side.DIALER else peer
+        return isinstance(dialer.purpose, Observe) and not dialer.cluster_id
 
     def _on_proof(self, body: bytes) -> tuple[bytes, bytes]:
         """Check the peer's proof; return our own if it is still due, and the session key."""
-        if not hmac.compare_digest(body, self._proof_of(self._role.other)):
-            name = self._peer.name if self._peer is not None else "?"
+        if not hmac.compare_digest(body, self._proof_of(self._side.other)):
+            name = self._peer.member.name if self._peer is not None else "?"
             raise refuse(
                 RefusalReason.WRONG_SECRET,
                 f"the peer that calls itself {name!r} could not prove the cluster's secret: "
@@ -238,13 +267,13 @@ class Handshake:
             )
         self._state = HandshakeState.ESTABLISHED
         session_key = hkdf_expand(self._root_key, b"session" + self._transcript)
-        if self._role is Role.LISTENER:
-            return message_of(Kind.LISTENER_PROOF, self._proof_of(Role.LISTENER)), session_key
+        if self._side is Side.LISTENER:
+            return message_of(Kind.LISTENER_PROOF, self._proof_of(Side.LISTENER)), session_key
         return b"", session_key
 
-    def _proof_of(self, role: Role) -> bytes:
-        """The proof that ``role`` owes; its key names the role, so nobody's own proof can be played back."""
-        key = hkdf_expand(self._root_key, b"proof of the " + role.value.encode())
+    def _proof_of(self, side: Side) -> bytes:
+        """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""
+        key = hkdf_expand(self._root_key, b"proof of the " + side.value.encode())
         return hmac.digest(key, self._transcript, "sha256")
 
     def _take_leftover(self) -> bytes:
@@ -268,6 +297,6 @@ class Handshake:
         advice = {
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
-            RefusalReason.WRONG_PEER: f"; this node is {self._me.name!r}",
+            RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

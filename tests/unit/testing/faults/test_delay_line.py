@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from farcall.protocol.frames import CONTROL, REQUEST
-from farcall.testing.faults.delay_line import NEVER, Lane
+from farcall.testing.faults.delay_line import NEVER, DelayLine
 from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, Reorder
 
 
@@ -27,17 +27,17 @@ class Note:
 
 
 class Tried:
-    """A lane, and what has left it."""
+    """A delay line, and what has left it."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self.lane: Lane[Note] = Lane(lambda note: self.failed.append(note.text))
+        self.line: DelayLine[Note] = DelayLine(lambda note: self.failed.append(note.text))
 
     def add(self, note: str | Note, fault=None, now: float = 0.0, drawn: float = 0.0) -> None:
-        self.lane.add(Note(note) if isinstance(note, str) else note, fault, drawn, now)
+        self.line.add(Note(note) if isinstance(note, str) else note, fault, drawn, now)
 
     def at(self, now: float) -> list[str]:
-        return [note.text for note in self.lane.take(now)]
+        return [note.text for note in self.line.take(now)]
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_without_a_fault_all_leaves_at_once_in_order(tried):
     for text in "abc":
         tried.add(text)
     assert tried.at(0.0) == ["a", "b", "c"]
-    assert tried.lane.next_due == NEVER
-    assert len(tried.lane) == 0
+    assert tried.line.next_due == NEVER
+    assert len(tried.line) == 0
 
 
 def test_what_is_dropped_never_leaves(tried):
@@ -74,7 +74,7 @@ def test_a_control_message_that_fails_goes_late_once_and_in_order(tried):
     tried.add(Note("a", CONTROL), Fail(3, 1.0))
     tried.add("b")
     assert tried.failed == []
-    assert tried.lane.next_due == pytest.approx(1.0 + 1.5 + 2.25)
+    assert tried.line.next_due == pytest.approx(1.0 + 1.5 + 2.25)
     assert tried.at(4.7) == []
     assert tried.at(4.8) == ["a", "b"]
 
@@ -83,13 +83,13 @@ def test_a_delayed_message_is_overtaken(tried):
     tried.add("a", Delay(1.0, 0.0, False))
     tried.add("b")
     assert tried.at(0.5) == ["b"]
-    assert tried.lane.next_due == 1.0
+    assert tried.line.next_due == 1.0
     assert tried.at(1.0) == ["a"]
 
 
 def test_jitter_adds_what_was_drawn(tried):
     tried.add("a", Delay(1.0, 2.0, False), drawn=0.25)
-    assert tried.lane.next_due == 1.5
+    assert tried.line.next_due == 1.5
 
 
 def test_equal_delays_keep_their_order(tried):
@@ -113,7 +113,7 @@ def test_copies_follow_at_once_or_later(tried):
     assert tried.at(0.0) == ["b"]
     assert tried.at(0.5) == ["b"]
     assert tried.at(1.0) == ["b"]
-    assert len(tried.lane) == 0
+    assert len(tried.line) == 0
 
 
 def test_what_may_not_come_twice_comes_once(tried):
@@ -133,7 +133,7 @@ def test_reordered_messages_let_others_pass(tried):
 def test_without_company_a_reordered_message_goes_in_time(tried):
     tried.add("a", Reorder(2, 0.1))
     assert tried.at(0.05) == []
-    assert tried.lane.next_due == 0.1
+    assert tried.line.next_due == 0.1
     assert tried.at(0.1) == ["a"]
 
 

@@ -8,9 +8,8 @@ from functools import partial
 
 import pytest
 
-import farcall
-from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST
+from farcall.runtime.peers.interference import find_interference
 from farcall.serialize import encode_function
 from farcall.testing.faults import Drop, Faults
 from farcall.transport.memory import memory_pair
@@ -65,7 +64,7 @@ def test_counting_is_for_each_direction():
     rule.wait_hits(4, 0.0)
     with pytest.raises(TimeoutError, match="happened 4 times and not 5"):
         rule.wait_hits(5, 0.0)
-    assert [(event.fault, event.sender, event.receiver) for event in faults.events] == [
+    assert [(event.fault, event.sender, event.receiver) for event in faults.injections] == [
         (Drop(), "a", "b"),
         (Drop(), "a", "b"),
         (Drop(), "a", "c"),
@@ -158,20 +157,25 @@ def test_what_makes_no_sense_is_refused(wrong):
     assert faults.rules == ()
 
 
-def test_options_take_faults_and_nothing_else():
-    faults = Faults(3)
-    assert RpcBackendOptions(faults=faults).faults is faults
-    assert pickle.loads(pickle.dumps(RpcBackendOptions(faults=faults))).faults.seed == 3
-    with pytest.raises(TypeError, match="Faults"):
-        RpcBackendOptions(faults=object())
-
-
-def test_everywhere_means_options_made_in_the_block():
+def test_a_node_has_the_latest_faults_installed_for_its_name():
     faults, mine = Faults(), Faults()
-    with faults.everywhere():
-        assert farcall.RpcBackendOptions().faults is faults
-        assert farcall.RpcBackendOptions(faults=mine).faults is mine
-    assert farcall.RpcBackendOptions().faults is None
+    with faults.installed():
+        assert find_interference("w0") is faults
+        with mine.installed("w1", "w2"):
+            assert [find_interference(name) for name in ("w0", "w1", "w2")] == [faults, mine, mine]
+        assert find_interference("w1") is faults
+    assert find_interference("w0") is None
+
+
+def test_installations_of_several_threads_need_not_end_in_order():
+    first, second = Faults(), Faults()
+    blocks = [first.installed("w0"), second.installed("w0")]
+    for block in blocks:
+        block.__enter__()
+    blocks[0].__exit__(None, None, None)
+    assert find_interference("w0") is second
+    blocks[1].__exit__(None, None, None)
+    assert find_interference("w0") is None
 
 
 def test_a_transport_without_descriptor_is_refused():

@@ -1,0 +1,207 @@
+"""`Hello`: who a node says it is and what it wants, in the clear; the handshake's messages as bytes; refusals.
+
+    purpose                        said by a dialer that
+    Connect(is_first)              makes a link; ``is_first``: it knows of no connection before this one
+    Resume(session_id, received)   comes back to a session, and has ``received`` frames of the listener
+    Remind(session_id)             asks whether the session lives, and reminds the listener to come back to it
+    Observe()                      only looks on, and proves itself with the observers' key
+    Inspect(facts)                 is `farcall doctor`
+    Listen(admits)                 (said by a listener) ``admits``: it is a member that can let newcomers in
+
+The dialer's hello is part of what both ends prove, and a listener acts on it only once the dialer is proven. A dialer
+whose member has an admission number was let in: the listener may not have heard of it yet, and takes it from here.
+The id of a session is made from what its first handshake proved: no third party can name it, and it tells nothing of
+the key.
+
+Knows nothing of the order of messages (`handshake.py`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from enum import Enum, IntEnum, StrEnum
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from farcall.errors import Delivery, HandshakeRefused
+from farcall.ids import check_worker_name
+from farcall.protocol.member import Member
+
+PROTOCOL_VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 64 * 1024
+NONCE_BYTES: Final = 32
+MAGIC: Final = b"\x89farcall"
+HEADER: Final = struct.Struct(">8sHHI")
+VERSION_END: Final = 10
+PROOF_BYTES: Final = 32
+MAX_REFUSAL_BYTES: Final = 64
+COUNT: Final = struct.Struct(">Q")
+
+_ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class _Purpose(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Base of the purposes: immutable, and encoded as [tag, field, field ...]."""
+
+
+class Connect(_Purpose, frozen=True, tag=0):
+    is_first: bool = False
+
+
+class Resume(_Purpose, frozen=True, tag=1):
+    session_id: _ShortText
+    received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Remind(_Purpose, frozen=True, tag=2):
+    session_id: _ShortText
+
+
+class Observe(_Purpose, frozen=True, tag=3):
+    pass
+
+
+class Inspect(_Purpose, frozen=True, tag=4):
+    facts: Annotated[dict[_ShortText, _ShortText], msgspec.Meta(max_length=64)]
+
+
+class Listen(_Purpose, frozen=True, tag=5):
+    admits: bool = False
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Who a node says it is, and what it wants. An observer that was given only an address leaves the cluster out."""
+
+    member: Member
+    cluster_id: _ShortText
+    purpose: Connect | Resume | Remind | Observe | Inspect | Listen = Connect()
+
+    def wanting(self, purpose: Connect | Resume | Remind | Observe | Inspect | Listen) -> Hello:
+        """The hello of the same node with another purpose."""
+        return Hello(self.member, self.cluster_id, purpose)
+
+
+# ---------------------------------------------------------------------- messages
+
+
+class Side(Enum):
+    """The end of a connection that a node is at."""
+
+    DIALER = "dialer"
+    LISTENER = "listener"
+
+    @property
+    def other(self) -> Side:
+        return Side.LISTENER if self is Side.DIALER else Side.DIALER
+
+
+class Kind(IntEnum):
+    """The kinds of messages."""
+
+    DIALER_GREETING = 1
+    LISTENER_GREETING = 2
+    DIALER_PROOF = 3
+    LISTENER_PROOF = 4
+    REFUSAL = 5
+    RESUMED = 6
+
+
+class Greeting(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A hello, and the random bytes that the other end's proof must cover."""
+
+    hello: Hello
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+_greeting_decoder = msgspec.msgpack.Decoder(Greeting)
+GREETING: Final[dict[Side, Kind]] = {Side.DIALER: Kind.DIALER_GREETING, Side.LISTENER: Kind.LISTENER_GREETING}
+PROOF: Final[dict[Side, Kind]] = {Side.DIALER: Kind.DIALER_PROOF, Side.LISTENER: Kind.LISTENER_PROOF}
+
+
+def message_of(kind: Kind, body: bytes) -> bytes:
+    """One whole message."""
+    return HEADER.pack(MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
+
+
+def read_greeting(body: bytes) -> Greeting:
+    """The greeting in ``body``, or ``ValueError``."""
+    try:
+        greeting = _greeting_decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    check_worker_name(greeting.hello.member.name)
+    return greeting
+
+
+def resumed(received: int) -> bytes:
+    """What a listener sends behind its proof where a session is resumed: the frames that it has of the dialer."""
+    return message_of(Kind.RESUMED, COUNT.pack(received))
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def observer_key(secret: bytes) -> bytes:
+    """What stands in for the secret where an observer proves itself: whoever has only this can become no member."""
+    return hkdf_expand(hkdf_extract(b"farcall observer", secret), b"key")
+
+
+def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
+    """RFC 5869, first step, with SHA-256."""
+    return hmac.digest(salt, secret, "sha256")
+
+
+def hkdf_expand(key: bytes, info: bytes) -> bytes:
+    """RFC 5869, second step, with SHA-256, for 32 bytes: its first block."""
+    return hmac.digest(key, info + b"\x01", "sha256")
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class RefusalReason(StrEnum):
+    """Why a connection was refused; the value is what the peer is told."""
+
+    NOT_FARCALL = "not farcall"
+    VERSION_MISMATCH = "version mismatch"
+    TOO_LARGE = "too large"
+    MALFORMED = "malformed"
+    OTHER_CLUSTER = "other cluster"
+    WRONG_PEER = "wrong peer"
+    WRONG_SECRET = "wrong secret"
+    NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; decided by the driver
+
+
+class Refused(HandshakeRefused):
+    """``HandshakeRefused`` with its ``reason``, and the ``farewell`` (or nothing) to send before closing."""
+
+    def __init__(self, message: str, reason: RefusalReason = RefusalReason.MALFORMED, farewell: bytes = b"") -> None:
+        super().__init__(message, Delivery.NOT_SENT)
+        self.reason = reason
+        self.farewell = farewell
+
+
+def refuse(reason: RefusalReason, text: str) -> Refused:
+    """A refusal whose farewell tells the peer ``reason``; ``text`` stays here, for our own log."""
+    return Refused(text, reason, farewell=message_of(Kind.REFUSAL, reason.value.encode("ascii")))
+
+
+def malformed(what: str) -> Refused:
+    """A refusal of what no member sends."""
+    return refuse(RefusalReason.MALFORMED, f"the peer broke the handshake's rules: {what}")
+
+
+# What strangers commonly say first, for a log line that helps.
+STRANGERS: Final = (
+    (b"\x16\x03", "TLS"),
+    (b"SSH-", "SSH"),
+    (b"GET ", "HTTP"),
+    (b"POST ", "HTTP"),
+    (b"PUT ", "HTTP"),
+    (b"HEAD ", "HTTP"),
+    (b"OPTIONS ", "HTTP"),
+    (b"CONNECT ", "HTTP"),
+    (b"HTTP/", "HTTP"),
+)

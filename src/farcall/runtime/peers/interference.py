@@ -1,0 +1,54 @@
+"""The place where a test may stand between a node and its connections.
+
+`farcall.testing.faults` installs an `Interference` here. A node asks for its own once, when it makes its links, and
+passes every connection and every message to itself through it; nothing else of the runtime knows of faults.
+
+A module-level list and not an option: faults are for programs under test, whose options are their own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from farcall.protocol.frames import Arrived
+    from farcall.runtime.peers.peer import Peer
+    from farcall.transport.interface import Transport
+
+__all__ = ["Interference", "find_interference", "interfering"]
+
+
+class Interference(Protocol):
+    """A wrapper of transports and deliveries; `farcall.testing.faults.Faults` is one."""
+
+    def wrap_transport(
+        self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
+    ) -> Transport:
+        """The transport to use instead. ``fail_call(call_id, why)`` fails a call whose request was not sent."""
+
+    def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
+        """The function to use instead of ``deliver``, which hands a node its messages to itself."""
+
+
+_installed: list[tuple[Interference, Collection[str]]] = []
+
+
+@contextmanager
+def interfering(interference: Interference, workers: Collection[str]) -> Iterator[None]:
+    """Give ``interference`` to the nodes that start inside the block: those of ``workers``, or all if it is empty."""
+    entry = (interference, workers)
+    _installed.append(entry)
+    try:
+        yield
+    finally:
+        _installed.remove(entry)  # by value: blocks of several threads need not end in order
+
+
+def find_interference(worker: str) -> Interference | None:
+    """The latest installed for a node of this name; None outside of tests."""
+    for interference, workers in reversed(_installed):
+        if not workers or worker in workers:
+            return interference
+    return None
