@@ -44,7 +44,6 @@ class Node(node.Node):
     """
 
     _telemetry: Telemetry | None = None
-    _metrics_server: MetricsServer | None = None
     _dashboard: Dashboard | None = None
     metrics_port: int | None = None
     """Where metrics are served for Prometheus, if they are."""
@@ -82,7 +81,7 @@ class Node(node.Node):
         if self.options.observable:
             self._show(membership)
         if self.options.metrics_port is not None:
-            self._metrics_server = server = MetricsServer(self, self.options.metrics_host, self.options.metrics_port)
+            server = MetricsServer(self, self.options.metrics_host, self.options.metrics_port)
             self.on_end(server.close)
             self.metrics_port = server.port
             logger.info("%s: metrics are served at port %d", self.info.name, server.port)
@@ -123,14 +122,6 @@ class Node(node.Node):
             logger.log(level, "%s: commands will not find this node: %s", self.info.name, error)
         else:
             self.on_end(file.remove)
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of what belongs to the parent, without telling anybody."""
-        super().close_after_fork()
-        if self._metrics_server is not None:
-            self._metrics_server.close_after_fork()
-        if self._dashboard is not None:
-            self._dashboard.close_after_fork()
 
     def metrics(self) -> Metrics:
         """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""

@@ -48,9 +48,6 @@ class Absent(Transport):
     def close(self) -> None:
         self._closed = True
 
-    def close_after_fork(self) -> None:
-        self._closed = True
-
     @property
     def closed(self) -> bool:
         return self._closed

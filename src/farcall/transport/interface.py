@@ -101,10 +101,6 @@ class Transport(ABC):
     def wait_writable(self, timeout_s: float) -> bool:
         """Wait until ``send`` takes something or fails; False after ``timeout_s``."""
 
-    @abstractmethod
-    def close_after_fork(self) -> None:
-        """In a forked child: give back the descriptor, and leave the parent's connection alone."""
-
     def take_descriptors(self) -> list[int]:
         """Descriptors received so far, oldest first; they become the caller's to close.
 
@@ -174,7 +170,3 @@ class Listener(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop listening and leave nothing behind. Idempotent."""
-
-    @abstractmethod
-    def close_after_fork(self) -> None:
-        """In a forked child: give back the descriptor; names and files are the parent's."""

@@ -29,6 +29,7 @@ from time import monotonic
 from farcall.runtime.io.busy_wait import BusyWait
 from farcall.runtime.io.standby import Standby
 from farcall.runtime.io.timers import NEVER, Callback, Timer, Timers
+from farcall.transport.descriptors import close_in_children
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -141,6 +142,7 @@ class Loop:
         """Called first on each thread that becomes the I/O thread."""
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        close_in_children(self)
 
     def start(self) -> None:
         """Start the I/O thread."""

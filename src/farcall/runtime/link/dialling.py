@@ -161,11 +161,3 @@ class Dialling:
         until = monotonic() + STOP_S
         for redial in redials:
             redial.join(max(0.0, until - monotonic()))
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for dial in self._dials.values():
-            if dial.redial is not None:
-                dial.redial.close_after_fork()
-        for transport in self._arriving.values():
-            transport.close_after_fork()

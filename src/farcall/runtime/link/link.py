@@ -256,10 +256,3 @@ class Link(Incoming):
         self._decoder = _NOTHING_COMES
         while self._descriptors:
             os.close(self._descriptors.popleft())
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptor without telling the peer."""
-        self._broken = "this process was forked"
-        self._up = False
-        if not self._detached:
-            self.transport.close_after_fork()

@@ -227,13 +227,6 @@ class PeerListener:
                 self._loop.forget(descriptor)
             listener.close()
 
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors; names and files belong to the parent."""
-        for guest in self._guests:
-            guest.transport.close_after_fork()
-        for listener in self._listeners:
-            listener.close_after_fork()
-
 
 def dial_member(
     name: str, addresses: Sequence[str], me: Hello, secret: bytes, deadline: float

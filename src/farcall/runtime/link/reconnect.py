@@ -317,11 +317,3 @@ class Reconnecting:
         until = monotonic() + STOP_S
         for redial in redials:
             redial.join(max(0.0, until - monotonic()))
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for bond in self._bonds.values():
-            if bond.redial is not None:
-                bond.redial.close_after_fork()
-            if bond.arriving is not None:
-                bond.arriving.close_after_fork()

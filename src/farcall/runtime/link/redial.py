@@ -124,12 +124,6 @@ class Redial:
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def close_after_fork(self) -> None:
-        """In a forked child, where the thread does not exist."""
-        self._ended = True
-        if self._transport is not None:
-            self._transport.close_after_fork()
-
     def _run(self) -> None:
         refusals = 0
         why = "it breaks again and again"

@@ -199,8 +199,3 @@ class ClusterLinks:
             peer.close()
         for peer in self._left:
             peer.close()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        self.acquaintances.close_after_fork()
-        self.reconnecting.close_after_fork()

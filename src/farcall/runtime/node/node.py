@@ -373,7 +373,3 @@ class Node(NodeApi):
             # Its threads exist in the parent only, and its destructor would wait for them for good.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))
             self.membership.close()
-        if hasattr(self, "_company"):
-            self._company.close_after_fork()
-        self._onlookers.close_after_fork()
-        self._foundation.close_after_fork()

@@ -93,12 +93,6 @@ class Resources:
             self.devices.close()
         self.memory.close()
 
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        if hasattr(self, "door"):
-            self.door.close_after_fork()
-        self.loop.close_after_fork()
-
 
 class _Write:
     """A message that the I/O thread may not write itself, because that can mean waiting; a task."""

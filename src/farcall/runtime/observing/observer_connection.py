@@ -53,11 +53,6 @@ class ObserverConnections:
         for onlooker in list(self._connected):
             onlooker.close(f"{self._name} ended")
 
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors without telling the observers."""
-        for onlooker in self._connected:
-            onlooker.close_after_fork()
-
 
 class ObserverConnection:
     """One observer that has proved itself."""
@@ -112,11 +107,6 @@ class ObserverConnection:
             self._loop.forget(self._descriptor)
         self._transport.close()
         self._on_gone(self)
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptor without telling the observer."""
-        self._closed = True
-        self._transport.close_after_fork()
 
     def _on_event(self, events: int) -> None:
         if events & WRITE:

@@ -402,9 +402,3 @@ class PeerTable:
     def stop(self) -> None:
         """The node ends: dial nobody any more. From any thread but the I/O thread."""
         self._dialling.stop()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for peer in self.everyone():
-            peer.link.close_after_fork()
-        self._dialling.close_after_fork()
