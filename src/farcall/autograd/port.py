@@ -5,7 +5,7 @@ functions: the thread that reads it hands it to the contexts.
 
 Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
 peer's letter set off was quick, the next one is run by the I/O thread itself, as quick functions are
-(`runtime/io/standby.py`): if it is slow after all, another thread takes the role over.
+(`runtime/io/reader.py`): if it is slow after all, another thread takes the role over.
 """
 
 from __future__ import annotations

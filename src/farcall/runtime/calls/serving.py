@@ -3,7 +3,7 @@
 Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
 cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
 
-A request whose function was quick when it last ran is run by the I/O thread itself (`standby.py`), all others by
+A request whose function was quick when it last ran is run by the I/O thread itself (`reader.py`), all others by
 workers.
 
 A function answers in one of these ways, found out from what it returned:

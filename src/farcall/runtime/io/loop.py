@@ -12,7 +12,7 @@ Thread rules
   finds the interpreter free, which it would not if it were woken in the middle of our work.
 - Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
   the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
-  thread does the same to a user function that was expected to be quick and is not (`standby.py`).
+  thread does the same to a user function that was expected to be quick and is not (`reader.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from farcall.runtime.io.busy_wait import BusyWait
-from farcall.runtime.io.standby import Standby
+from farcall.runtime.io.reader import Standby, reading
 from farcall.runtime.io.timers import NEVER, Callback, Timer, Timers
 from farcall.transport.descriptors import close_in_children
 
@@ -38,13 +38,6 @@ WRITE = 2
 
 EventHandler = Callable[[int], None]
 _get_ident = threading.get_ident
-_io = threading.local()
-
-
-def loop_of_thread() -> Loop | None:
-    """The loop whose I/O thread is calling, if it is one."""
-    loop: Loop | None = getattr(_io, "loop", None)
-    return loop if loop is not None and loop.on_thread() else None
 
 
 class _Epoll:
@@ -162,8 +155,8 @@ class Loop:
 
     def retire(self) -> None:
         """The calling thread is not the I/O thread any more, even if its successor has not been named yet."""
-        if getattr(_io, "loop", None) is self:
-            _io.loop = None
+        if reading.loop is self:
+            reading.loop = None
 
     def timer(self, callback: Callback) -> Timer:
         """A timer whose ``callback(now)`` runs on the I/O thread; it is due when its ``at`` says so."""
@@ -267,14 +260,14 @@ class Loop:
 
     def _run(self) -> None:
         self._ident = _get_ident()
-        _io.loop = self
+        reading.loop = self
         self.on_thread_start()
         timers = self._timers
-        while self._running and _io.loop is self:
+        while self._running and reading.loop is self:
             now = monotonic()
             if timers.named or now >= timers.next_due:
                 timers.run_due(now)
-                if _io.loop is not self:
+                if reading.loop is not self:
                     return  # a timer's callback blocked, and handed over
             others_work = False
             try:
@@ -297,9 +290,9 @@ class Loop:
                         handler(events)
                     except Exception:
                         logger.exception("an I/O handler failed; please report this")
-                    if _io.loop is not self:
+                    if reading.loop is not self:
                         return  # handed over: what else the poller said, it says again to the new thread
-            while self._soon and _io.loop is self:
+            while self._soon and reading.loop is self:
                 try:
                     self._soon.popleft()()
                 except Exception:

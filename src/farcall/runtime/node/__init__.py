@@ -7,7 +7,6 @@
     resources.py    what it has without anybody else: I/O thread, workers, memory, a door
     cluster_links.py       what it has with the others: peers, links that come back, the watch
     dispatcher.py      what each message that comes is handed to
-    turnover.py      what follows when a member joins, changes or is gone
 
 Of these only `dispatcher.py` is on the way of every call.
 """

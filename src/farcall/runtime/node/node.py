@@ -30,9 +30,8 @@ from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, No
 from farcall.runtime.io import sigint
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.events import MemberEvents
+from farcall.runtime.membership.events import MemberChanges, MemberEvents
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing, Work
-from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node import current as process
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
@@ -172,18 +171,18 @@ class Node(NodeApi):
         self.server.event_log = self.calls.event_log = self.event_log
         self._changes = MemberEvents(self.executor)
         self._leaving = self._way_out(membership, Work(self.calls, self.server, self.executor, self._unsettled))
-        self._turnover = Turnover(
+        self._member_changes = MemberChanges(
             self._name,
-            self._lifecycle,
-            self._loop,
-            self.admission,
-            self.calls,
-            self._leaving,
-            self._changes,
-            self.event_log,
-            self._entry,
-            self._joined_hooks,
-            self._gone_hooks,
+            is_over=self._lifecycle.is_over,
+            loop=self._loop,
+            admission=self.admission,
+            calls=self.calls,
+            leaving=self._leaving,
+            events=self._changes,
+            event_log=self.event_log,
+            entry=self._entry,
+            joined_hooks=self._joined_hooks,
+            gone_hooks=self._gone_hooks,
         )
         self.dispatcher: Dispatcher = Dispatcher(
             self._name,
@@ -205,15 +204,15 @@ class Node(NodeApi):
             self._foundation,
             self.dispatcher.on_message,
             self.dispatcher.on_frame,
-            self._turnover.on_gone,
-            self._turnover.fail_unsent,
+            self._member_changes.on_gone,
+            self._member_changes.fail_unsent,
         )
         self.reconnecting: Reconnecting = self._company.reconnecting
-        self.reconnecting.lost_hooks.append(self._turnover.on_interrupted)
-        self.reconnecting.back_hooks.append(self._turnover.on_reconnected)
+        self.reconnecting.lost_hooks.append(self._member_changes.on_interrupted)
+        self.reconnecting.back_hooks.append(self._member_changes.on_reconnected)
         self._acquaintances = self._company.acquaintances
-        self._acquaintances.on_entered = self._turnover.on_entered
-        self._acquaintances.on_change = self._turnover.on_change
+        self._acquaintances.on_entered = self._member_changes.on_entered
+        self._acquaintances.on_change = self._member_changes.on_change
         self._acquaintances.on_expelled = self._on_expelled
         self._myself = self._company.myself
         self._peers = self._acquaintances.named

@@ -16,10 +16,9 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Arrived
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import Callback, Timer
-from farcall.runtime.membership.events import MemberEvent, MemberEvents
+from farcall.runtime.membership.events import MemberChanges, MemberEvent, MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
-from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -44,7 +43,7 @@ class NodeApi:
     _myself: LoopbackPeer
     _peers: dict[str | int, Peer]
     """The same as the one in the node's acquaintances: every call asks for its peer."""
-    _turnover: Turnover
+    _member_changes: MemberChanges
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -85,7 +84,7 @@ class NodeApi:
     @property
     def peers_lost(self) -> int:
         """Members whose link has died although they did not say that they leave."""
-        return self._turnover.peers_lost
+        return self._member_changes.peers_lost
 
     @property
     def addresses(self) -> tuple[str, ...]:
