@@ -1,8 +1,8 @@
 """Graceful shutdown: when a node may leave.
 
 `Leaving` drives the departure machine, for groups of fixed size, whose members leave together: it tells the machine
-whether the node is idle, and carries its effects out. `Withdrawing` is for groups whose members come and go: a node that
-leaves waits for its own work only. `Work` says what is under way.
+whether the node is idle, and carries its effects out. `Withdrawing` is for groups whose members come and go: a node
+that leaves waits for its own work only. `Work` says what is under way.
 
 Everything here runs on the I/O thread, except `Work`, ``poke``, and ``enter``, in which the thread that shuts down
 waits. A shutdown looks again when it is poked: by whatever came to its end on this node.
