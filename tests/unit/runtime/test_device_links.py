@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.channel.test_device_pool import FakeApi
+from tests.unit.channel.test_device_memory import FakeApi
 
-from farcall.channel.device_pool import DevicePool, DeviceTicket
+from farcall.channel.device_memory import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages

@@ -16,7 +16,8 @@ from time import monotonic
 
 import torch
 
-from farcall.channel.shared_memory import SegmentPool, host_token
+from farcall.channel.segments import host_token
+from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout
 from farcall.ids import WorkerInfo, check_worker_name
 from farcall.options import RpcBackendOptions

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from farcall.channel.recycled import ReceivePool
+from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import RpcError
 from farcall.options import RpcBackendOptions

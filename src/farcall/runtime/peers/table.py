@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
-from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import SegmentMap, SegmentPool
+from farcall.channel.host_memory import ReceivePool
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from farcall.channel.device_api import Export
-from farcall.channel.device_pool import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceTicket
-from farcall.channel.device_segments import DeviceSegments
-from farcall.channel.interface import Lease, leased
+from farcall.channel.device_memory import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceSegments, DeviceTicket
+from farcall.channel.host_memory import Lease, leased
 
 MEBIBYTE = 1 << 20
 
