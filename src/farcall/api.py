@@ -24,8 +24,8 @@ from farcall.observe import torch_profilers as torch_profilers  # from here on t
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.node import Node
 from farcall.options import RpcBackendOptions
-from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync, check_timeout
-from farcall.rpc.future import Future
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with

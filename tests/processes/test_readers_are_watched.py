@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import msgspec
 import torch
 
 import farcall
@@ -105,7 +106,8 @@ def test_a_request_that_was_kept_back_blocks_nobody() -> None:
             caller.rpc_sync("w0", quick_at_first)
         may_be_slow.set()
         peer, frame = seen[-1]
-        callee.call_soon(lambda: callee.dispatcher.redeliver(peer, (*frame[:2], 1 << 40, *frame[3:])))
+        again = msgspec.structs.replace(frame, call_id=1 << 40)
+        callee.call_soon(lambda: callee.dispatcher.redeliver(peer, again))
         assert entered.wait(30)
         try:
             assert caller.rpc_sync("w0", int, ("7",), timeout=10) == 7

@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 from farcall.cli import team as team_module
 from farcall.cli.demo.play import Play
-from farcall.cli.demo.workers import SERVERS, TRAINERS
+from farcall.cli.demo.training import SERVERS, TRAINERS
 from farcall.cli.team import Answer, MemberLost, Team, TeamError
 
 TIMEOUT_S = 30.0

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from farcall.serialize import decode, encode
+from tests.kit.values import decode, encode
 
 DTYPES = [torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.complex64, torch.bool, torch.int16]
 

@@ -66,10 +66,10 @@ class End:
             session = self.session
             session.received += len(frames)
             for frame in frames:
-                if frame[0] == CONTROL:
-                    session.on_acknowledged(frame[2])
+                if frame.kind == CONTROL:
+                    session.on_acknowledged(frame.call_id)
                 else:
-                    self.arrived.append((frame[2], frame[1]))
+                    self.arrived.append((frame.call_id, frame.flags))
             if frames and (session.received >= session.due_at or self.bytes_received >= session.due_at_bytes):
                 count = session.acknowledgement(self.bytes_received)
                 told = encode_small(CONTROL, 0, count, b"", b"", b"")

@@ -16,11 +16,11 @@ import msgspec
 
 from farcall.autograd.passes import Gradient, Letter
 from farcall.protocol import gradients as protocol
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import LETTER, Frame
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import decode, encode
+from farcall.serialize import read_value, write_value
 
 __all__ = ["GRADIENTS", "decode_letters", "encode_letters"]
 
@@ -31,8 +31,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
 
 
-def encode_letters(letters: Sequence[Letter], peer: Peer) -> tuple[int, bytes, Sequence[memoryview]]:
-    """The flags, payload and buffers of a frame."""
+def encode_letters(letters: Sequence[Letter], peer: Peer) -> Frame:
+    """The frame of ``letters``."""
     steers = [letter for letter in letters if not isinstance(letter, Gradient)]
     steering = _encoder.encode(steers) if steers else b""
     # As plain tuples: naming a class costs more than all the rest of a small gradient.
@@ -42,20 +42,20 @@ def encode_letters(letters: Sequence[Letter], peer: Peer) -> tuple[int, bytes, S
         if isinstance(letter, Gradient)
     ]
     if not carried:
-        return 0, steering, ()
-    return 1, *encode((steering, carried), peer)
+        return Frame(LETTER, 0, GRADIENTS, payload=steering)
+    frame = Frame(LETTER, 1, GRADIENTS)
+    write_value(frame, (steering, carried), peer)
+    return frame
 
 
-def decode_letters(frame: Arrived, peer: Peer) -> list[Letter]:
+def decode_letters(frame: Frame, peer: Peer) -> list[Letter]:
     """The letters in a frame, or ``ProtocolError``."""
-    _, flags, _, _, _, payload, buffers = frame
-    steering, carried = decode(payload, buffers, peer) if flags else (payload, ())
+    steering, carried = read_value(frame, peer) if frame.flags else (frame.payload, ())
     try:
         letters: list[Letter] = [] if carried and not steering else [*_decoder.decode(steering)]
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"cannot read letters of {len(steering)} bytes: {error}") from error
     for context_id, pass_id, message_id, gradients in carried:
         letters.append(Gradient(context_id, PassId(*pass_id), message_id, gradients))
-    if buffers:
-        buffers.clear()  # the reader's frames further up the stack hold the same list
+    frame.buffers = ()  # the reader, further up the stack, holds the frame
     return letters

@@ -15,17 +15,16 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 
-from farcall.autograd.gradient_messages import GRADIENTS, encode_letters
+from farcall.autograd.gradient_messages import encode_letters
 from farcall.autograd.passes import Letter, Task
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import LETTER
 from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
+from farcall.serialize import withdraw
 
 __all__ = ["NodePort"]
 
@@ -83,14 +82,13 @@ class NodePort:
         if peer is None:
             gone = self._gone.get(worker_id)
             raise PeerDead(f"{gone.name if gone else 'that worker'} is gone", Delivery.NOT_SENT, gone)
-        flags, payload, buffers = encode_letters(letters, peer)
+        frame = encode_letters(letters, peer)
         # Bounded: a peer that takes no bytes must fail the pass and not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
         try:
-            peer.send(LETTER, flags, GRADIENTS, b"", b"", payload, buffers, deadline)
+            peer.send(frame, deadline)
         except BaseException:
-            if isinstance(buffers, Annotated):
-                buffers.withdraw()
+            withdraw(frame)
             raise
 
     def submit(self, task: Task) -> None:

@@ -17,11 +17,10 @@ from farcall.autograd.gradient_messages import GRADIENTS, decode_letters
 from farcall.autograd.passes import Task
 from farcall.autograd.port import NodePort, origin_of
 from farcall.errors import RpcError
-from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.protocol.notes import Notes
 from farcall.runtime.node import Node
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
 
 __all__ = ["Recorder", "attach_to"]
 
@@ -41,7 +40,7 @@ class Recorder:
         node.on_end(self.close)
         node.wait_for(lambda: self.contexts.backward_calls)
 
-    def take_letter(self, peer: Peer, frame: Arrived) -> None:
+    def take_letter(self, peer: Peer, frame: Frame) -> None:
         """On the thread that reads."""
 
         def deliver() -> None:
@@ -63,19 +62,14 @@ class Recorder:
                     gradient.record_stream(torch.cuda.current_stream(gradient.device))
         return gradients
 
-    def with_context(self, message: Arrived, notes: Notes) -> Arrived:
-        """``message`` with the context that its notes name."""
+    def find_context(self, frame: Frame, notes: Notes) -> None:
+        """Give ``frame`` the context that its notes name."""
         contexts = self.contexts
         # An answer brings no context to life: its caller's has been released if it is not here.
-        find = contexts.admit if message[0] == REQUEST else contexts.find
+        find = contexts.admit if frame.kind == REQUEST else contexts.find
         recording = find(notes.context_id)
-        if recording is None:
-            return message
-        buffers = message[6]
-        if not isinstance(buffers, Annotated):
-            buffers = Annotated(buffers, [])
-        buffers.recording, buffers.message_id = recording, notes.message_id
-        return (*message[:6], buffers)
+        if recording is not None:
+            frame.recording, frame.message_id = recording, notes.message_id
 
     def close(self) -> None:
         """The node ends: let go of every graph."""
@@ -92,4 +86,4 @@ def attach_to(node: Node) -> None:
     """Make ``node`` take part in other workers' contexts."""
     node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
 
-    node.dispatcher.find_recording = lambda message, notes: node.part(Recorder).with_context(message, notes)
+    node.dispatcher.find_recording = lambda frame, notes: node.part(Recorder).find_context(frame, notes)

@@ -1,4 +1,4 @@
-"""The ``farcall`` command: what is shown to a person in a terminal. No program imports it."""
+"""The ``farcall`` command, for people in a terminal. No program imports it."""
 
 from __future__ import annotations
 

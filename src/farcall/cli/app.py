@@ -29,13 +29,13 @@ app: typer.Typer = typer.Typer(
 
 
 def _console() -> Console:
-    # Where nobody says how wide it is (a file, a pipe), tables need not be squeezed into 80 columns.
+    # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        # From the metadata: importing torch only to ask it takes seconds.
+        # From the metadata: importing torch takes seconds.
         print(f"farcall {__version__} (torch {version('torch')}, Python {platform.python_version()})")
         raise typer.Exit
 
@@ -97,7 +97,7 @@ _Cluster = Annotated[str, typer.Option(help="Which cluster on this host: how its
 
 @contextmanager
 def _observer(connect: str, cluster: str) -> Iterator[Observer]:
-    """The cluster to look at; what goes wrong with it is told in one line."""
+    """The cluster to look at; an error is one line."""
     from farcall.errors import RpcError
     from farcall.observe.observer import Observer
 
@@ -134,7 +134,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table and end: for scripts.")] = False,
 ) -> None:
     """Workers, calls per second, latencies, bytes, queues and references, live."""
-    from farcall.cli.top import show_once, watch
+    from farcall.cli.live import show_once, watch
 
     with _observer(connect, cluster) as observer:
         if once:
@@ -156,10 +156,10 @@ def dashboard(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
 ) -> None:
     """A page for the browser: workers, calls, latencies, who calls whom, what waits and what went wrong, live."""
-    from farcall.cli.dashboard import serve
+    from farcall.cli.live import serve_dashboard
 
     with _observer(connect, cluster) as observer:
-        serve(_console(), observer, connect, host, port)
+        serve_dashboard(_console(), observer, connect, host, port)
 
 
 @app.command()
@@ -175,10 +175,12 @@ def trace(
     cluster: _Cluster = "",
 ) -> None:
     """Record what all workers of a running cluster do, into one trace for Perfetto."""
-    from farcall.cli.trace import write_trace
+    from farcall.cli.live import write_trace
+    from farcall.observe import capture
 
+    options = capture.SHAPES * shapes | capture.MEMORY * memory | capture.STACKS * stacks
     with _observer(connect, cluster) as observer:
-        write_trace(_console(), observer, seconds, output, shapes, memory, stacks)
+        write_trace(_console(), observer, seconds, output, options)
 
 
 torchscript: typer.Typer = typer.Typer(help="The extension for RPC in TorchScript code.", no_args_is_help=True)
@@ -218,9 +220,10 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a promise is broken.")] = False,
 ) -> None:
     """Measure farcall, stock torch.distributed.rpc and the floor in one run."""
-    from farcall.cli.bench import driver, report, targets
-    from farcall.cli.bench import plot as picture
+    from farcall.cli.bench import driver, report
     from farcall.cli.bench.cases import CASES
+    from farcall.cli.bench.contenders import CONTENDERS
+    from farcall.cli.bench.results import judge
 
     try:
         pattern = re.compile(only)
@@ -229,16 +232,16 @@ def bench(
     cases = [case for case in CASES.values() if pattern.search(case.name)]
     if not cases:
         raise typer.BadParameter(f"no case matches; there are: {', '.join(CASES)}", param_hint="--only")
-    contenders = [name for name in driver.CONTENDERS if stock or name != "stock"]
+    contenders = [name for name in CONTENDERS if stock or name != "stock"]
     rounds = rounds or (2 if quick else 5)
     console = _console()
     with Console(stderr=True).status("starting") as status:
         results = driver.run(cases, contenders, rounds, 0.1 if quick else 0.4, status.update)
-    verdicts = targets.judge(results)
+    verdicts = judge(results)
     report.print_results(console, results, rounds)
     report.print_verdicts(console, verdicts)
     json.write_bytes(report.as_json(results, verdicts, rounds))
-    plot.write_text(picture.as_svg(results))
+    plot.write_text(report.as_svg(results))
     console.print(f"wrote {json} and {plot}")
     if check and any(verdict.held is False for verdict in verdicts):
         raise typer.Exit(1)

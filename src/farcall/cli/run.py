@@ -1,25 +1,24 @@
 """``farcall run``: a program on a cluster of this machine, each worker a process of its own.
 
-Owns the processes from start to end: each is told who it is by the environment, as ``torchrun`` does; their output
-comes line by line with the worker's number before it. Ctrl-C is passed on once; who does not end then is ended.
+Owns the processes from start to end: the environment gives each its rank, as with ``torchrun``; their output comes line
+by line behind the worker's number. Ctrl-C is passed on once; workers that do not end then are killed.
 
     a worker ends                         then
     with exit code 0                      nothing: the others go on
     otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
-    otherwise                             the others are ended, and what it said last is shown again
-    by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails, of something
-                                          else, it is the one that is shown
+    otherwise                             the others are ended, and its last lines are shown again
+    by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails of something
+                                          else, its lines are the ones shown
 
-Who is to be started again must be let in again: with restarts the workers are told no ``WORLD_SIZE``, so that they
-make a group without a fixed size, and this process has the store, which therefore outlives rank 0.
+A worker that is started again must be let in again: with restarts the workers get no ``WORLD_SIZE``, so that they make
+a group without a fixed size, and this process has the store, which therefore outlives rank 0.
 
-Invariant: no worker outlives this process, however that ends; and what a worker started ends with the worker, unless
+Invariant: no worker outlives this process, however that ends; and a worker's own children end with the worker, unless
 this process was killed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import selectors
@@ -36,6 +35,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.markup import escape
 
+from farcall.cli.team import die_with_parent, how_it_ended
+
 __all__ = ["run_cluster"]
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -43,15 +44,14 @@ LAST_LINES = 20
 ENDING_S = 5.0
 """How long workers have to end by themselves after a failure or Ctrl-C."""
 CAUSE_S = 2.0
-"""How long a failure of which another worker may be the cause is kept, for that one to end."""
+"""How long a failure that another worker may have caused is kept, for that one to end."""
 LOOK_S = 0.1
 _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
-"""How the error is shown of a worker that failed because another one is gone."""
-_PR_SET_PDEATHSIG = 1
+"""The error of a worker that failed because another one is gone."""
 
 
-class _Worker:
-    """One process of the cluster."""
+class _RunWorker:
+    """One process of the cluster, and its last lines."""
 
     def __init__(self, rank: int, environment: dict[str, str], program: Sequence[str], restarts: int) -> None:
         self.rank = rank
@@ -67,7 +67,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         self.ending = os.pidfd_open(self.process.pid)
 
@@ -77,7 +77,7 @@ class _Worker:
         return self.process.stdout
 
     def lines(self) -> list[str] | None:
-        """What came since the last time, in whole lines; None at the end."""
+        """The whole lines that came since the last time; None at the end."""
         data = os.read(self.output.fileno(), 1 << 16)
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         if not data and self._unfinished:
@@ -93,24 +93,23 @@ class _Worker:
         if self.process.returncode is None:
             look = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if os.waitid(os.P_PIDFD, self.ending, look) is not None:
-                # What it left behind, which may hold its output open: now, while its number is still its own.
+                # Its own children may hold its output open: kill them now, while its number is still its own.
                 self.send(signal.SIGKILL)
         return self.process.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the worker and what it started."""
+        """Signal the worker and its children."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
             pass  # it ended meanwhile
 
     def how_it_ended(self) -> str:
-        code = self.process.returncode
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self.process.returncode)
 
     def lost_another(self) -> str | None:
-        """The name of the error, where it is one that another worker's end brings about."""
-        # The line below the last frame of the last traceback: what is logged until the end may come after it.
+        """The name of its error, if another worker's end brings that error about."""
+        # The line below the last frame of the last traceback: log lines may come after it.
         below_frame = [line for before, line in pairwise(self.last_lines) if before[:1] == " " != line[:1]]
         found = _ANOTHER_IS_GONE.match(below_frame[-1]) if below_frame else None
         return found[1] if found else None
@@ -130,12 +129,14 @@ def run_cluster(console: Console, workers: int, program: Sequence[str], restarts
 
 
 class _Cluster:
+    """The workers of one ``farcall run``, and whose failure is the cause of its end."""
+
     def __init__(self, console: Console, size: int, program: Sequence[str], restarts: int) -> None:
         self._console = console
         self._program = program
         self._restarts = restarts
         self._width = len(str(size - 1))
-        self._failed: list[_Worker] = []  # by themselves, in the order in which they ended
+        self._failed: list[_RunWorker] = []  # by themselves, in the order in which they ended
         self._judge_at: float = 0.0
         self._is_ending = False
         self._give_up_at: float | None = None
@@ -151,13 +152,13 @@ class _Cluster:
         if restarts:
             self._store = _serve_store()
             del self._environment["WORLD_SIZE"]
-            # What torchrun says where it has the store: rank 0 is not to open one.
+            # As torchrun says where it has the store: rank 0 must not open one.
             self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         self._environment["MASTER_PORT"] = str(self._store.port if restarts else _free_port())
-        self._workers: list[_Worker] = []
-        self._replaced: list[_Worker] = []
+        self._workers: list[_RunWorker] = []
+        self._replaced: list[_RunWorker] = []
         for rank in range(size):
-            self._workers.append(_Worker(rank, self._environment, program, 0))
+            self._workers.append(_RunWorker(rank, self._environment, program, 0))
 
     def run(self) -> int:
         with selectors.DefaultSelector() as selector:
@@ -175,7 +176,7 @@ class _Cluster:
             if key.data is None:
                 selector.unregister(key.fileobj)
                 continue
-            worker: _Worker = key.data
+            worker: _RunWorker = key.data
             lines = worker.lines()
             if lines is None:
                 selector.unregister(key.fileobj)
@@ -197,7 +198,7 @@ class _Cluster:
             self.end(signal.SIGKILL)
 
     def _judge(self) -> None:
-        """End the others as soon as it is known whose failure is the cause, or nobody can be waited for any more."""
+        """End the others as soon as the cause is known, or the time for it is over."""
         cause = self._cause()
         is_known = cause.lost_another() is None and all(worker.output.closed for worker in self._failed)
         if is_known or time.monotonic() > self._judge_at:
@@ -205,26 +206,26 @@ class _Cluster:
             self._is_ending = True
             self.end(signal.SIGTERM)
 
-    def _cause(self) -> _Worker:
-        """Of those that failed, the first that did not fail because another one was gone; or else the first."""
+    def _cause(self) -> _RunWorker:
+        """The first that failed not because another one was gone; or else the first that failed."""
         return next((worker for worker in self._failed if worker.lost_another() is None), self._failed[0])
 
-    def _restart(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+    def _restart(self, worker: _RunWorker, selector: selectors.BaseSelector) -> None:
         count = worker.restarts + 1
         text = f"worker {worker.rank} {worker.how_it_ended()}; starting it again ({count} of {self._restarts})"
         self._console.print(f"[bold yellow]{text}[/]")
-        # What it wrote last is still to be read: its output stays watched until its end.
+        # Its last lines are still to be read: its output stays watched until its end.
         self._replaced.append(worker)
-        again = self._workers[worker.rank] = _Worker(worker.rank, self._environment, self._program, count)
+        again = self._workers[worker.rank] = _RunWorker(worker.rank, self._environment, self._program, count)
         _watch(selector, again)
 
     def _on_interrupt(self) -> None:
-        # The second time nobody wants to wait any more.
+        # After a second Ctrl-C there is no patience left.
         self.end(signal.SIGKILL if self._interrupted else signal.SIGINT)
         self._interrupted = True
 
     def end(self, number: signal.Signals) -> None:
-        """Signal all that still run; after a while they are killed."""
+        """Signal all workers that still run; after a while, kill them."""
         for worker in self._workers:
             if worker.poll() is None:
                 worker.send(number)
@@ -239,7 +240,7 @@ class _Cluster:
             worker.output.close()
         self._store = None
 
-    def _show(self, worker: _Worker, lines: Sequence[str]) -> None:
+    def _show(self, worker: _RunWorker, lines: Sequence[str]) -> None:
         color = COLORS[worker.rank % len(COLORS)]
         for line in lines:
             self._console.print(f"[{color}]{worker.rank:>{self._width}} |[/] {escape(line)}", highlight=False)
@@ -261,14 +262,14 @@ class _Cluster:
         return code if code > 0 else 128 - code
 
 
-def _watch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+def _watch(selector: selectors.BaseSelector, worker: _RunWorker) -> None:
     selector.register(worker.output, selectors.EVENT_READ, worker)
-    # The end itself is an event: looking from time to time could not tell who was first.
+    # The end itself is an event: looking from time to time could not tell which worker was first.
     selector.register(worker.ending, selectors.EVENT_READ, None)
 
 
 def _serve_store() -> Any:
-    """A store on a free port of this machine, with ``port``; it ends with the last use of it."""
+    """A store on a free port of this machine; it ends with the last use of the object."""
     import torch.distributed as dist  # takes a second, and only this needs it
 
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -278,8 +279,3 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    # Should this process be killed, nobody else would end the workers.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

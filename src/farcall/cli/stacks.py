@@ -1,7 +1,7 @@
-"""``farcall stacks``: who waits for whom, in words.
+"""``farcall stacks``: threads that wait for each other, in words.
 
-Owns how snapshots are shown. One line for each call that a worker serves or makes, with how long, on which thread and
-at which line, and under it the call that it waits for in turn; what is stuck is named first.
+Owns the display of snapshots. One line for each call that a worker serves or makes, with its age, thread and line, and
+under it the call that it waits for in turn; stuck calls come first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from farcall.observe.observer import Heard, Observer
+from farcall.observe.observer import Observer
 from farcall.observe.snapshot import (
     STARTING,
     Frame,
@@ -35,13 +35,15 @@ _MOST_MISSING_SHOWN = 5
 
 
 def show(console: Console, observer: Observer, between_s: float, full: bool) -> bool:
-    """Take two pictures, ``between_s`` apart, and show the second; True: something is stuck."""
+    """Take two snapshots, ``between_s`` apart, and show the second; True: something is stuck."""
     before = observer.snapshots()
     time.sleep(between_s)
     heard = observer.snapshots()
     still = still_threads(before.answers, heard.answers)
     troubles = find_troubles(heard.answers, still)
-    console.print(_headline(heard))
+    calls = sum(len(one.calls) + one.calls_left_out for one in heard.answers)
+    head = f"cluster {heard.cluster_id}: {len(heard.answers)} workers, {calls} calls in flight"
+    console.print(Text(head, style="bold"))
     for trouble in troubles:
         console.print(Text(f"{trouble.kind.upper()}: {trouble.text}", style="bold red"))
         for step in trouble.steps:
@@ -58,7 +60,7 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
 
 
 def _show_starting(console: Console, snapshots: list[WorkerSnapshot]) -> None:
-    """Who is waited for, if not everybody is there yet."""
+    """The workers that are still missing, while a cluster starts."""
     starting = [one for one in snapshots if one.state == STARTING]
     missing = Counter(name for one in starting for name in one.unconnected)
     if starting:
@@ -66,12 +68,6 @@ def _show_starting(console: Console, snapshots: list[WorkerSnapshot]) -> None:
         more = f" and {len(missing) - _MOST_MISSING_SHOWN} others" if len(missing) > _MOST_MISSING_SHOWN else ""
         waits = f"; not connected yet: {named}{more}" if missing else ""
         console.print(Text(f"still starting: {len(starting)} of the workers{waits}", style="yellow"), soft_wrap=True)
-
-
-def _headline(heard: Heard[WorkerSnapshot]) -> Text:
-    calls = sum(len(one.calls) + one.calls_left_out for one in heard.answers)
-    text = f"cluster {heard.cluster_id}: {len(heard.answers)} workers, {calls} calls in flight"
-    return Text(text, style="bold")
 
 
 def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], full: bool) -> None:
@@ -93,12 +89,12 @@ def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], f
     _show_calls_ahead(console, one)
     told = {call.thread_id for call in one.calls} | {served.thread_id for served in one.served}
     for thread in one.threads:
-        if thread.id not in told:  # the main thread: it waits for no call, but for what?
+        if thread.id not in told:  # the main thread, which waits for no call
             _show_stack(console, thread, full, "  ")
 
 
 def _show_calls_ahead(console: Console, one: WorkerSnapshot) -> None:
-    """The calls that no thread waits for, a line for all of one kind."""
+    """The calls that no thread waits for, one line for each kind."""
     kinds: dict[tuple[str, str], list[OutgoingCall]] = {}
     for call in one.calls:
         if not call.thread_id:
@@ -148,14 +144,10 @@ def _show_stack(console: Console, thread: ThreadView | None, full: bool, indent:
 
 
 def _place(frame: Frame) -> str:
-    # Of a worker on another host there may be no such file here, or another one: then there is no line to show.
+    # A worker on another host may have files that are not here: then there is no line to show.
     line = linecache.getline(frame.file, frame.line).strip()
-    return f"{_short(frame.file)}:{frame.line} in {frame.function}" + (f": {line}" if line else "")
-
-
-def _short(file: str) -> str:
-    inside = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
-    return inside
+    file = os.path.relpath(frame.file) if frame.file.startswith(os.getcwd() + os.sep) else frame.file
+    return f"{file}:{frame.line} in {frame.function}" + (f": {line}" if line else "")
 
 
 def _show_more(console: Console, count: int, what: str) -> None:

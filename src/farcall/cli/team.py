@@ -1,8 +1,8 @@
-"""A team: the processes of one cluster on this machine, each driven over a pipe by whoever started them.
+"""A team: the processes of one cluster on this machine, each driven over a pipe.
 
-Owns the processes from start to end: they are forked from a server that has torch loaded already, they die
-with their driver whatever happens to it, they can be frozen while it is not their turn, and started again when they
-ended. Knows nothing of what the members do: a body is a context manager that yields a function from request to answer.
+Owns the processes from start to end: they are forked from a server that has torch loaded already, die with their driver
+whatever happens to it, can be frozen out of their turn, and started again after their end. Knows nothing of the
+members' work: a body is a context manager that yields a function from request to answer.
 
 One thread drives a team; another may meanwhile start a member again, kill one, or ask how it ended. So an ended team
 keeps its members, to be looked at, and starts none any more.
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
-"""How long the kernel may take to end those that were killed."""
+"""How long the kernel may take to end killed members."""
 _PR_SET_PDEATHSIG = 1
 _PRELOADED = ["torch", "torch.distributed.rpc", "farcall"]
 
@@ -36,17 +36,17 @@ Answer = Callable[[Any], Any]
 
 
 class Body(Protocol):
-    """What a member runs. Must be a module-level function: it is pickled by name."""
+    """The work of a member. Must be a module-level function: it is pickled by name."""
 
     def __call__(self, rank: int, size: int, directory: str, *arguments: Any) -> AbstractContextManager[Answer]: ...
 
 
 class TeamError(Exception):
-    """A member could not do what it was asked; ask it something else."""
+    """A member failed at a request; it takes others."""
 
 
 class MemberLost(TeamError):
-    """A member ended or took too long: what it says from now on answers nothing; kill the team."""
+    """A member ended or took too long: nothing from it is an answer any more; kill the team."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,22 @@ class _Reply:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One life of a member. Its descriptors are closed when nobody looks at it any more."""
+    """One life of a member. Its descriptors close with the last use of this object."""
 
     process: BaseProcess
     pipe: Connection
 
-    def how_it_ended(self) -> str:
-        code = self.process.exitcode
-        if code is None:
-            return "is running"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+def how_it_ended(exit_code: int | None) -> str:
+    """For people: the end of a process."""
+    if exit_code is None:
+        return "is running"
+    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends: a frozen process, or a killed parent, cannot."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Team:
@@ -82,7 +88,7 @@ class Team:
         self._arguments = arguments
         self._names = names or [f"member {rank}" for rank in range(size)]
         self._members: list[_Member] = []
-        self._starting = threading.Lock()  # held where a member is put in another's place: none may come after the end
+        self._starting = threading.Lock()  # held while a member is replaced: none may come after the end
         self._ended = False
         begun = time.monotonic()
         try:
@@ -113,14 +119,14 @@ class Team:
         return _Member(process, ours)
 
     def process_id(self, rank: int) -> int:
-        """Of a member's process as it is now."""
+        """The id of a member's current process."""
         number = self._members[rank].process.pid
         assert number is not None, "it was started"
         return number
 
     def how_it_ended(self, rank: int) -> str:
         """For people: how a member ended, or that it runs."""
-        return self._members[rank].how_it_ended()
+        return how_it_ended(self._members[rank].process.exitcode)
 
     def restart(self, rank: int, timeout_s: float) -> None:
         """Start a member that has ended again; returns once it runs."""
@@ -140,7 +146,7 @@ class Team:
         try:
             member.pipe.send(request)
         except OSError as error:
-            raise MemberLost(f"{member.process.name} is gone: it {member.how_it_ended()}") from error
+            raise MemberLost(f"{member.process.name} is gone: it {how_it_ended(member.process.exitcode)}") from error
         return self._receive(member, timeout_s)
 
     def freeze(self) -> None:
@@ -157,7 +163,7 @@ class Team:
             try:
                 member.pipe.send(None)
             except OSError:
-                pass  # it ended already, and the join below reports it
+                pass  # it ended already; the join below reports it
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
             member.process.join(max(0.0, give_up_at - time.monotonic()))
@@ -191,7 +197,7 @@ class Team:
             reply: _Reply = member.pipe.recv()
         except (EOFError, OSError) as error:
             member.process.join(1.0)  # its pipe ends before it does
-            raise MemberLost(f"{member.process.name} {member.how_it_ended()}, unexpectedly") from error
+            raise MemberLost(f"{member.process.name} {how_it_ended(member.process.exitcode)}, unexpectedly") from error
         if reply.failure is not None:
             raise TeamError(reply.failure)
         return reply.value
@@ -203,14 +209,12 @@ class Team:
                 try:
                     os.kill(process.pid, number)
                 except ProcessLookupError:
-                    pass  # reaped between the look and the signal: whoever asks it next learns that it is gone
+                    pass  # reaped between the look and the signal: the next question to it finds it gone
 
 
 def _member(body: Body, rank: int, size: int, directory: str, pipe: Connection, arguments: tuple[Any, ...]) -> None:
-    # The fork server ends with the driver. A frozen member could not see that, so the kernel is asked to see
-    # to it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches the whole foreground group; the driver alone decides what becomes of it.
+    die_with_parent()  # of the fork server, which ends with the driver
+    # Ctrl-C reaches the whole foreground group; the driver alone decides what to do about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         context = body(rank, size, directory, *arguments)

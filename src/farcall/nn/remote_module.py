@@ -19,8 +19,8 @@ from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.nn.remote_device import parse_remote_device
 from farcall.rpc import proxy
-from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync
-from farcall.rpc.future import Future
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.future import Future, call_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 

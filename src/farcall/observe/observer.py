@@ -1,11 +1,11 @@
-"""Looking into a running cluster from outside: for commands, and for whoever writes one.
+"""A look into a running cluster from outside: for commands.
 
     with Observer.find() as observer:
         for snapshot in observer.snapshots().answers: ...
 
 An observer connects to one member, proves that it may look on, and asks; the member asks the others for it. It is no
-member: it has no rank, nobody else sees it, it cannot call functions, and nothing is unpickled at either end. Whoever
-does not answer within the bound is named, and does not hold up the rest.
+member: it has no rank, nobody else sees it, it cannot call functions, and nothing is unpickled at either end. Workers
+that do not answer within the bound are named, and do not hold up the rest.
 
 Runs on the calling thread and starts none.
 """
@@ -28,8 +28,8 @@ from farcall.observe.metrics import Metrics
 from farcall.observe.presence import find_nodes, runtime_directory
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
-from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, Side, observer_key
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, Observe, observer_key
 from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
@@ -40,10 +40,11 @@ from farcall.protocol.observing import (
     WorkerState,
     encode_framed,
 )
+from farcall.runtime.link.listener import prove
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
 
-__all__ = ["Heard", "NothingToObserve", "Observer"]
+__all__ = ["Answers", "NothingToObserve", "Observer", "receive_some", "send_all"]
 
 DIAL_S = 3.0
 ANSWER_S = 2.0
@@ -53,12 +54,12 @@ A = TypeVar("A")
 
 
 class NothingToObserve(InitError):
-    """There is no cluster to look at, or it is not clear which one; the text says what to do."""
+    """There is no cluster to look at, or there are several; the text says what to do."""
 
 
 @dataclass(frozen=True)
-class Heard(Generic[A]):
-    """What a question brought."""
+class Answers(Generic[A]):
+    """The answers to a question, and the workers that gave none."""
 
     cluster_id: str
     answers: list[A]
@@ -136,17 +137,7 @@ class Observer:
         transport = dial(address, DIAL_S)
         try:
             me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
-            handshake = Handshake(Side.DIALER, me, key, secrets.token_bytes(NONCE_BYTES), member)
-            _send(transport, handshake.start(), deadline)
-            buffer = bytearray(_READ_BYTES)
-            while True:
-                count = _receive(transport, buffer, deadline)
-                if not count:
-                    raise DialFailed(f"{address} does not answer while {handshake.state.value}")
-                reply, established = handshake.receive(memoryview(buffer)[:count])
-                _send(transport, reply, deadline)
-                if established is not None:
-                    return cls(transport, established)
+            return cls(transport, prove(transport, member, me, key, deadline))
         except BaseException:
             transport.close()
             raise
@@ -169,23 +160,24 @@ class Observer:
 
     # ------------------------------------------------------------------ questions
 
-    def snapshots(self, timeout_s: float = ANSWER_S) -> Heard[WorkerSnapshot]:
-        """What every worker is doing now."""
+    def snapshots(self, timeout_s: float = ANSWER_S) -> Answers[WorkerSnapshot]:
+        """The calls and threads of every worker, now."""
         return self.ask(SNAPSHOT, WorkerSnapshot, timeout_s)
 
-    def metrics(self, timeout_s: float = ANSWER_S) -> Heard[Metrics]:
-        """What every worker has done so far."""
+    def metrics(self, timeout_s: float = ANSWER_S) -> Answers[Metrics]:
+        """The metrics of every worker."""
         return self.ask(METRICS, Metrics, timeout_s)
 
-    def events(self, timeout_s: float = ANSWER_S) -> Heard[WorkerEvents]:
-        """What has happened of late at every worker: errors, deaths, connections that broke."""
+    def events(self, timeout_s: float = ANSWER_S) -> Answers[WorkerEvents]:
+        """The latest events of every worker: errors, deaths, connections that broke."""
         return self.ask(EVENTS, WorkerEvents, timeout_s)
 
-    def ask(self, subject: str, kind: type[A], timeout_s: float = ANSWER_S, argument: bytes = b"") -> Heard[A]:
-        """Every worker's answer about ``subject``, of the ones that come within ``timeout_s``."""
+    def ask(self, subject: str, kind: type[A], timeout_s: float = ANSWER_S, argument: bytes = b"") -> Answers[A]:
+        """The answers of all workers about ``subject`` that come within ``timeout_s``."""
         deadline = monotonic() + timeout_s
         number = next(self._numbers)
-        _send(self._transport, encode_framed(Ask(number, subject, argument, everyone=True)), deadline)
+        if not send_all(self._transport, encode_framed(Ask(number, subject, argument, everyone=True)), deadline):
+            raise DialFailed(f"{self.member} does not read questions: its process may be stopped")
         roster: Roster | None = None
         answers: dict[str, A] = {}
         refused: set[str] = set()
@@ -205,7 +197,7 @@ class Observer:
         if roster is None:
             raise NetworkError(f"{self.member} does not answer: its process may be stopped")
         workers = sorted(roster.workers, key=lambda worker: worker.rank)
-        return Heard(
+        return Answers(
             roster.cluster_id,
             [answers[worker.name] for worker in workers if worker.name in answers],
             [worker for worker in workers if worker.name not in answers],
@@ -213,32 +205,33 @@ class Observer:
 
     def _next(self, deadline: float) -> Ask | Told | Roster | None:
         """The next message, or None at ``deadline``."""
-        buffer = bytearray(_READ_BYTES)
         while not self._arrived:
-            count = _receive(self._transport, buffer, deadline)
-            if count is None:
+            data = receive_some(self._transport, deadline)
+            if data is None:
                 return None
-            if count == 0:
+            if not data:
                 raise NetworkError(f"{self.member} closed the connection")
-            self._arrived.extend(self._decoder.receive(memoryview(buffer)[:count]))
+            self._arrived.extend(self._decoder.receive(data))
         return self._arrived.pop(0)
 
 
-def _send(transport: Transport, data: bytes, deadline: float) -> None:
-    while data:
-        taken = transport.send((data,))
-        data = data[taken:]
+def send_all(transport: Transport, data: bytes, deadline: float) -> bool:
+    """Send all of ``data`` on the calling thread; False: it was not taken before ``deadline``."""
+    left = memoryview(data)
+    while left:
+        taken = transport.send((left,))
+        left = left[taken:]
         if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
-            raise DialFailed("the worker does not read what it is asked: its process may be stopped")
+            return False
+    return True
 
 
-def _receive(transport: Transport, buffer: bytearray, deadline: float) -> int | None:
-    """How many bytes came; None: nothing did before ``deadline``."""
-    while True:
-        remaining_s = deadline - monotonic()
-        if remaining_s <= 0:
-            return None
+def receive_some(transport: Transport, deadline: float) -> bytes | None:
+    """The next bytes, read on the calling thread; empty at the end, None where none came before ``deadline``."""
+    buffer = bytearray(_READ_BYTES)
+    while (remaining_s := deadline - monotonic()) > 0:
         if transport.wait_readable(remaining_s):
             count = transport.receive_into(memoryview(buffer))
             if count is not None:
-                return count
+                return bytes(buffer[:count])
+    return None

@@ -116,7 +116,7 @@ class Call:
         self.name: str = call_name(kind, what, node.info.name, peer.info.name)
         node.part(Clocks).ask(peer)
 
-    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
+    def sends(self, payload: bytes | memoryview, buffers: Sequence[memoryview]) -> ProfileWanted:
         self._details["request_bytes"] = len(payload) + sum(buffer.nbytes for buffer in buffers)
         collector = self._collector
         collector.worker = self._node.info

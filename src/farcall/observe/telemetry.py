@@ -10,15 +10,14 @@ in: whoever has makes spans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from farcall.errors import InitError
 from farcall.observe.snapshot import function_title
-from farcall.protocol.frames import FAILURE
-from farcall.protocol.notes import Notes, decode_notes, encode_notes
+from farcall.protocol.frames import FAILURE, Frame
+from farcall.protocol.notes import decode_notes
+from farcall.protocol.references import Fork
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request
@@ -51,12 +50,11 @@ class Telemetry:
             attributes=self._attributes(title, call.peer.info.name),
         )
 
-    def with_context(self, notes: bytes, span: Any) -> bytes:
-        """``notes``, with ``span`` as what the callee's span is a child of."""
+    def carrier(self, span: Any) -> dict[str, str]:
+        """What a request tells its callee, whose span is to be a child of ``span``."""
         carrier: dict[str, str] = {}
         self._propagate.inject(carrier, self._trace.set_span_in_context(span))
-        found = decode_notes(notes) if notes else Notes()
-        return encode_notes(msgspec.structs.replace(found, telemetry=carrier))
+        return carrier
 
     def fail(self, span: Any, why: str) -> None:
         """The call of ``span`` did not end well."""
@@ -69,8 +67,8 @@ class Telemetry:
     def serving(self, request: Request) -> Any:
         """A context manager: the calling thread is in the span of ``request``."""
         frame = request.frame
-        carrier = decode_notes(frame[4]).telemetry if frame[4] else {}
-        title = function_title(frame[3], "call")
+        carrier = decode_notes(frame.notes).telemetry if frame.notes else {}
+        title = function_title(frame.function, "call")
         return self._tracer.start_as_current_span(
             f"{self.worker}/{title}",
             context=self._propagate.extract(carrier) if carrier else None,
@@ -98,40 +96,25 @@ class TracedCalls(CallTable):
         self._telemetry = telemetry
         self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
 
-    def exchange(
-        self,
-        call: SyncCall,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        refusable: bool = True,
-    ) -> None:
-        span = self._telemetry.begin_call(call, function)
+    def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
+        span = self._telemetry.begin_call(call, frame.function)
+        frame.telemetry = self._telemetry.carrier(span)
         try:
-            super().exchange(call, function, self._telemetry.with_context(notes, span), payload, buffers, refusable)
-            if call.error is not None:
-                self._telemetry.fail(span, str(call.error))
-            elif call.frame is not None and call.frame[0] == FAILURE:
+            answer = super().exchange(call, frame, refusable)
+            if answer.kind == FAILURE:
                 self._telemetry.fail(span, "the function raised")
+            return answer
         except BaseException as error:
             self._telemetry.fail(span, str(error))
             raise
         finally:
             span.end()
 
-    def send(
-        self,
-        call: PendingCall,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        flags: int = 0,
-    ) -> None:
-        span = self._spans[id(call)] = self._telemetry.begin_call(call, function)
+    def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
+        span = self._spans[id(call)] = self._telemetry.begin_call(call, frame.function)
+        frame.telemetry = self._telemetry.carrier(span)
         try:
-            super().send(call, function, self._telemetry.with_context(notes, span), payload, buffers, flags)
+            super().send(call, frame, created, origin)
         except BaseException as error:
             self._telemetry.fail(span, str(error))
             self._end(call)

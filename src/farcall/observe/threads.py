@@ -91,9 +91,9 @@ def served_call(request: Request) -> ServedCall:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
     return ServedCall(
-        call_id=frame[2],
+        call_id=frame.call_id,
         caller=request.peer.info.name,
-        function=function_title(frame[3], request.function_name),
+        function=function_title(frame.function, request.function_name),
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,

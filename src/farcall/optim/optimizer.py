@@ -17,7 +17,8 @@ import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT, call_async
+from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.future import call_async
 from farcall.rpc.rref import RRef
 from farcall.runtime.node import Node, current_node
 from farcall.serialize import RECORDING

@@ -18,9 +18,7 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
                   the sender goes on using these bytes
     ...           function, notes, payload, then every inline buffer in order
 
-A frame comes out of the decoder as a plain tuple ``(kind, flags, call_id, function, notes, payload, buffers)``:
-a class would cost more than the parsing. ``buffers`` holds a memoryview for an inline buffer and a `Ticket` for one
-that lies in a shared segment.
+Both ends handle a message as a `Frame`: its writer fills one in, the decoder makes one, and handlers read its fields.
 
 Invariant: whatever the split of the stream, the same frames come out; a buffer of LARGE_BYTES or more is received
 straight into the memory that ``allocate`` gave for it, never through a joined ``bytes``.
@@ -31,7 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from struct import Struct
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
 
 from farcall.errors import NetworkError
 
@@ -86,10 +86,39 @@ class Ticket(NamedTuple):
 
 
 Piece: TypeAlias = bytes | memoryview
-Frame: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, Sequence[memoryview | Ticket]]
-"""As decoded: some buffers may be tickets."""
-Arrived: TypeAlias = tuple[int, int, int, bytes, bytes, bytes | memoryview, list[memoryview] | tuple[()]]
-"""As handed to those who read payloads: every buffer is memory. Whoever has rebuilt the value clears the list."""
+
+
+class Frame(msgspec.Struct):
+    """One message, at its sender and at its receiver. The first seven fields are on the wire, the others are not.
+
+    A struct costs 53 ns to make, a tuple 30; but attributes are quicker to read than indices.
+    """
+
+    kind: int
+    flags: int = 0
+    call_id: int = 0
+    function: bytes = b""
+    notes: bytes = b""
+    payload: bytes | memoryview = b""
+    buffers: list[Any] | tuple[()] = ()
+    """A memoryview each; a `Ticket` stands for one in shared memory until its receiver has looked that up."""
+
+    forks: list[Any] | tuple[()] = ()
+    """References in the payload: at the sender the forks that the notes name, at the receiver what became of them."""
+    undo: Sequence[Callable[[], None]] = ()
+    """At the sender: takes back what writing the payload changed, if the frame is not sent after all."""
+    recording: Any = None
+    """The distributed autograd context of this message."""
+    message_id: int = 0
+    """Names the payload's tensors within that context; 0: no gradient comes back for them."""
+    profile: Any = None
+    """At the receiver of a request: what its caller, being profiled, wants to know."""
+    telemetry: dict[str, str] | None = None
+    """At the sender of a request: OpenTelemetry's context of the caller, if its user has opted into that."""
+    handed_over: bool = False
+    """Did a link take it? From then on only an error that says so means that it was not sent."""
+
+
 Allocate: TypeAlias = Callable[[int], memoryview]
 
 
@@ -216,17 +245,46 @@ class FrameDecoder:
                 if end <= self._end:
                     self._start = end
                     frames.append(
-                        (
+                        Frame(
                             kind,
                             flags,
                             call_id,
                             bytes(staging[start + 40 : after_function]) if function_len else b"",
                             bytes(staging[after_function:after_notes]) if notes_len else b"",
                             bytes(staging[after_notes:end]),
-                            (),
                         )
                     )
                     continue
+            elif start + 40 + 24 * buffer_count <= self._end:
+                # Most frames with buffers are whole, too, and need no account of their parts.
+                after_table = start + 40 + 24 * buffer_count
+                after_function = after_table + function_len
+                after_notes = after_function + notes_len
+                end = after_notes + payload_len
+                buffers: list[Any] = []
+                for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(self._view[start + 40 : after_table]):
+                    if segment_id:
+                        buffers.append(Ticket(size, segment_id, offset))
+                    elif size >= LARGE_BYTES or end + size > self._end:
+                        break  # it is to be read into memory of its own, or is not here yet
+                    else:
+                        buffers.append(memoryview(staging[end : end + size]))
+                        end += size
+                else:
+                    if end <= self._end:
+                        self._start = end
+                        frames.append(
+                            Frame(
+                                kind,
+                                flags,
+                                call_id,
+                                bytes(staging[after_table:after_function]) if function_len else b"",
+                                bytes(staging[after_function:after_notes]) if notes_len else b"",
+                                bytes(staging[after_notes : after_notes + payload_len]),
+                                buffers,
+                            )
+                        )
+                        continue
             if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
                 raise FrameError("the peer sent a frame whose parts are larger than any real one")
             if payload_len > MAX_PART_BYTES:
@@ -340,7 +398,7 @@ class _PartialFrame:
         """The whole frame, inline buffers put back in their places."""
         inline = iter(self.parts[4:])
         buffers = [buffer if buffer is not None else next(inline) for buffer in self.buffers]
-        return (
+        return Frame(
             self.kind,
             self.flags,
             self.call_id,

@@ -1,7 +1,8 @@
-"""Making a call: from a function and its arguments to a request, and from its answer to a result.
+"""A call: from a function and its arguments to a request, and from its answer to a result.
 
-The hot path of the caller's side. A request carries its function in a segment of its own where it can be named
-(then both sides cache it), else inside the pickled arguments.
+The hot path of the caller's side. A request carries its function in a segment of its own where it can be named (then
+both sides cache it), else inside the pickled arguments. Calls whose outcome somebody else waits for are futures
+(`future.py`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
+from farcall.errors import NetworkError, Overloaded, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.rpc.answer import read_answer
-from farcall.rpc.future import Future
+from farcall.protocol.frames import FAILURE, REQUEST, Frame
+from farcall.protocol.notes import REFUSED, decode_refusal
 from farcall.rpc.schemas import name_function
-from farcall.rpc.sending import exchange, send
-from farcall.runtime.calls.pending import SyncCall
+from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import encode_call, encode_function
+from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, write_call
+
+__all__ = [
+    "UNSET_TIMEOUT",
+    "call_sync",
+    "check_timeout",
+    "encode_request",
+    "plain_request",
+    "read_answer",
+    "refusal",
+    "send",
+]
 
 UNSET_TIMEOUT = -1.0
 
@@ -37,31 +49,11 @@ def call_sync(
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
-    function, payload, buffers = encode_request(peer, func, args, kwargs)
+    frame = encode_request(peer, func, args, kwargs)
     call = SyncCall(peer, func, timeout_s)
-    return read_answer(exchange(node.calls, call, profile, function, payload, buffers, refusable), peer)
-
-
-def call_async(
-    node: Node,
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-    timeout_s: float,
-    kind: str = "async",
-) -> Future[Any]:
-    """Call ``func`` on ``to``; the future holds its result, or the error of the network.
-
-    Errors of the arguments are raised here. ``kind`` is how the call is named in profiles.
-    """
-    peer = node.peer(to)
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
-    function, payload, buffers = encode_request(peer, func, args, kwargs)
-    future: Future[Any] = Future(node, peer, func, timeout_s)
-    send(node.calls, future, profile, function, payload, buffers)
-    return future
+    if profile is not None:
+        call.profile = profile
+    return read_answer(node.calls.exchange(call, frame, refusable), peer)
 
 
 def check_timeout(seconds: float) -> float:
@@ -75,8 +67,8 @@ def check_timeout(seconds: float) -> float:
 
 def encode_request(
     peer: Peer, func: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
-) -> tuple[bytes, bytes, Sequence[memoryview]]:
-    """The function segment, payload and buffers of a request."""
+) -> Frame:
+    """The request for ``func(*args, **kwargs)``, in the distributed autograd context that the caller is in."""
     if args.__class__ is not tuple and args is not None and not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}: for one argument write args=(x,)")
     if kwargs.__class__ is not dict and kwargs is not None and not isinstance(kwargs, Mapping):
@@ -87,9 +79,58 @@ def encode_request(
         function = name_function(func, args or (), kwargs) or b""
     if not function and not callable(func):
         raise TypeError(f"func must be callable, not {type(func).__name__}")
-    if function and not args and not kwargs:
-        return function, b"", ()
+    if not args and not kwargs and function:
+        return plain_request(peer, function)
+    frame = Frame(REQUEST, 0, 0, function)
     arguments = tuple(args or ())
     keywords = dict(kwargs) if kwargs else None
-    value = (arguments, keywords) if function else (func, arguments, keywords)
-    return function, *encode_call(value, peer)
+    write_call(frame, (arguments, keywords) if function else (func, arguments, keywords), peer)
+    return frame
+
+
+def plain_request(peer: Peer, function: bytes, payload: bytes = b"") -> Frame:
+    """A request whose payload holds no tensor and no reference."""
+    frame = Frame(REQUEST, 0, 0, function, b"", payload)
+    recording = RECORDING.get()
+    if recording is not None and recording.admits(peer):
+        # The callee runs the function in the context all the same: its result may need a gradient.
+        frame.recording = recording
+        recording.record_send(peer, [])
+    return frame
+
+
+def send(calls: CallTable, call: PendingCall, frame: Frame) -> None:
+    """Send the request of ``call``, whose outcome somebody else waits for.
+
+    What the network does to it is its outcome, like any other end of the link: a loop over workers is not torn by a
+    dead one. Other errors are raised.
+    """
+    try:
+        calls.send(call, frame)
+    except (NetworkError, RpcTimeout) as error:
+        call.on_failure(error)
+    except BaseException:
+        if call.profile is not None:
+            call.profile.ended()
+        raise
+
+
+def read_answer(frame: Frame, peer: Peer) -> Any:
+    """The value in an answer, or the failure in it, raised."""
+    if frame.kind == FAILURE:
+        raise refusal(frame, peer) if frame.flags & REFUSED else decode_failure(frame, peer)
+    return read_value(frame, peer)
+
+
+def refusal(frame: Frame, peer: Peer) -> Overloaded:
+    """The error for a call that its callee refused."""
+    name = peer.info.name
+    found = decode_refusal(frame.payload)
+    return Overloaded(
+        f"{name} is overloaded and did not run this call: {found.queued} calls wait there for a thread, and its "
+        f"max_queued_calls is {found.limit}. Call again later (retry=farcall.Retry(...)), have calls wait "
+        f'(when_overloaded="wait"), or give {name} more num_worker_threads or less to do',
+        worker=peer.info,
+        queued=found.queued,
+        limit=found.limit,
+    )

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
-from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
+from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references import Fork
-from farcall.rpc.answer import refusal
+from farcall.rpc.call import refusal
 from farcall.rpc.owned_value import Owned
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import Request, Server, StoredFailure
@@ -93,13 +93,13 @@ class Creation(PendingCall):
         self.outcome: BaseException | None = None
         """What the function raised."""
 
-    def on_answer(self, frame: Arrived) -> None:
+    def on_answer(self, frame: Frame) -> None:
         """The owner has the reference, and the function is done; or it has refused."""
-        if frame[0] == FAILURE:
-            if frame[1] & REFUSED:
+        if frame.kind == FAILURE:
+            if frame.flags & REFUSED:
                 self.on_failure(refusal(frame, self.peer))
                 return
-            self.outcome = decode_failure(frame[5], frame[6], self.peer)
+            self.outcome = decode_failure(frame, self.peer)
         self.arrived = True
         self.keeps = None
         self._waiting = None
@@ -201,7 +201,7 @@ class KeptRequest(Request):
     __slots__ = ("_flush_soon", "_owned")
 
     def __init__(
-        self, server: Server, peer: Peer, frame: Arrived, owned: Owned, flush_soon: Callable[[Peer], None]
+        self, server: Server, peer: Peer, frame: Frame, owned: Owned, flush_soon: Callable[[Peer], None]
     ) -> None:
         super().__init__(server, peer, frame)
         self._owned = owned
@@ -209,19 +209,19 @@ class KeptRequest(Request):
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Keep the result, and tell the creator, in a moment: nobody waits for that, and company is likely to come."""
-        self._owned.made_by = self.frame[3]
+        self._owned.made_by = self.frame.function
         self._owned.resolve(outcome.pop(), self.server.devices)
         if self.quick:
-            self._send(RESPONSE, b"", (), True)
+            self._send(Frame(RESPONSE), True)
             self._flush_soon(self.peer)
         else:
-            self._send(RESPONSE, b"", (), False)
+            self._send(Frame(RESPONSE), False)
 
     def _fail(self, error: BaseException) -> None:
         # Without a peer, because nobody knows yet who will ask: references inside the exception stay behind.
-        failure = error.encoded if type(error) is StoredFailure else encode_failure(error, self.server.worker)
+        failure = error.frame if type(error) is StoredFailure else encode_failure(error, self.server.worker)
         self._owned.fail(failure)
-        self._send(FAILURE, *failure, False)
+        self._send(Frame(FAILURE, payload=failure.payload, buffers=failure.buffers), False)
 
     def drop(self) -> None:
         why = Cancelled(f"{self.server.worker.name} shut down before the value was made")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.notes import decode_notes
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
@@ -34,13 +34,13 @@ class DeferredMessages:
         self._is_known = is_known
         self._give_up = give_up
         self._lock = threading.RLock()
-        self._kept: list[tuple[float, Peer, Arrived]] = []
+        self._kept: list[tuple[float, Peer, Frame]] = []
         self._timer = node.timer(self._deliver_due)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, peer: Peer, message: Arrived) -> None:
+    def keep(self, peer: Peer, message: Frame) -> None:
         """Let nobody read ``message`` for now."""
         deadline = monotonic() + UNKNOWN_OWNER_S
         with self._lock:
@@ -56,7 +56,7 @@ class DeferredMessages:
         with self._lock:
             kept, self._kept = self._kept, []
         for deadline, peer, message in kept:
-            unknown = [fork.owner for fork in decode_notes(message[4]).forks if not self._is_known(fork.owner)]
+            unknown = [fork.owner for fork in decode_notes(message.notes).forks if not self._is_known(fork.owner)]
             if unknown and (now is None or now < deadline):
                 with self._lock:
                     self._kept.append((deadline, peer, message))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from farcall.errors import RpcError
-from farcall.protocol.frames import LARGE_BYTES, Arrived
-from farcall.rpc.answer import read_answer
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import LARGE_BYTES, Frame
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.reader import stop_reading
@@ -53,7 +54,7 @@ class Future(torch.futures.Future[T], PendingCall):
         _make_future(self, [])
         self._stamp: Stamp | None = None
         self._node = node
-        self._frame: Arrived | None = None
+        self._frame: Frame | None = None
         self._has_callbacks = False
         self._waiters: list[Gate] = []
         self.peer = peer
@@ -130,10 +131,10 @@ class Future(torch.futures.Future[T], PendingCall):
 
     # ------------------------------------------------------------------ as a pending call
 
-    def on_answer(self, frame: Arrived) -> None:
+    def on_answer(self, frame: Frame) -> None:
         """The answer came: complete now, or on a worker if that means user code or long work."""
         self.arrived = True
-        payload = frame[5]
+        payload = frame.payload
         if self._has_callbacks or len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in payload:
             self._frame = frame
             self._node.executor.submit(_Completion(self))
@@ -141,21 +142,21 @@ class Future(torch.futures.Future[T], PendingCall):
             self.peer.watch()  # chains that torch makes in C++ are the user's code, too
             self.complete(frame)
 
-    def complete(self, frame: Arrived) -> None:
+    def complete(self, frame: Frame) -> None:
         """Read the answer and become done."""
         devices = self._node.devices
-        if devices is None or self.thread_id == get_ident() or not has_devices(frame[5]):
+        if devices is None or self.thread_id == get_ident() or not has_devices(frame.payload):
             self._complete(frame)  # this thread waits for it: on its own streams
         else:
             devices.answers.run(lambda: self._complete(frame))
 
-    def _complete(self, frame: Arrived) -> None:
+    def _complete(self, frame: Frame) -> None:
         try:
             value = read_answer(frame, self.peer)
         except BaseException as error:
             self.fail(error)
         else:
-            if self._node.device_list and has_devices(frame[5]):
+            if self._node.device_list and has_devices(frame.payload):
                 self._stamp = stamp(value, self._node.device_list)
             self.settle(self, value)
             self._wake()
@@ -180,6 +181,29 @@ class Future(torch.futures.Future[T], PendingCall):
             self.profile.ended()
         self.arrived = True
         self._node.executor.submit(_Completion(self, error))
+
+
+def call_async(
+    node: Node,
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    timeout_s: float,
+    kind: str = "async",
+) -> Future[Any]:
+    """Call ``func`` on ``to``; the future holds its result, or the error of the network.
+
+    Errors of the arguments are raised here. ``kind`` is how the call is named in profiles.
+    """
+    peer = node.peer(to)
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
+    frame = encode_request(peer, func, args, kwargs)
+    future: Future[Any] = Future(node, peer, func, timeout_s)
+    future.profile = profile
+    send(node.calls, future, frame)
+    return future
 
 
 class DerivedFuture(torch.futures.Future[T]):

@@ -13,8 +13,8 @@ import torch
 
 from farcall.autograd.recorder import attach_to
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT, call_async, call_sync
-from farcall.rpc.future import Future
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from farcall.protocol.frames import Frame
 from farcall.runtime.calls.serving import StoredFailure
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.node import Node
-from farcall.serialize import Encoded, decode_failure
+from farcall.serialize import decode_failure
 
 NOT_MADE = "value still being made"
 _HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
@@ -41,7 +42,7 @@ class Owned:
     def __init__(self, origin: str = "") -> None:
         self.ready: bool = False
         self.value: Any = None
-        self.failure: Encoded | None = None
+        self.failure: Frame | None = None
         self.origin: str = origin  # where the program created it, if that is recorded
         self.made_by: bytes = b""  # the function that made it, as it was named in the call
         self.type_hint: Any = None  # its type for TorchScript, if its user said so
@@ -65,7 +66,7 @@ class Owned:
         self.value = value
         self._become_ready()
 
-    def fail(self, failure: Encoded) -> None:
+    def fail(self, failure: Frame) -> None:
         """There will be no value; ``failure`` is the error that says why, as it travels."""
         self.failure = failure
         self._become_ready()
@@ -98,7 +99,7 @@ class Owned:
     def get(self) -> Any:
         """The value, once ready; or the error in its place, raised."""
         if self.failure is not None:
-            raise decode_failure(*self.failure)
+            raise decode_failure(self.failure)
         return self._in_python()
 
     def get_to_send(self) -> Any:

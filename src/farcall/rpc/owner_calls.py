@@ -1,8 +1,8 @@
 """Asking for what a reference stands for: at its owner, or here, where this node is the owner.
 
 Owns how a question to an owner is sent and what its failure means: an owner that is gone makes the reference lost, and
-a creation that failed is why there is no value. What is asked are the functions of `owner.py`. Questions that change
-nothing are asked again where they were refused or their answer was lost.
+a creation that failed is why there is no value. What is asked are the functions of `owner_methods.py`. Questions
+that change nothing are asked again where they were refused or their answer was lost.
 
 On any thread of the program; `ask` is the hot path of methods called through references.
 """
@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from farcall.errors import AnswerLost, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
-from farcall.protocol.frames import Arrived
-from farcall.rpc.answer import read_answer
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.protocol.frames import Frame
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, plain_request, read_answer, send
 from farcall.rpc.creation import Creation
 from farcall.rpc.future import Future
 from farcall.rpc.owned_value import Owned
-from farcall.rpc.sending import exchange, send
 from farcall.runtime.calls.pending import PendingCall, SyncCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
+from farcall.serialize import withdraw
 
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
@@ -42,28 +40,23 @@ _LONGEST_PAUSE_S = 0.25
 """How long to wait, at first and at most, before a question that an overloaded owner refused is asked again."""
 
 
-def ask(
-    rref: RRef[Any],
-    what: Callable[..., Any],
-    function: bytes,
-    payload: bytes,
-    buffers: Sequence[memoryview],
-    timeout_s: float,
-) -> Any:
-    """Call a function of `owner.py` at the owner, and return its result."""
+def ask(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s: float) -> Any:
+    """Call a function of `owner_methods.py` at the owner by the request ``frame``, and return its result."""
     node = rref._references.node
     peer = rref._peer()
     call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        _follow(creation, call, buffers)
+        _follow(creation, call, frame)
     profile = PROFILING.begin_call(node, peer, "sync", what, None) if is_profiled() or PROFILING.everywhere else None
+    if profile is not None:
+        call.profile = profile
     try:
-        frame = exchange(node.calls, call, profile, function, payload, buffers)
+        answer = node.calls.exchange(call, frame)
     except NetworkError as error:
         raise _lost(rref, error) from error
     try:
-        return read_answer(frame, peer)
+        return read_answer(answer, peer)
     except (Overloaded, ReferenceLost):
         # The creation was refused a moment ago, while this followed behind it.
         if creation is not None and creation.error is not None:
@@ -71,23 +64,17 @@ def ask(
         raise
 
 
-def ask_async(
-    rref: RRef[Any],
-    what: Callable[..., Any],
-    function: bytes,
-    payload: bytes,
-    buffers: Sequence[memoryview],
-    timeout_s: float,
-) -> Future[Any]:
+def ask_async(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s: float) -> Future[Any]:
     """The same, without waiting for the answer."""
     node = rref._references.node
     peer = rref._peer()
     future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), rref)
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        _follow(creation, future, buffers)
-    profile = PROFILING.begin_call(node, peer, "async", what, None) if is_profiled() or PROFILING.everywhere else None
-    send(node.calls, future, profile, function, payload, buffers)
+        _follow(creation, future, frame)
+    if is_profiled() or PROFILING.everywhere:
+        future.profile = PROFILING.begin_call(node, peer, "async", what, None)
+    send(node.calls, future, frame)
     return future
 
 
@@ -99,7 +86,7 @@ def ask_patiently(rref: RRef[Any], what: Callable[..., Any], function: bytes, pa
     lost = refused = 0
     while True:
         try:
-            return ask(rref, what, function, payload, (), timeout_s)
+            return ask(rref, what, plain_request(rref._peer(), function, payload), timeout_s)
         except AnswerLost:
             lost += 1
             if lost > _MOST_ASKED:
@@ -132,13 +119,12 @@ def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:
     return ReferenceLost(f"the owner of {rref!r} is gone: {error}", error.delivery)
 
 
-def _follow(creation: Creation, call: PendingCall, buffers: Sequence[memoryview]) -> None:
+def _follow(creation: Creation, call: PendingCall, frame: Frame) -> None:
     """``call`` is to go out behind ``creation``, and makes no sense without it."""
     try:
         creation.attach(call)
     except BaseException:
-        if buffers.__class__ is Annotated:
-            buffers.withdraw()
+        withdraw(frame)
         raise
 
 
@@ -150,7 +136,7 @@ class _Answer(Future[Any]):
         self._rref: RRef[Any] | None = rref
         self._creation = rref._creation
 
-    def on_answer(self, frame: Arrived) -> None:
+    def on_answer(self, frame: Frame) -> None:
         self._rref = None
         super().on_answer(frame)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
 from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import ask, ask_async
-from farcall.serialize import encode_call
-from farcall.serialize.pickler import Encoded
+from farcall.serialize import write_call
 
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
@@ -54,9 +54,11 @@ class Proxy:
         return f"<methods of {self._rref!r}>"
 
 
-def _encode(rref: RRef[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded:
+def _request(rref: RRef[Any], function: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     ref = rref._fork.ref
-    return encode_call(((ref.created_on, ref.local_id, args, kwargs or None), None), rref._peer())
+    frame = Frame(REQUEST, 0, 0, function)
+    write_call(frame, ((ref.created_on, ref.local_id, args, kwargs or None), None), rref._peer())
+    return frame
 
 
 def _named(name: str) -> tuple[MethodName, bytes]:
@@ -69,13 +71,13 @@ def _named(name: str) -> tuple[MethodName, bytes]:
 def call_sync(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method and return its result."""
     what, function = _named(name)
-    return ask(rref, what, function, *_encode(rref, args, kwargs), timeout_s)
+    return ask(rref, what, _request(rref, function, args, kwargs), timeout_s)
 
 
 def call_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Call the method; a future of its result."""
     what, function = _named(name)
-    return ask_async(rref, what, function, *_encode(rref, args, kwargs), timeout_s)
+    return ask_async(rref, what, _request(rref, function, args, kwargs), timeout_s)
 
 
 def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
@@ -84,4 +86,4 @@ def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **k
     references = rref._references
     if timeout_s == UNSET_TIMEOUT:
         timeout_s = references.node.timeout_s
-    return references.create(rref._peer(), what, function, *_encode(rref, args, kwargs), timeout_s, rref)
+    return references.create(rref._peer(), what, _request(rref, function, args, kwargs), timeout_s, rref)

@@ -26,7 +26,7 @@ import torch
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol import references as protocol
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP, REFUSED, Notes
 from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
@@ -36,13 +36,12 @@ from farcall.rpc.owned_value import Owned, TypeTold, dispose
 from farcall.rpc.owned_values import Values
 from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import Annotated, encode_failure
+from farcall.serialize import encode_failure, withdraw
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -112,14 +111,15 @@ class NodeReferences:
         self,
         peer: Peer,
         what: Callable[..., Any],
-        function: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
+        frame: Frame,
         timeout_s: float,
         keeps: RRef[Any] | None = None,
         make: Callable[..., Creation] = Creation,
     ) -> RRef[Any]:
-        """Have ``peer`` run a function and own its result; ``keeps``: it is a method of that reference's value."""
+        """Have ``peer`` run the function of the request ``frame`` and own its result.
+
+        ``keeps``: the function is a method of that reference's value.
+        """
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -133,14 +133,15 @@ class NodeReferences:
         rref = RRef._of(self, fork, owned, creation, origin)
         try:
             creation.profile = profile
-            wanted = None if profile is None else profile.sends(payload, buffers)
-            notes = request_notes(peer, buffers, fork, origin, wanted)
             if keeps is not None and keeps._creation is not None:
-                keeps._creation.attach(creation)  # without the object there is no method to wait for
-            self.node.calls.send(creation, function, notes, payload, buffers, KEEP)
+                try:
+                    keeps._creation.attach(creation)  # without the object there is no method to wait for
+                except BaseException:
+                    withdraw(frame)
+                    raise
+            frame.flags = KEEP
+            self.node.calls.send(creation, frame, fork, origin)
         except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
             if not isinstance(error, NetworkError | RpcTimeout):
                 if profile is not None:
                     profile.ended()
@@ -189,24 +190,25 @@ class NodeReferences:
         """The message that ``fork`` was to travel in was not sent, or nobody knows."""
         self._tell(protocol.ForkWithdrawn(fork))
 
-    def take_forks(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """A message with forks came: whatever becomes of it, its forks are accounted for from now on.
 
-        They lie, as references, beside the buffers of the message. Those that nobody takes out die with it.
+        They become references in ``frame.forks``; those that nobody takes out die with it. False: nobody is to read
+        the message, or not now.
         """
         sender = peer.number
         machine = self._machine
         if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
-            self._kept_back.keep(peer, message)
-            return None
+            self._kept_back.keep(peer, frame)
+            return False
         arrived: list[Any] = []
         with self._lock:
             created = notes.created
             if created is not None:
                 self._values.count_created(created.ref)
-            if created is not None and not message[1] & REFUSED:
+            if created is not None and not frame.flags & REFUSED:
                 if created.owner != created.holder and not machine.own(created):
-                    return None  # it came twice, or its caller is dead
+                    return False  # it came twice, or its caller is dead
                 owned = self._values.place(created.ref)
                 if notes.origin:
                     owned.origin = f"{notes.origin} on {peer.info.name}"
@@ -219,8 +221,8 @@ class NodeReferences:
                 arrived.append(rref)
             freed = self._carry_out(machine.handle_deadline(monotonic())) if machine.has_news else []
         dispose(self.node, freed)
-        kind, flags, call_id, function, noted, payload, buffers = message
-        return (kind, flags, call_id, function, noted, payload, Annotated(buffers, arrived))
+        frame.forks = arrived
+        return True
 
     def _give_up_on(self, members: Sequence[int]) -> None:
         """No word has come of these owners of references: they are gone."""
@@ -229,11 +231,12 @@ class NodeReferences:
                 self._workers[member] = WorkerInfo(f"member-{member}", -1)
                 self._lost.add(member)
 
-    def _kept_request(self, server: Server, peer: Peer, frame: Arrived) -> KeptRequest:
-        """The request of a frame with the flag KEEP; its value's place is the first of its notes."""
-        buffers = frame[6]
-        assert type(buffers) is Annotated
-        return KeptRequest(server, peer, frame, buffers.notes.pop(0), self._flush_soon)
+    def _kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
+        """The request of a frame with the flag KEEP; its value's place is the first of its forks."""
+        arrived = list(frame.forks)
+        owned = arrived.pop(0)
+        frame.forks = arrived
+        return KeptRequest(server, peer, frame, owned, self._flush_soon)
 
     def _flush_soon(self, peer: Peer) -> None:
         self._held_back.add(peer)
@@ -466,5 +469,4 @@ def call_remote(
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    function, payload, buffers = encode_request(peer, func, args, kwargs)
-    return node.part(NodeReferences).create(peer, func, function, payload, buffers, timeout_s)
+    return node.part(NodeReferences).create(peer, func, encode_request(peer, func, args, kwargs), timeout_s)

@@ -27,22 +27,20 @@ from typing import Any
 
 from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request, send
 from farcall.rpc.creation import Creation
 from farcall.rpc.future import Future
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
-from farcall.rpc.sending import send
-from farcall.runtime.calls.notes import request_notes
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Node
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import RECORDING, Annotated
+from farcall.serialize import RECORDING
 
 __all__ = ["Retry", "async_with", "remote_with", "sync_with"]
 
@@ -143,13 +141,13 @@ class RetryingFuture(Future[Any]):
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
         self._attempt += 1
         peer = self.peer = self._node.peer(self._to)
-        profile = self.profile = None
+        self.profile = None
         if is_profiled() or PROFILING.everywhere:
-            profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
-        function, payload, buffers = encode_request(peer, *self._request)
+            self.profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
+        frame = encode_request(peer, *self._request)
         self.arrived = False
         self.started_at = monotonic()  # attempts are counted, and timed, one by one
-        send(self._node.calls, self, profile, function, payload, buffers)
+        send(self._node.calls, self, frame)
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error, unless there is another attempt."""
@@ -213,7 +211,7 @@ class RetryingCreation(Creation):
                     )
         super().attach(call)
 
-    def on_answer(self, frame: Arrived) -> None:
+    def on_answer(self, frame: Frame) -> None:
         super().on_answer(frame)
         if self.arrived:  # else it was refused, and is to be made again
             self._open_gates()
@@ -240,15 +238,13 @@ class RetryingCreation(Creation):
         self._attempt += 1
         node = self._references.node
         outside = None if self._recording is None else self._recording.enter()
-        buffers: Sequence[memoryview] = ()
         try:
-            function, payload, buffers = encode_request(self.peer, *self._request)
-            notes = request_notes(self.peer, buffers, self.fork, self._origin)
+            self.profile = None
+            frame = encode_request(self.peer, *self._request)
+            frame.flags = KEEP
             self.started_at = monotonic()
-            node.calls.send(self, function, notes, payload, buffers, KEEP)
+            node.calls.send(self, frame, self.fork, self._origin)
         except BaseException as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
             self.on_failure(
                 error
                 if isinstance(error, RpcError)
@@ -267,13 +263,10 @@ def remote_with(
     peer = node.peer(to)
     timeout_s = _bounds(node, timeout_s)[0]
     request = (func, args, kwargs)
-    function, payload, buffers = encode_request(peer, *request)
     return node.part(NodeReferences).create(
         peer,
         func,
-        function,
-        payload,
-        buffers,
+        encode_request(peer, *request),
         timeout_s,
         make=lambda *creation: RetryingCreation(retry, request, *creation),
     )

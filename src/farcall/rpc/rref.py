@@ -29,14 +29,14 @@ from farcall.errors import (
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.references import Fork
 from farcall.rpc import proxy
-from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.creation import Creation
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.owner_calls import ask, ask_async, ask_patiently, wait_for_value
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_node
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated, Encoding, current_decoding, current_encoding, register_reducer
+from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
@@ -231,7 +231,7 @@ class RRef(Generic[T]):
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients go to a context")
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
-        ask(self, RRef.backward, _BACKWARD, payload, (), UNSET_TIMEOUT)
+        ask(self, RRef.backward, plain_request(self._peer(), _BACKWARD, payload), UNSET_TIMEOUT)
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
@@ -252,7 +252,7 @@ class RRef(Generic[T]):
             else:
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-                future = ask_async(self, RRef._get_type, _TYPE_OF, payload, (), timeout)
+                future = ask_async(self, RRef._get_type, plain_request(self._peer(), _TYPE_OF, payload), timeout)
                 future.add_done_callback(_keeping_type(weakref.ref(self)))
             self._type_future = weakref.ref(future)
         if not blocking:
@@ -307,10 +307,10 @@ def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
 
 def _arrived(index: int) -> RRef[Any]:
     """The reference at this place among the notes of the message being read."""
-    buffers = current_decoding().buffers
-    if type(buffers) is not Annotated:
+    forks = current_decoding().forks
+    if not forks:
         raise SerializationError("a reference came without its entry in the notes of the message")
-    found: RRef[Any] = buffers.notes[index]
+    found: RRef[Any] = forks[index]
     return found
 
 

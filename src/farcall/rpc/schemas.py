@@ -43,7 +43,7 @@ def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | No
         types = (*map(type, args), *map(type, kwargs.values())) if kwargs else tuple(map(type, args))
         key = (id(func), types, *kwargs) if kwargs else (id(func), types)
         known = _named.get(key)
-        if known is not None and known[0] is func and policy._installed is None:
+        if known is not None and known[0] is func and policy.INSTALLED.pickler is None:
             return known[1]
         name = (_name_script if kind is ScriptFunction else _name_overload)(func, args, kwargs or {})
         if name is not None:

@@ -20,24 +20,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from farcall.errors import Delivery, SerializationError
+from farcall.protocol.frames import Frame
 from farcall.serialize.policy import REDUCERS
 
 if TYPE_CHECKING:
     from farcall.serialize.devices import DeviceRecord, DeviceTable
-    from farcall.serialize.recording import Recording
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
 __all__ = [
     "IN_BAND_LIMIT_BYTES",
-    "Annotated",
     "Decoding",
     "Encoding",
     "IfUnsent",
     "current_decoding",
     "current_encoding",
+    "decline",
     "enter_decoding",
     "enter_encoding",
     "seed",
+    "withdraw",
 ]
 
 IN_BAND_LIMIT_BYTES = 4096
@@ -71,59 +72,25 @@ class IfUnsent:
         self._undo()
 
 
-class Annotated(list[memoryview]):
-    """The buffers of a message whose reducers noted something beside the pickle, to be known without reading it.
+def withdraw(frame: Frame) -> None:
+    """Take back what writing ``frame`` changed: it was not sent, or nobody knows. To be called in an ``except`` block.
 
-    On the sender ``notes`` travel in the frame, and ``undo`` is what takes them back if the message is not sent after
-    all; on the receiver ``notes`` are what the runtime made of them. The last reader clears both lists. A message of a
-    distributed autograd context has its ``recording``, and a ``message_id`` if gradients may come back for its tensors.
-    A request whose caller is profiled has what it wants to know, ``profile``.
+    The error being handled tells which: an error of ours says whether the message may have arrived.
     """
+    unsent = not frame.handed_over or getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
+    for undo in frame.undo:
+        if unsent or undo.__class__ is not IfUnsent:
+            undo()
+    frame.undo = ()
+    if frame.message_id:
+        frame.recording.withdraw_send(frame.message_id)
+        frame.message_id = 0
 
-    __slots__ = ("left", "message_id", "notes", "profile", "recording", "undo")
 
-    def __init__(
-        self,
-        buffers: Sequence[memoryview],
-        notes: list[Any],
-        undo: Sequence[Callable[[], None]] = (),
-        recording: Recording | None = None,
-        message_id: int = 0,
-    ) -> None:
-        super().__init__(buffers)
-        self.notes: list[Any] = notes
-        self.undo: Sequence[Callable[[], None]] = undo
-        self.recording: Recording | None = recording
-        self.message_id: int = message_id
-        self.profile: Any = None
-        self.left: bool = False
-        """Was its frame handed to a link? From then on only an error that says so means that it was not sent."""
-
-    @property
-    def context_id(self) -> int:
-        """The number of the autograd context; 0: none."""
-        return 0 if self.recording is None else self.recording.id
-
-    def __bool__(self) -> bool:
-        return True
-
-    def clear(self) -> None:
-        super().clear()
-        self.notes = []
-
-    def withdraw(self) -> None:
-        """The message was not sent, or nobody knows whether it was: the error that says so is being handled."""
-        unsent = not self.left or getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
-        for undo in self.undo:
-            if unsent or undo.__class__ is not IfUnsent:
-                undo()
-        if self.recording is not None and self.message_id:
-            self.recording.withdraw_send(self.message_id)
-
-    def decline(self, peer: Any) -> None:
-        """The message came from ``peer``, and nobody will read it."""
-        if self.recording is not None and self.message_id:
-            self.recording.decline_receive(peer, self.message_id)
+def decline(frame: Frame, peer: Any) -> None:
+    """Say that ``frame`` came from ``peer`` and nobody will read it."""
+    if frame.message_id and frame.recording is not None:
+        frame.recording.decline_receive(peer, frame.message_id)
 
 
 class _Seeds:
@@ -230,7 +197,7 @@ class Encoding(pickle.Pickler):
         self.undo.append(undo)
 
     def note(self, note: Any, undo: Callable[[], None]) -> int:
-        """Send ``note`` beside the pickle; its place among them. ``undo``: see ``on_failure`` and ``Annotated``."""
+        """Send ``note`` beside the pickle; its place among them. ``undo``: see ``on_failure`` and `withdraw`."""
         self.on_failure(undo)
         self.notes.append(note)
         return len(self.notes) - 1
@@ -275,7 +242,7 @@ class Encoding(pickle.Pickler):
 class Decoding:
     """One message being read."""
 
-    __slots__ = ("buffers", "devices", "inline", "peer", "segments", "storages", "table", "tensors")
+    __slots__ = ("buffers", "devices", "forks", "inline", "peer", "segments", "storages", "table", "tensors")
 
     def __init__(
         self,
@@ -283,8 +250,10 @@ class Decoding:
         peer: Any = None,
         tensors: list[torch.Tensor] | None = None,
         segments: SegmentTable | None = None,
+        forks: Sequence[Any] = (),
     ) -> None:
         self.buffers: Sequence[memoryview] = buffers
+        self.forks: Sequence[Any] = forks
         self.peer: Any = peer
         self.tensors: list[torch.Tensor] | None = tensors
         self.segments: SegmentTable | None = segments

@@ -44,7 +44,7 @@ __all__ = [
     "has_devices",
     "read_device_table",
     "rebuild_on_device",
-    "withdraw",
+    "withdraw_lent",
     "write_device_table",
 ]
 
@@ -265,7 +265,7 @@ def discard(payload: bytes | memoryview, peer: Any) -> None:
         drop_tickets(read_device_table(payload)[0], peer)
 
 
-def withdraw(payload: bytes | memoryview, peer: Any) -> None:
+def withdraw_lent(payload: bytes | memoryview, peer: Any) -> None:
     """A message of ours that never arrived: take back what was lent for it."""
     for _, parts in read_device_table(payload)[0]:
         for _, _, how, what in parts:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from farcall.errors import RemoteError
-from farcall.serialize.pickler import Encoded, decode, encode
+from farcall.protocol.frames import FAILURE, Frame
+from farcall.serialize.pickler import read_value, write_value
 
 __all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
 
@@ -46,18 +46,23 @@ class ScriptError(torch.jit.Error, RuntimeError):
     """An error of TorchScript code on the other worker. A RuntimeError, too: callers did not choose how it is run."""
 
 
-def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Encoded:
-    """Return the payload and buffers of an exception raised on ``worker`` (its name or WorkerInfo)."""
+def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Frame:
+    """The failure, to be sent to ``peer``, of an exception raised on ``worker`` (its name or WorkerInfo)."""
     texts = (_type_name(error), _message(error), f"On {worker}:\n{_traceback(error)}")
-    reduction: bytes | None = None
-    buffers: Sequence[memoryview] = ()
-    try:
-        if isinstance(error, Exception):
-            reduction, buffers = _encode_reduction(error, peer)
-    except Exception:
-        # Its class, or what it carries, does not travel: the texts do.
-        reduction, buffers = None, ()
-    return pickle.dumps((*texts, reduction), 5), buffers
+    frame = Frame(FAILURE)
+    reduction: bytes | memoryview | None = None
+    if isinstance(error, Exception):
+        try:
+            reduced = _reduce(error)
+            try:
+                write_value(frame, reduced, peer)
+            except Exception:
+                write_value(frame, _without_unpicklable_state(reduced), peer)
+            reduction = frame.payload
+        except Exception:
+            pass  # its class, or what it carries, does not travel: the texts do
+    frame.payload = pickle.dumps((*texts, reduction), 5)
+    return frame
 
 
 def in_one_line(error: BaseException) -> str:
@@ -65,19 +70,20 @@ def in_one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {_message(error)}".split())
 
 
-def decode_failure(payload: bytes | memoryview, buffers: Sequence[memoryview] = (), peer: Any = None) -> BaseException:
-    """Return the exception to raise: of the original type, or a RemoteError that says what it was.
+def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
+    """The exception to raise: of the original type, or a RemoteError that says what it was.
 
     The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
     """
     try:
-        type_name, message, remote_traceback, reduction = pickle.loads(payload)
+        type_name, message, remote_traceback, reduction = pickle.loads(frame.payload)
     except Exception as error:
         return RemoteError(f"the call failed, and so did reading why: {type(error).__name__}: {error}")
     rebuilt: BaseException | None = None
     if reduction is not None:
         try:
-            rebuilt = _rebuild(decode(reduction, buffers, peer), message)
+            inner = Frame(FAILURE, payload=reduction, buffers=frame.buffers, forks=frame.forks)
+            rebuilt = _rebuild(read_value(inner, peer), message)
         except Exception:
             rebuilt = None
     if rebuilt is None:
@@ -87,14 +93,6 @@ def decode_failure(payload: bytes | memoryview, buffers: Sequence[memoryview] = 
         rebuilt.remote_traceback = remote_traceback  # type: ignore[attr-defined]
     rebuilt.__cause__ = RemoteTraceback(remote_traceback)
     return rebuilt
-
-
-def _encode_reduction(error: Exception, peer: Any) -> Encoded:
-    reduction = _reduce(error)
-    try:
-        return encode(reduction, peer)
-    except Exception:
-        return encode(_without_unpicklable_state(reduction), peer)
 
 
 def _reduce(error: Exception) -> _Reduction:
@@ -122,7 +120,7 @@ def _without_unpicklable_state(reduction: _Reduction) -> _Reduction:
 
 def _is_picklable(value: Any) -> bool:
     try:
-        encode(value)
+        write_value(Frame(FAILURE), value)
     except Exception:
         return False
     return True

@@ -44,7 +44,7 @@ _final: dict[bytes, Any] = {}  # operators and TorchScript functions: once defin
 def encode_function(function: Any) -> bytes | None:
     """Return the bytes that name ``function``, or None if it must be pickled with the arguments."""
     known = _written.get(id(function))
-    if known is not None and known[0] is function and policy._installed is None:
+    if known is not None and known[0] is function and policy.INSTALLED.pickler is None:
         module = sys.modules.get(known[1])
         found: Any = getattr(module, known[2], _missing)
         for name in known[3]:

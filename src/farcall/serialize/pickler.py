@@ -9,23 +9,24 @@ Owns the form of a payload. Pickle ends with b"." and ignores what follows, so t
     one of the above, of (data, tensors)  "C"   ``data`` was written by a pickler that the user installed
 
 Buffers: first pickle's own (numpy) in its order, then those of devices, then the storages' in reverse.
-It does not know frames, sockets or peers. Invariant: a failed ``encode`` leaves nothing behind.
+It does not know sockets or peers. Invariant: a failed ``write_value`` leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from farcall.errors import FunctionNotFound, RpcError, SerializationError
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.serialize import policy
 from farcall.serialize.context import (
+    CURRENT,
     SEEDS,
-    Annotated,
     Decoding,
     Encoding,
     current_decoding,
@@ -36,14 +37,11 @@ from farcall.serialize.context import (
 from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
 from farcall.serialize.diagnosis import find_culprit
 from farcall.serialize.policy import REDUCERS
-from farcall.serialize.recording import RECORDING, Recording
+from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_other
 
-__all__ = ["Encoded", "TablePickler", "decode", "encode", "encode_call", "encode_recorded", "is_custom"]
-
-Encoded = tuple[bytes, Sequence[memoryview]]
-"""A payload, and the memory that travels beside it; the views keep what they show alive."""
+__all__ = ["TablePickler", "is_custom", "read_value", "write_call", "write_value"]
 
 _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
@@ -57,66 +55,66 @@ _idle: list[Encoding] = []
 _MOST_IDLE = 64
 
 
-def encode(
-    value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None, is_request: bool = False
-) -> Encoded:
-    """Return the payload and buffers of ``value``.
+def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
+    """Write ``value``, for ``peer``, into ``frame``: its payload, its buffers, the forks of references in it.
 
-    ``peer`` is whom it is for. Every tensor met is appended to ``tensors``, if given, in the order in which
-    ``decode`` meets them. ``is_request``: see ``Encoding``.
+    The buffers keep what they show alive. If the frame belongs to a distributed autograd context, its tensors are
+    recorded there, in the order in which the reader meets them.
     """
     try:
-        # Taken out while in use, so that a reducer may encode another message.
+        # Taken out while in use, so that a reducer may write another message.
         encoding = _idle.pop()
     except IndexError:
         encoding = Encoding(reduce_other)
+    recording = frame.recording
     encoding.peer = peer
+    tensors: list[torch.Tensor] | None = None if recording is None else []
     encoding.tensors = tensors
-    encoding.is_request = is_request
+    encoding.is_request = frame.kind == REQUEST
     try:
         encoding.dump(value)
         chunks = encoding.chunks
-        payload = _PRELUDE + chunks[0] if len(chunks) == 1 else b"".join((_PRELUDE, *chunks))
-        buffers: Sequence[memoryview] = ()
+        frame.payload = _PRELUDE + chunks[0] if len(chunks) == 1 else b"".join((_PRELUDE, *chunks))
         if encoding.contextual:
-            payload, buffers = _complete(encoding, payload)
+            _complete(encoding, frame)
             if encoding.undo:
-                buffers = Annotated(buffers, encoding.notes, encoding.undo)
+                frame.forks, frame.undo = encoding.notes, encoding.undo
         elif encoding.buffers:
-            buffers = encoding.buffers
+            frame.buffers = encoding.buffers
     except BaseException as error:
         _undo(encoding)
         if not isinstance(error, Exception) or _says_it_all(error):
             raise
-        raise _explain(value, error, is_request) from error
+        raise _explain(value, error, frame.kind == REQUEST) from error
     encoding.reset()
     if len(_idle) < _MOST_IDLE:
         _idle.append(encoding)
-    return payload, buffers
+    if tensors is not None:
+        frame.message_id = recording.record_send(peer, tensors)
 
 
-def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None) -> Encoded:
-    """Like ``encode``, but by the pickler the user installed, if any: for a call's function and arguments.
+def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
+    """Like `write_value`, for a call's function and arguments: by the pickler the user installed, if any.
 
-    In a distributed autograd context the message is recorded there.
+    The frame belongs to the distributed autograd context that the calling code is in.
     """
     recording = RECORDING.get()
-    if recording is not None and tensors is None and recording.admits(peer):
-        return encode_recorded(recording, value, peer, encode_call)
-    pickler = policy.installed_pickler()
+    if recording is not None and recording.admits(peer):
+        frame.recording = recording
+    pickler = policy.INSTALLED.pickler
     if pickler is None:
-        return encode(value, peer, tensors, True)
+        write_value(frame, value, peer)
+        return
     outer = Encoding(reduce_other)
     outer.peer = peer
     previous = enter_encoding(outer)
     try:
         data, table = pickler.serialize(value)
         # A writable buffer leaves the pickle when it is large; bytes would not.
-        written = pickle.PickleBuffer(data)
-        payload, buffers = encode((written, tuple(table)), peer, tensors, True)
+        write_value(frame, (pickle.PickleBuffer(data), tuple(table)), peer)
+        frame.payload = bytes(frame.payload) + _CUSTOM
         if outer.notes:
-            inner = buffers.undo if buffers.__class__ is Annotated else ()
-            buffers = Annotated(buffers, outer.notes, (*outer.undo, *inner))
+            frame.forks, frame.undo = outer.notes, (*outer.undo, *frame.undo)
     except BaseException as error:
         _undo(outer)
         if not isinstance(error, Exception) or _says_it_all(error):
@@ -126,23 +124,6 @@ def encode_call(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None
         ) from error
     finally:
         enter_encoding(previous)
-    return payload + _CUSTOM, buffers
-
-
-def encode_recorded(
-    recording: Recording,
-    value: Any,
-    peer: Any,
-    encode: Callable[[Any, Any, list[torch.Tensor]], Encoded] = encode,
-) -> Encoded:
-    """Like ``encode``, for a message of a distributed autograd context."""
-    tensors: list[torch.Tensor] = []
-    payload, buffers = encode(value, peer, tensors)
-    message_id = recording.record_send(peer, tensors)
-    if buffers.__class__ is Annotated:
-        buffers.recording, buffers.message_id = recording, message_id
-        return payload, buffers
-    return payload, Annotated(buffers, [], (), recording, message_id)
 
 
 def is_custom(payload: bytes | memoryview) -> bool:
@@ -150,34 +131,52 @@ def is_custom(payload: bytes | memoryview) -> bool:
     return payload[-1] == _CUSTOM[0]
 
 
-def decode(
+def read_value(frame: Frame, peer: Any = None) -> Any:
+    """Rebuild the value that `write_value` wrote.
+
+    Tensors and arrays lie over the frame's buffers, whose memoryview objects live as long as what was built on them;
+    read-only ones are copied. If the frame belongs to a distributed autograd context, its tensors are recorded there.
+    """
+    if not frame.message_id or frame.recording is None:
+        return _read(frame.payload, frame.buffers, frame.forks, peer)
+    tensors: list[torch.Tensor] = []
+    try:
+        value = _read(frame.payload, frame.buffers, frame.forks, peer, tensors)
+    except BaseException:
+        frame.recording.decline_receive(peer, frame.message_id)
+        raise
+    frame.recording.record_receive(peer, frame.message_id, tensors)
+    return value
+
+
+def _read(
     payload: bytes | memoryview,
-    buffers: Sequence[memoryview] = (),
-    peer: Any = None,
+    buffers: Sequence[memoryview],
+    forks: Sequence[Any],
+    peer: Any,
     tensors: list[torch.Tensor] | None = None,
 ) -> Any:
-    """Rebuild the value of ``encode``.
-
-    Tensors and arrays lie over ``buffers``, whose memoryview objects live as long as what was built on them;
-    read-only ones are copied. Tensors met are appended to ``tensors``, if given; those of a message of a
-    distributed autograd context are recorded there.
-    """
-    if buffers.__class__ is Annotated and buffers.message_id and tensors is None:
-        return _decode_recorded(payload, buffers, peer)
+    """Rebuild the value of a payload; tensors met are appended to ``tensors``, if given."""
+    devices = None
     try:
         form = payload[-1]
         if form == _PLAIN:
             return _loads(payload, buffers=map(_owning, buffers)) if buffers else _loads(payload)
         if form == _CUSTOM[0]:
-            return _decode_custom(payload, buffers, peer, tensors)
+            data, table = _read(memoryview(payload)[:-1], buffers, forks, peer, tensors)
+            return _read_custom(bytes(data), table, forks, peer)
         if form == DEVICES_FORM:
-            return _decode_with_devices(payload, buffers, peer, tensors)
+            devices, payload = read_device_table(payload)
+            form = payload[-1]
         segments = _read_table(payload) if form == _SEGMENTED[0] else None
-        previous = enter_decoding(Decoding(buffers, peer, tensors, segments))
+        decoding = Decoding(buffers, peer, tensors, segments, forks)
+        decoding.devices = devices
+        current = CURRENT
+        previous, current.decoding = current.decoding, decoding
         try:
             return _loads(payload, buffers=map(_owning, buffers))
         finally:
-            enter_decoding(previous)
+            current.decoding = previous
     except SerializationError:
         raise
     except Exception as error:
@@ -190,37 +189,19 @@ def decode(
                 else ""
             )
         ) from error
-
-
-def _decode_with_devices(
-    payload: bytes | memoryview, buffers: Sequence[memoryview], peer: Any, tensors: list[torch.Tensor] | None
-) -> Any:
-    """Read a message with tensors on devices; whatever comes of it, what was lent for it is given back."""
-    table, payload = read_device_table(payload)
-    try:
-        segments = _read_table(payload) if payload[-1] == _SEGMENTED[0] else None
-        decoding = Decoding(buffers, peer, tensors, segments)
-        decoding.devices = table
-        previous = enter_decoding(decoding)
-        try:
-            return _loads(payload, buffers=map(_owning, buffers))
-        finally:
-            enter_decoding(previous)
     finally:
-        drop_tickets(table, peer)
+        if devices is not None:
+            drop_tickets(devices, peer)  # whatever came of it, give back what was lent for it and not taken
 
 
-def _decode_recorded(payload: bytes | memoryview, buffers: Annotated, peer: Any) -> Any:
-    recording, message_id = buffers.recording, buffers.message_id
-    assert recording is not None
-    tensors: list[torch.Tensor] = []
+def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:
+    """Rebuild what a pickler of the user wrote: by the one installed here, else by the default."""
+    pickler = policy.INSTALLED.pickler or TablePickler()
+    previous = enter_decoding(Decoding((), peer, forks=forks))
     try:
-        value = decode(payload, buffers, peer, tensors)
-    except BaseException:
-        recording.decline_receive(peer, message_id)
-        raise
-    recording.record_receive(peer, message_id, tensors)
-    return value
+        return pickler.deserialize(data, list(table))
+    finally:
+        enter_decoding(previous)
 
 
 class TablePickler:
@@ -243,7 +224,7 @@ class TablePickler:
         previous = enter_decoding(decoding)
         if previous is not None:
             decoding.peer = previous.peer
-            decoding.buffers = previous.buffers
+            decoding.forks = previous.forks
         try:
             return _loads(data)
         finally:
@@ -278,36 +259,25 @@ class _TableWriter(pickle.Pickler):
         return NotImplemented
 
 
-def _decode_custom(
-    payload: bytes | memoryview, buffers: Sequence[memoryview], peer: Any, tensors: list[torch.Tensor] | None
-) -> Any:
-    data, table = decode(memoryview(payload)[:-1], buffers, peer, tensors)
-    pickler = policy.installed_pickler() or TablePickler()
-    previous = enter_decoding(Decoding(buffers if type(buffers) is Annotated else (), peer))
-    try:
-        return pickler.deserialize(bytes(data), list(table))
-    finally:
-        enter_decoding(previous)
-
-
-def _complete(encoding: Encoding, payload: bytes) -> Encoded:
+def _complete(encoding: Encoding, frame: Frame) -> None:
     """Add to a pickle what is known only at its end: which memory its storages need."""
+    device_table = b""
     if encoding.device_records is not None:
         # First of all: what they leave to the host goes behind pickle's own buffers.
-        devices = write_device_table(encoding)
-        encoding.device_records = None
-        payload, buffers_ = _complete(encoding, payload)
-        return payload + devices, buffers_
+        device_table = write_device_table(encoding)
+    payload = bytes(frame.payload)
     if not encoding.records:
-        return payload + _CONTEXTUAL, encoding.buffers
+        frame.payload = payload + _CONTEXTUAL + device_table
+        frame.buffers = encoding.buffers
+        return
     buffers, table = plan(encoding.records)
     buffers.reverse()
-    if encoding.buffers:
-        buffers = encoding.buffers + buffers
+    frame.buffers = encoding.buffers + buffers if encoding.buffers else buffers
     if table is None:
-        return payload + _CONTEXTUAL, buffers
-    written = pickle.dumps(table, 5)
-    return b"".join((payload, written, _table_length.pack(len(written)), _SEGMENTED)), buffers
+        frame.payload = payload + _CONTEXTUAL + device_table
+    else:
+        written = pickle.dumps(table, 5)
+        frame.payload = b"".join((payload, written, _table_length.pack(len(written)), _SEGMENTED, device_table))
 
 
 def _read_table(payload: bytes | memoryview) -> SegmentTable:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from farcall.serialize.context import Encoding
 
-__all__ = ["REDUCERS", "Reducer", "RpcPickler", "installed_pickler", "register_reducer", "use_rpc_pickler"]
+__all__ = ["INSTALLED", "REDUCERS", "Reducer", "RpcPickler", "installed_pickler", "register_reducer", "use_rpc_pickler"]
 
 Reducer = Callable[[Any, "Encoding"], Any]
 """``reducer(object, encoding) -> reduce tuple``, as ``__reduce_ex__`` returns it, or NotImplemented."""
@@ -36,7 +36,14 @@ class RpcPickler(Protocol):
 # Read on every object that is not a builtin, so it is a plain dict and not a function.
 REDUCERS: dict[type[Any], Reducer] = {}
 
-_installed: RpcPickler | None = None
+
+class _Installed:
+    """The pickler of the innermost active ``use_rpc_pickler`` block, of all threads."""
+
+    pickler: RpcPickler | None = None
+
+
+INSTALLED = _Installed()
 
 
 def register_reducer(cls: type[Any], reducer: Reducer) -> None:
@@ -50,7 +57,7 @@ def register_reducer(cls: type[Any], reducer: Reducer) -> None:
 
 def installed_pickler() -> RpcPickler | None:
     """Return the pickler installed by an active ``use_rpc_pickler`` block, or None."""
-    return _installed
+    return INSTALLED.pickler
 
 
 @contextmanager
@@ -61,10 +68,8 @@ def use_rpc_pickler(pickler: RpcPickler) -> Iterator[None]:
     pickler installed there, or, when there is none, by ``TablePickler``, which reads anything that plain
     pickle reads (``cloudpickle`` output too).
     """
-    global _installed
-    previous = _installed
-    _installed = pickler
+    previous, INSTALLED.pickler = INSTALLED.pickler, pickler
     try:
         yield
     finally:
-        _installed = previous
+        INSTALLED.pickler = previous

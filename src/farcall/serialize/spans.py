@@ -98,17 +98,20 @@ def plan(records: list[StorageRecord]) -> tuple[list[memoryview], SegmentTable |
     table: SegmentTable = []
     needs_table = False
     for record in records:
-        segments = _segments(record, buffers)
+        storage, views = record.storage, record.views
+        low, high, dtype, shape, _, _ = views[0]
+        if low == 0 and len(views) == 1 and math.prod(shape) * dtype.itemsize == high == storage.nbytes():
+            # The usual tensor fills its storage: no parts to find, and no table to tell of them.
+            buffers.append(memory_of(storage, 0, high))
+            table.append([(0, None, False)])
+            continue
+        segments = [
+            _whole(storage, low, high, buffers) if view is None else _compact(storage, view, buffers)
+            for low, high, view in parts_of(views)
+        ]
         needs_table = needs_table or len(segments) != 1 or segments[0] != (0, None, False)
         table.append(segments)
     return buffers, table if needs_table else None
-
-
-def _segments(record: StorageRecord, buffers: list[memoryview]) -> list[Segment]:
-    return [
-        _whole(record.storage, low, high, buffers) if view is None else _compact(record.storage, view, buffers)
-        for low, high, view in parts_of(record.views)
-    ]
 
 
 def parts_of(views: list[View]) -> list[tuple[int, int, View | None]]:

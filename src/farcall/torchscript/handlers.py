@@ -16,7 +16,7 @@ import torch
 from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
-from farcall.rpc.call import call_async as issue
+from farcall.rpc.future import call_async as issue
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.owner_calls import wait_for_value
 from farcall.rpc.rref import RRef

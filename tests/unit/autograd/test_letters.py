@@ -9,7 +9,7 @@ import torch
 
 from farcall.autograd.gradient_messages import GRADIENTS, decode_letters, encode_letters
 from farcall.autograd.passes import Gradient, Letter
-from farcall.protocol.frames import LETTER, Arrived
+from farcall.protocol.frames import LETTER, Frame
 from farcall.protocol.gradients import AbortPass, PassDone, PassFailed, PassId, ReleaseContext, StartPass
 from farcall.protocol.messages import ProtocolError
 
@@ -18,9 +18,7 @@ PASS = PassId(3, 7)
 
 
 def there_and_back(letters: list[Letter]) -> list[Letter]:
-    flags, payload, buffers = encode_letters(letters, NOBODY)
-    frame: Arrived = (LETTER, flags, GRADIENTS, b"", b"", payload, list(buffers))
-    return decode_letters(frame, NOBODY)
+    return decode_letters(encode_letters(letters, NOBODY), NOBODY)
 
 
 def test_what_steers_a_pass() -> None:
@@ -32,8 +30,8 @@ def test_what_steers_a_pass() -> None:
         ReleaseContext(5),
     ]
     assert there_and_back(letters) == letters
-    flags, _, buffers = encode_letters(letters, NOBODY)
-    assert (flags, buffers) == (0, ())
+    frame = encode_letters(letters, NOBODY)
+    assert (frame.flags, frame.buffers) == (0, ())
 
 
 def test_gradients_come_after_it() -> None:
@@ -64,4 +62,4 @@ def test_gradients_come_after_it() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"\x91\x81\xa4type\xa4Nope"])
 def test_what_is_no_letter_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot read letters"):
-        decode_letters((LETTER, 0, GRADIENTS, b"", b"", payload, ()), NOBODY)
+        decode_letters(Frame(LETTER, 0, GRADIENTS, payload=payload), NOBODY)

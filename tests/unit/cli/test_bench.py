@@ -12,11 +12,9 @@ from rich.console import Console
 
 from farcall.cli.bench import measure
 from farcall.cli.bench.cases import CASES
-from farcall.cli.bench.driver import CONTENDERS
-from farcall.cli.bench.plot import as_svg
-from farcall.cli.bench.report import as_json, figure, print_results, print_verdicts
-from farcall.cli.bench.results import Results
-from farcall.cli.bench.targets import TARGETS, Verdict, judge
+from farcall.cli.bench.contenders import CONTENDERS
+from farcall.cli.bench.report import as_json, as_svg, figure, print_results, print_verdicts
+from farcall.cli.bench.results import TARGETS, Results, Verdict, judge
 
 
 def results_of(case_name: str, statistic: str, **values: Iterable[float]) -> Results:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from farcall.cli.demo import picture, play, show, task
-from farcall.cli.demo.figures import OPERATIONS, Death, Figures, Outage, Step, latency_s
+from farcall.cli.demo import picture, play, show, training
+from farcall.cli.demo.play import Death, Figures, latency_s
+from farcall.cli.demo.training import OPERATIONS, Outage, Step
 from farcall.cli.team import TeamError
 
 
@@ -24,16 +25,16 @@ def figures() -> Figures:
 
 
 def test_points_are_the_same_for_the_same_seed_and_few_are_held_out_twice() -> None:
-    points, labels = task.spirals(100, 7)
-    again, _ = task.spirals(100, 7)
+    points, labels = training.spirals(100, 7)
+    again, _ = training.spirals(100, 7)
     assert torch.equal(points, again)
     assert set(labels.tolist()) == {0.0, 1.0}
     assert points.abs().max() < 1.2
-    assert not torch.equal(task.held_out()[0][:100], points)
+    assert not torch.equal(training.held_out()[0][:100], points)
 
 
 def test_a_shared_layer_lets_its_weights_change_between_forward_and_backward() -> None:
-    layer = task.SharedLinear(2, 2)
+    layer = training.SharedLinear(2, 2)
     inputs = torch.ones(1, 2, requires_grad=True)
     loss = layer(inputs).sum()
     before = layer.weight.detach().clone()

@@ -168,7 +168,8 @@ def test_what_cannot_be_served_says_what_to_do_when_it_is_used() -> None:
 
 
 def test_reducers_of_programs_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farcall.serialize import decode, encode
+    from tests.kit.values import decode, encode
+
     from farcall.serialize.policy import REDUCERS
 
     monkeypatch.setattr(internal, "REDUCERS", REDUCERS)

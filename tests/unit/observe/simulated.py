@@ -11,7 +11,7 @@ from bisect import bisect_right
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard.access import REALM
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
-from farcall.observe.observer import Heard
+from farcall.observe.observer import Answers
 from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S
@@ -57,7 +57,7 @@ class SimulatedObserver:
             self._calls[caller, callee, function] = (buckets, failed)
             self._bytes[caller, callee] = self._bytes.get((caller, callee), 0) + int(rate * 4096 * wave)
 
-    def metrics(self) -> Heard[Metrics]:
+    def metrics(self) -> Answers[Metrics]:
         self._go_on()
         called: dict[int, list[CallMetrics]] = {}
         served: dict[int, list[CallMetrics]] = {}
@@ -98,9 +98,9 @@ class SimulatedObserver:
             )
             for rank, name in enumerate(self.names[:-2])
         ]
-        return Heard("4f0c2b9d", answers, self._silent)
+        return Answers("4f0c2b9d", answers, self._silent)
 
-    def snapshots(self) -> Heard[WorkerSnapshot]:
+    def snapshots(self) -> Answers[WorkerSnapshot]:
         answers = []
         for rank, name in enumerate(self.names[:-2]):
             moving = self._random.randrange(1 << 40)
@@ -112,9 +112,9 @@ class SimulatedObserver:
             pool = PoolView(16, 16, 4, 1, 0)
             threads = [thread, ThreadView(8, "farcall-worker", 1.0, moving, STACK[::-1])]
             answers.append(WorkerSnapshot(name, rank, 1000 + rank, "node00", "running", pool, calls, served, threads))
-        return Heard("4f0c2b9d", answers, self._silent)
+        return Answers("4f0c2b9d", answers, self._silent)
 
-    def events(self) -> Heard[WorkerEvents]:
+    def events(self) -> Answers[WorkerEvents]:
         now = time.time()
         first, last = self.names[0], self.names[-1]
         happened = [
@@ -126,7 +126,7 @@ class SimulatedObserver:
             LoggedEvent(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
             LoggedEvent(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
         ]
-        return Heard("4f0c2b9d", [WorkerEvents(first, happened)], self._silent)
+        return Answers("4f0c2b9d", [WorkerEvents(first, happened)], self._silent)
 
     def interrupt(self) -> None:
         pass

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from farcall.cli.top import page
+from farcall.cli.live import page
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
-from farcall.observe.observer import Heard
+from farcall.observe.observer import Answers
 from farcall.observe.rates import rows
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
@@ -122,7 +122,7 @@ def test_sixteen_workers_fit_a_terminal(columns: int) -> None:
         for rank in range(16)
     ]
     text = io.StringIO()
-    Console(file=text, width=columns).print(page(Heard("id", found, [WorkerState("lost", 16, "gone")]), [], columns))
+    Console(file=text, width=columns).print(page(Answers("id", found, [WorkerState("lost", 16, "gone")]), [], columns))
     lines = text.getvalue().splitlines()
     assert len(lines) <= 23
     assert "…" not in text.getvalue()

@@ -144,7 +144,7 @@ def test_remains_carry_what_both_ends_count_and_create_nothing() -> None:
     data = remains_of(notes, [ticket])
     decoder.writable()[: len(data)] = data
     (frame,) = decoder.received(len(data))
-    assert frame[:4] == (RESPONSE, 0, 0, b"")
-    assert decode_notes(frame[4]) == Notes(context_id=3, message_id=4)
-    assert list(frame[6]) == [ticket]
+    assert (frame.kind, frame.flags, frame.call_id, frame.function) == (RESPONSE, 0, 0, b"")
+    assert decode_notes(frame.notes) == Notes(context_id=3, message_id=4)
+    assert list(frame.buffers) == [ticket]
     assert remains_of(b"", []) == encode_small(RESPONSE, 0, 0, b"", b"", b"")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kit.values import encode
 
 from farcall.errors import (
     Delivery,
@@ -22,11 +23,12 @@ from farcall.errors import (
     SerializationError,
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.frames import REQUEST, RESPONSE
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
-from farcall.rpc.call import call_async, call_sync
+from farcall.rpc.call import call_sync
 from farcall.rpc.deferred import UNKNOWN_OWNER_S
+from farcall.rpc.future import call_async
 from farcall.rpc.owned_value import Owned
 from farcall.rpc.proxy import Proxy
 from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
@@ -34,7 +36,7 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import StoredFailure
 from farcall.runtime.io.timers import NEVER, Timers
-from farcall.serialize import Annotated, encode, encode_failure
+from farcall.serialize import encode_failure
 
 ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "owner", "other")))
 
@@ -148,13 +150,13 @@ def local(references: NodeReferences, value: Any) -> RRef[Any]:
 
 
 def create(references: NodeReferences, node: FakeNode, timeout_s: float = 60.0) -> RRef[Any]:
-    return references.create(node.peer(OWNER.id), print, b"f", b"", (), timeout_s)  # type: ignore[arg-type]
+    return references.create(node.peer(OWNER.id), print, Frame(REQUEST, function=b"f"), timeout_s)  # type: ignore[arg-type]
 
 
 def answer(node: FakeNode) -> None:
     for call_id, call in list(node.calls.pending.items()):
         node.calls.claim(call_id)
-        call.on_answer((RESPONSE, 0, call_id, b"", b"", b"", ()))
+        call.on_answer(Frame(RESPONSE, 0, call_id))
 
 
 # ---------------------------------------------------------------------- values
@@ -287,16 +289,17 @@ def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
 # ---------------------------------------------------------------------- messages with notes
 
 
-def take_forks(references: NodeReferences, sender: Any, kind: int, *forks: Fork) -> Any:
+def take_forks(references: NodeReferences, sender: Any, kind: int, *forks: Fork) -> Frame:
     notes = Notes(list(forks))
-    return references.take_forks(sender, (kind, 0, 1, b"f", encode_notes(notes), b"", ()), notes)
+    frame = Frame(kind, 0, 1, b"f", encode_notes(notes))
+    assert references.take_forks(sender, frame, notes)
+    return frame
 
 
 def test_forks_of_a_message_that_nobody_reads_are_released(references: NodeReferences, node: FakeNode) -> None:
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), owner=OWNER.id, holder=ME.id, number=1)
     noted = take_forks(references, node.peer(OWNER.id), RESPONSE, fork)
-    assert noted is not None
-    assert isinstance(noted[6], Annotated)
+    assert len(noted.forks) == 1
     assert references.counts().users == 1
     del noted
     references.drop_all(0.0)
@@ -315,22 +318,22 @@ def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: Nod
     node.turn_clock(now + 1.0)
     assert owner.sent == [Register([fork])]
     node.hooks["Confirm"](owner, Confirm([(fork.ref, fork.fork_id)]))
-    assert noted is not None
-    assert isinstance(noted[6], Annotated)
-    assert noted[6].notes[0].confirmed_by_owner()
+    assert noted.forks[0].confirmed_by_owner()
 
 
-def creation_came(references: NodeReferences, sender: Any, number: int) -> Any:
+def creation_came(references: NodeReferences, sender: Any, number: int) -> Frame:
     fork = Fork(RefId(OTHER.id, number), ForkId(OTHER.id, number + 1), owner=ME.id, holder=OTHER.id, number=number)
     notes = Notes([], created=fork)
-    return references.take_forks(sender, (REQUEST, KEEP, 1, b"f", encode_notes(notes), b"", ()), notes)
+    frame = Frame(REQUEST, KEEP, 1, b"f", encode_notes(notes))
+    assert references.take_forks(sender, frame, notes)
+    return frame
 
 
 def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeReferences, node: FakeNode) -> None:
     early = references.find(RefId(OTHER.id, 1))
     assert not early.ready
     noted = creation_came(references, node.peer(OTHER.id), 1)
-    assert noted[6].notes[0] is early
+    assert noted.forks[0] is early
     # One that is older than what came is gone, and a dead member creates nothing more.
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 0))
@@ -392,9 +395,8 @@ def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: Node
     node.hooks["gone"](node.peer(OTHER.id))
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=ME.id, number=1)
     noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
-    assert noted is not None
     with pytest.raises(ReferenceLost):
-        noted[6].notes[0].local_value()
+        noted.forks[0].local_value()
     assert references.pending_values() == 0
     assert references._values.places == {}
 
@@ -443,9 +445,9 @@ class GrowingNode(FakeNode):
         function()
 
 
-def _message_with(fork: Fork) -> tuple[Any, Notes]:
+def _message_with(fork: Fork) -> tuple[Frame, Notes]:
     notes = Notes([fork])
-    return (RESPONSE, 0, 1, b"", encode_notes(notes), b"", ()), notes
+    return Frame(RESPONSE, 0, 1, notes=encode_notes(notes)), notes
 
 
 def test_a_message_waits_for_word_of_the_owner_of_what_it_brings() -> None:
@@ -454,7 +456,7 @@ def test_a_message_waits_for_word_of_the_owner_of_what_it_brings() -> None:
     node.hooks["joined"](node.peer(OTHER.id))
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
-    assert references.take_forks(node.peer(OTHER.id), message, notes) is None  # type: ignore[arg-type]
+    assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
     assert node.redelivered == []
     node.hooks["joined"](node.peer(OWNER.id))
     assert node.redelivered == [message]
@@ -465,7 +467,7 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     references = NodeReferences(node)  # type: ignore[arg-type]
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
-    assert references.take_forks(node.peer(OTHER.id), message, notes) is None  # type: ignore[arg-type]
+    assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
     due = node.timers.next_due
     node.turn_clock(due - 0.1)
     assert node.redelivered == []

@@ -10,10 +10,11 @@ import torch
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.calls.pending import CallTable, PendingCall, name_of
 from farcall.runtime.io.timers import NEVER, Timers
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize.context import Annotated, IfUnsent
+from farcall.serialize.context import IfUnsent
 
 
 class FakePeer(Peer):
@@ -114,17 +115,17 @@ class StuckPeer(FakePeer):
         super().__init__("stuck")
         self.table = table
 
-    def send(self, *message: Any) -> None:
-        message[6].left = True
+    def send(self, frame: Frame, *_: Any) -> None:
+        frame.handed_over = True
         self.table.fail_overdue(1e9)
         raise RpcTimeout("took no bytes", Delivery.NOT_SENT)
 
 
 def test_what_goes_with_a_call_is_withdrawn_also_where_another_thread_fails_it(table: CallTable) -> None:
     withdrawn: list[str] = []
-    buffers = Annotated([], [], [IfUnsent(lambda: withdrawn.append("lent")), lambda: withdrawn.append("fork")])
+    undo = [IfUnsent(lambda: withdrawn.append("lent")), lambda: withdrawn.append("fork")]
     call = Call(1.0, StuckPeer(table))
-    table.send(call, b"f", b"", b"", buffers)
+    table.send(call, Frame(REQUEST, function=b"f", undo=undo))
     assert len(call.failures) == 1
     assert withdrawn == ["lent", "fork"]
 

@@ -72,14 +72,14 @@ def test_frames_come_in_order_whatever_the_pieces(ends: tuple[End, End]) -> None
     for number in range(200):
         left.link.outgoing.send(small(number), more=number % 3 == 0)
     left.link.outgoing.flush()
-    assert [right.next()[2] for _ in range(200)] == list(range(200))
+    assert [right.next().call_id for _ in range(200)] == list(range(200))
 
 
 def test_bytes_behind_the_handshake_are_frames() -> None:
     near, far = memory_pair()
     end = End("late", near, start=False)
     end.link.start(small(1) + small(2))
-    assert [end.next()[2] for _ in range(2)] == [1, 2]
+    assert [end.next().call_id for _ in range(2)] == [1, 2]
     end.close()
     far.close()
 
@@ -131,7 +131,7 @@ def test_large_frames_both_ways_at_once(ends: tuple[End, End]) -> None:
     for thread in threads:
         thread.start()
     for end in ends:
-        assert bytes(end.next()[6][0][:3]) == b"\7\7\7"  # type: ignore[index, arg-type]
+        assert bytes(end.next().buffers[0][:3]) == b"\7\7\7"
     for thread in threads:
         thread.join(PATIENCE_S)
 
@@ -141,7 +141,7 @@ def test_io_threads_that_both_write_still_read(ends: tuple[End, End]) -> None:
     for end in ends:
         end.loop.call_soon(lambda end=end: end.link.outgoing.send_pieces(large(3)))
     for end in ends:
-        assert end.next()[2] == 3
+        assert end.next().call_id == 3
 
 
 def test_many_threads_tear_no_frame(ends: tuple[End, End]) -> None:
@@ -157,7 +157,7 @@ def test_many_threads_tear_no_frame(ends: tuple[End, End]) -> None:
     threads = [threading.Thread(target=work, args=(first,)) for first in range(0, 160, 20)]
     for thread in threads:
         thread.start()
-    assert sorted(right.next()[2] for _ in range(160)) == list(range(160))
+    assert sorted(right.next().call_id for _ in range(160)) == list(range(160))
     for thread in threads:
         thread.join(PATIENCE_S)
 
@@ -171,7 +171,7 @@ def test_a_handler_that_fails_after_its_role_was_taken_away_disturbs_nobody(capl
 
     def on_frame(frame: Frame) -> None:
         readers.add(threading.get_ident())
-        if frame[2] == 0:
+        if frame.call_id == 0:
             receiver.link.watch()
             assert read_on.wait(PATIENCE_S)
             raise RuntimeError("a bug")
@@ -183,12 +183,12 @@ def test_a_handler_that_fails_after_its_role_was_taken_away_disturbs_nobody(capl
     try:
         for number in range(20):
             sender.link.outgoing.send(small(number))
-        assert [receiver.next()[2] for _ in range(19)] == list(range(1, 20))
+        assert [receiver.next().call_id for _ in range(19)] == list(range(1, 20))
         while "a bug" not in caplog.text:
             read_on.wait(0.01)
         for number in range(20, 40):
             sender.link.outgoing.send(small(number))
-        assert [receiver.next()[2] for _ in range(20)] == list(range(20, 40))
+        assert [receiver.next().call_id for _ in range(20)] == list(range(20, 40))
         assert len(readers) == 2
         assert len([line for line in caplog.records if line.levelname == "ERROR"]) == 1
         assert "unlocked" not in caplog.text

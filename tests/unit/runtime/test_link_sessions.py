@@ -44,8 +44,8 @@ class End:
         self.link.start()
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame[0] == CONTROL:
-            self.link.session.on_acknowledged(frame[2])
+        if frame.kind == CONTROL:
+            self.link.session.on_acknowledged(frame.call_id)
         else:
             self.frames.put(frame)
 
@@ -57,7 +57,7 @@ class End:
         return self.may_return
 
     def next(self) -> int:
-        return self.frames.get(timeout=PATIENCE_S)[2]
+        return self.frames.get(timeout=PATIENCE_S).call_id
 
     def on_loop(self, action: object) -> None:
         """Run ``action`` on the I/O thread, and wait for it."""

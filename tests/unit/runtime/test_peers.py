@@ -11,7 +11,7 @@ from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import REQUEST, RESPONSE, FrameDecoder
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame, FrameDecoder
 from farcall.protocol.session import Unkept
 from farcall.runtime.peers.peer import RemotePeer
 
@@ -45,7 +45,7 @@ class Link:
         found = []
         for data in self.sent:
             decoder.writable()[: len(data)] = data
-            found += [messages.decode_message(frame[5]) for frame in decoder.received(len(data))]
+            found += [messages.decode_message(frame.payload) for frame in decoder.received(len(data))]
         return found
 
 
@@ -124,7 +124,7 @@ def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(ki
     ticket = (0, 7, 512, 100, (), b"event")
     table = pickle.dumps([("cuda:0", [(0, False, 0, ticket), (100, False, 2, b"bytes")])], 5)
     payload = b"any" + table + len(table).to_bytes(4, "little") + b"D"
-    peer.send(kind, 0, 1, b"", b"", payload, [memoryview(bytes(1 << 20))])
+    peer.send(Frame(kind, 0, 1, payload=payload, buffers=[memoryview(bytes(1 << 20))]))
     assert devices.taken_back == []
     kept[0].lost()
     assert devices.taken_back == [ticket]

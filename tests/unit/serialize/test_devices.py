@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.values import decode, encode, encode_call
 
 from farcall.errors import Delivery, NetworkError, SerializationError
-from farcall.serialize import decode, discard, encode, encode_call, has_devices, map_cpu_tensors
-from farcall.serialize.context import Annotated, IfUnsent
+from farcall.protocol.frames import REQUEST, Frame
+from farcall.serialize import discard, has_devices, map_cpu_tensors, withdraw
+from farcall.serialize.context import IfUnsent
 from farcall.serialize.devices import DEVICES_FORM, read_device_table
 from farcall.serialize.policy import REDUCERS
 
@@ -154,10 +156,9 @@ def test_what_was_lent_is_taken_back_only_if_the_message_cannot_have_arrived(
     left: bool, delivery: Delivery, taken_back: int
 ) -> None:
     log: list[str] = []
-    message = Annotated([], [], [IfUnsent(lambda: log.append("lent")), lambda: log.append("noted")])
-    message.left = left
+    frame = Frame(REQUEST, undo=[IfUnsent(lambda: log.append("lent")), lambda: log.append("noted")], handed_over=left)
     try:
         raise NetworkError("gone", delivery)
     except NetworkError:
-        message.withdraw()
+        withdraw(frame)
     assert log == ["lent"] * taken_back + ["noted"]

@@ -11,6 +11,7 @@ import torch
 
 from farcall.errors import MissingPeers, RemoteError, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.frames import FAILURE, Frame
 from farcall.serialize import decode_failure, encode_failure
 
 WORKER = WorkerInfo("trainer", 3)
@@ -29,8 +30,9 @@ def raised(error, cause=None):
 
 
 def brought(error, cause=None):
-    payload, buffers = encode_failure(raised(error, cause), WORKER)
-    return decode_failure(payload, [memoryview(bytearray(buffer)) for buffer in buffers])
+    frame = encode_failure(raised(error, cause), WORKER)
+    frame.buffers = [memoryview(bytearray(buffer)) for buffer in frame.buffers]
+    return decode_failure(frame)
 
 
 class Simple(Exception):
@@ -136,8 +138,7 @@ def test_remote_traceback_is_there_and_printed():
 
 def test_a_failure_passed_on_keeps_the_first_traceback():
     first = brought(ValueError("deep"))
-    payload, buffers = encode_failure(raised(first, first.__cause__), WorkerInfo("middle", 1))
-    second = decode_failure(payload, buffers)
+    second = decode_failure(encode_failure(raised(first, first.__cause__), WorkerInfo("middle", 1)))
     assert type(second) is ValueError
     assert "name=middle" in second.remote_traceback
     assert "name=trainer" in second.remote_traceback
@@ -207,9 +208,9 @@ def test_a_message_that_cannot_be_made():
 
 
 def test_class_missing_here(monkeypatch):
-    payload, buffers = encode_failure(raised(Simple("x")), WORKER)
+    frame = encode_failure(raised(Simple("x")), WORKER)
     monkeypatch.delattr(f"{__name__}.Simple")
-    received = decode_failure(payload, buffers)
+    received = decode_failure(frame)
     assert type(received) is RemoteError
     assert received.type_name.endswith("Simple")
 
@@ -243,10 +244,10 @@ def test_deep_recursion():
     try:
         recurse()
     except RecursionError as error:
-        payload, buffers = encode_failure(error, WORKER)
-    assert type(decode_failure(payload, buffers)) is RecursionError
+        frame = encode_failure(error, WORKER)
+    assert type(decode_failure(frame)) is RecursionError
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", pickle.dumps(5)])
 def test_garbage_is_still_an_exception(garbage):
-    assert isinstance(decode_failure(garbage, ()), RemoteError)
+    assert isinstance(decode_failure(Frame(FAILURE, payload=garbage)), RemoteError)

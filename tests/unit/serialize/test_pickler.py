@@ -11,14 +11,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from tests.kit.values import decode, encode, encode_call
 
 from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize import (
     TablePickler,
     current_decoding,
-    decode,
-    encode,
-    encode_call,
     installed_pickler,
     is_custom,
     policy,
@@ -416,7 +414,8 @@ def test_failing_pickler_is_named():
 
 COLLECTS_WHILE_A_MESSAGE_IS_FORGOTTEN = """
 import gc
-from farcall.serialize import encode
+from farcall.protocol.frames import RESPONSE, Frame
+from farcall.serialize import write_value
 
 class Part:
     def __del__(self):
@@ -432,7 +431,7 @@ def rebuild(parts, more):
 gc.collect()
 gc.freeze()  # so that each of the many collections is a quick one
 for _ in range(20):
-    encode([Whole(), Whole()])
+    write_value(Frame(RESPONSE), [Whole(), Whole()])
 print("alive")
 """
 

@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
+from tests.kit.values import decode, encode
 from torch import nn
 
 from farcall.errors import SerializationError
-from farcall.serialize import decode, encode
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}

@@ -1,9 +1,8 @@
-"""Rounds, turns and teams: who measures what, when, while everybody else is quiet.
+"""Rounds, turns and teams: one contender measures while all others are quiet.
 
-For each shape (team size, transport) every contender gets a team of processes, which stays up over all
-rounds. In a round each case is run by the contenders one right after the other. A team whose turn it is not
-waits blocked on its pipes, or is frozen where its system would spin. A contender that fails a case is left
-out of that case; the run goes on.
+For each shape (team size, route) every contender gets a team of processes, which stays up over all rounds. In a round
+the contenders run each case one right after the other. Out of its turn a team waits blocked on its pipes, or is frozen
+where its system would spin. A contender that fails a case is left out of that case; the run goes on.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from contextlib import contextmanager
 from itertools import groupby
 
 from farcall.cli.bench.cases import CASES, Case
-from farcall.cli.bench.contenders import Contender, Farcall, Stock, Transport
-from farcall.cli.bench.floor import Floor
+from farcall.cli.bench.contenders import CONTENDERS, Floor, Route
 from farcall.cli.bench.measure import Statistics
 from farcall.cli.bench.results import Results
 from farcall.cli.team import Answer, MemberLost, Team, TeamError
 
-CONTENDERS: dict[str, type[Contender]] = {kind.name: kind for kind in (Floor, Stock, Farcall)}
 CASE_TIMEOUT_S = 120.0
 
 Progress = Callable[[str], None]
@@ -30,14 +27,13 @@ def run(
 ) -> Results:
     """Measure every case with every contender, ``rounds`` times."""
     results = Results(cases)
-    ordered = sorted(cases, key=_shape)
-    for (size, transport), group in groupby(ordered, key=_shape):
-        _run_shape(results, list(group), contenders, size, transport, rounds, budget_s, on_progress)
+    for (size, route), group in groupby(sorted(cases, key=_shape), key=_shape):
+        _run_shape(results, list(group), contenders, size, route, rounds, budget_s, on_progress)
     return results
 
 
-def _shape(case: Case) -> tuple[int, Transport]:
-    return case.size, case.transport
+def _shape(case: Case) -> tuple[int, Route]:
+    return case.size, case.route
 
 
 def _run_shape(
@@ -45,7 +41,7 @@ def _run_shape(
     cases: list[Case],
     contenders: Sequence[str],
     size: int,
-    transport: Transport,
+    route: Route,
     rounds: int,
     budget_s: float,
     on_progress: Progress,
@@ -60,12 +56,12 @@ def _run_shape(
                 continue
             on_progress(f"starting {size} processes of {name}")
             try:
-                teams[name] = Team(_member, size, name, transport)
+                teams[name] = Team(_member, size, name, route)
             except TeamError as error:
                 for case in cases:
                     results.fail(case, name, f"did not start: {error}")
                 continue
-            results.start_s[f"{name}, {size} nodes, {transport}"] = teams[name].start_s
+            results.start_s[f"{name}, {size} nodes, {route}"] = teams[name].start_s
             _end_turn(name, teams[name])
         for number in range(1, rounds + 1):
             for case in cases:
@@ -85,7 +81,7 @@ def _run_shape(
                         results.fail(case, name, str(error))
                     _end_turn(name, team)
     except BaseException:
-        # Ctrl-C, most likely: there is nobody left to be polite to.
+        # Ctrl-C, most likely: nobody waits for a graceful end.
         for team in teams.values():
             team.kill()
         raise
@@ -102,15 +98,15 @@ def _end_turn(name: str, team: Team) -> None:
 
 
 @contextmanager
-def _member(rank: int, size: int, directory: str, name: str, transport: Transport) -> Iterator[Answer]:
+def _member(rank: int, size: int, directory: str, name: str, route: Route) -> Iterator[Answer]:
     contender = CONTENDERS[name]()
-    contender.start(rank, size, directory, transport)
+    contender.start(rank, size, directory, route)
 
     def answer(request: tuple[str, float]) -> Statistics:
         case_name, budget_s = request
         case = CASES[case_name]
         operation = case.operation(contender)
-        assert operation is not None, "the driver asks only those who take part"
+        assert operation is not None, "the driver asks only contenders that take part"
         return case.run(operation, budget_s)
 
     yield answer

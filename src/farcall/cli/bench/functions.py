@@ -1,15 +1,33 @@
-"""The functions that the benchmark calls remotely. They do next to nothing, so that what is measured is the call."""
+"""The functions that the benchmark calls remotely.
+
+Most do next to nothing, so that the call is what is measured. The nursery is different: a member of the team that, as
+long as it is told to, forks guests which join a group and are killed, one after the other, while calls are measured
+between two other members.
+
+Guests need the processor, too, and on a small machine that alone is felt. So there is a control: the same processes,
+each in a group of its own. The loss of the measured calls there is no cost of the membership protocol.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import select
+import signal
+import tempfile
+import threading
 import time
 import warnings
 from typing import Any
 
 import torch
 
+from farcall.cli.team import die_with_parent
+
 WAIT_S = 0.05
+INTERVAL_S = 0.5
+"""Every so often a guest joins, and dies half that time later."""
+JOIN_S = 30.0
 
 
 def noop() -> None:
@@ -26,12 +44,12 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_one(tensor: torch.Tensor) -> torch.Tensor:
-    """What `scripted` compiles."""
+    """The first of `scripted`."""
     return tensor + 1
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """What `scripted_wait` compiles: it takes 50 ms, and nobody's core."""
+    """The second of `scripted`: it takes 50 ms, and nobody's core."""
     result: torch.Tensor = torch.ops.farcall_bench.wait(tensor)
     return result
 
@@ -43,7 +61,7 @@ def _wait(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def scripted() -> tuple[Any, Any]:
-    """`add_one` and `wait` as TorchScript functions, compiled where they are first asked for."""
+    """`add_one` and `wait` as TorchScript functions, compiled at the first use."""
     torch.library.custom_op("farcall_bench::wait", _wait, mutates_args=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and says so
@@ -51,7 +69,7 @@ def scripted() -> tuple[Any, Any]:
 
 
 def compile_scripts() -> None:
-    """Compile them here: they are called by name."""
+    """Compile `scripted` here: its functions are called by name."""
     scripted()
 
 
@@ -79,16 +97,69 @@ class Service:
         """Take nothing, do nothing, return nothing."""
 
 
-def owned_by_stock() -> int:
-    """How many values that others refer to live here."""
-    from torch.distributed import rpc
+class _Nursery:
+    """A thread that forks guests."""
 
-    info: dict[str, str] = rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
-    return int(info["num_owner_rrefs"])
+    current: _Nursery | None = None
+    guests = 0
+
+    def __init__(self, init_method: str) -> None:
+        self._init_method = init_method
+        self._ending = threading.Event()
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="nursery", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(2 * JOIN_S)
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _run(self) -> None:
+        while not self._ending.is_set() and self._failure is None:
+            _Nursery.guests += 1
+            with tempfile.TemporaryDirectory(prefix="farcall-bench-") as directory:
+                self._raise_one(self._init_method or f"file://{directory}/store", _Nursery.guests)
+
+    def _raise_one(self, init_method: str, number: int) -> None:
+        has_joined, joined = os.pipe()
+        guest = os.fork()
+        if guest == 0:
+            _be_a_guest(init_method, number, joined)
+        os.close(joined)
+        try:
+            if not select.select([has_joined], [], [], JOIN_S)[0] or not os.read(has_joined, 1):
+                self._failure = f"guest{number} did not join"
+            self._ending.wait(INTERVAL_S / 2)
+        finally:
+            os.kill(guest, signal.SIGKILL)
+            os.waitpid(guest, 0)
+            os.close(has_joined)
+        self._ending.wait(INTERVAL_S / 2)
 
 
-def owned_by_farcall() -> int:
-    """The same."""
+def _be_a_guest(init_method: str, number: int, joined: int) -> None:
+    """In the forked process: join, say so, and wait for the end."""
     import farcall
 
-    return int(farcall._rref_context_get_debug_info()["num_owner_rrefs"])
+    die_with_parent()
+    try:
+        options = farcall.RpcBackendOptions(init_method=init_method)
+        farcall.Node(f"guest{number}", 1000 + number, options=options).start()
+        os.write(joined, b"!")
+        threading.Event().wait()
+    finally:
+        os._exit(1)
+
+
+def begin_churn(init_method: str) -> None:
+    """At the nursery: let guests come and go, at ``init_method`` or, if empty, each in a group of its own."""
+    _Nursery.current = _Nursery(init_method)
+
+
+def end_churn() -> None:
+    """At the nursery: no more guests."""
+    nursery, _Nursery.current = _Nursery.current, None
+    if nursery is not None:
+        nursery.end()

@@ -1,8 +1,7 @@
-"""How an operation is timed. Owns clocks, warm-up and percentiles; knows nothing of calls, systems or
-processes.
+"""The timing of an operation. Owns clocks, warm-up and percentiles; knows nothing of calls, systems or processes.
 
-A measure takes an operation and a time budget and returns its statistics by name. It makes at least a
-handful of samples, however long they take, so that the slow systems get a median too.
+A measure takes an operation and a time budget and returns its statistics by name. It takes at least a handful of
+samples, however long they last, so that slow systems get a median too.
 """
 
 from __future__ import annotations
@@ -57,13 +56,18 @@ def typical_us(operation: Operation, budget_s: float) -> Statistics:
     return {"p50": percentile(sample_ns(operation, budget_s), 0.5) / 1e3}
 
 
-def bandwidth(size_bytes: int) -> Measure:
-    """GiB/s of an operation that moves ``size_bytes`` (an echo counts them once)."""
+def per_second(amount: float, statistic: str) -> Measure:
+    """Amount per second, by the median time of an operation that does ``amount``."""
 
     def measure(operation: Operation, budget_s: float) -> Statistics:
-        return {"p50": size_bytes / GIBIBYTE / (percentile(sample_ns(operation, budget_s), 0.5) / 1e9)}
+        return {statistic: amount / (percentile(sample_ns(operation, budget_s), 0.5) / 1e9)}
 
     return measure
+
+
+def bandwidth(size_bytes: int) -> Measure:
+    """GiB/s of an operation that moves ``size_bytes`` (an echo counts them once)."""
+    return per_second(size_bytes / GIBIBYTE, "p50")
 
 
 def rate(in_flight: int) -> Measure:
@@ -88,15 +92,6 @@ def rate(in_flight: int) -> Measure:
     return measure
 
 
-def throughput(count: int) -> Measure:
-    """Things per second of an operation that does ``count`` of them."""
-
-    def measure(operation: Operation, budget_s: float) -> Statistics:
-        return {"rate": count / (percentile(sample_ns(operation, budget_s), 0.5) / 1e9)}
-
-    return measure
-
-
 def count_once(operation: Operation, budget_s: float) -> Statistics:
-    """The number that the operation returns: for what is counted, not timed."""
+    """The number that the operation returns: a count, not a time."""
     return {"count": float(operation())}

@@ -1,4 +1,4 @@
-"""The figures of a demo as an image: loss and latencies over time, and what the model has learned.
+"""The picture of a demo: loss and latencies over time, and the spirals as the model sees them.
 
 Plain SVG, written here: a plotting library is a lot to install for some lines and dots. Thousands of dots are one path
 of lines without length, each drawn by its round ends: a tenth of the size of as many circles.
@@ -13,9 +13,8 @@ from html import escape
 from itertools import groupby
 from statistics import fmean
 
-from farcall.cli.demo.figures import OPERATIONS, Figures, latency_s
-from farcall.cli.demo.task import held_out
-from farcall.cli.demo.workers import SERVERS, TRAINERS
+from farcall.cli.demo.play import Figures, latency_s
+from farcall.cli.demo.training import OPERATIONS, SERVERS, TRAINERS, held_out
 
 __all__ = ["as_svg"]
 
@@ -28,12 +27,12 @@ _SPIRALS = ("#0969da", "#bc4c00")
 _SHADES = ("#a8d0ff", "#c4dfff", "#e0eeff", "#f6f8fa", "#fff0e2", "#ffdcbe", "#ffc595")
 _SHOWN_POINTS = 400
 _SMOOTHED = 20
-"""Steps of a trainer that one point of its curve is the mean of."""
+"""A point of a trainer's curve is the mean of so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """A rectangle of the picture, and what its edges stand for."""
+    """A rectangle of the picture, and the values at its edges."""
 
     left: float
     top: float
@@ -82,21 +81,19 @@ def _losses(figures: Figures, end_s: float) -> Iterable[str]:
     panel = _Panel(64, 76, 560, 196, 0.0, end_s, 0.0, min(highest, 1.2))
     yield _text(panel.left, 64, "loss, step by step", bold=True)
     yield from _outage(panel, figures, labels=True)
-    yield from _scale_y(panel, _round_marks(panel.y_to), lambda mark: f"{mark:g}", lambda mark: mark)
+    yield from _scale_y(panel, _round_marks(panel.y_to), "{:g}".format)
     yield from _scale_x(panel)
-    for index, name in enumerate(TRAINERS):
+    curves = []  # above all dots
+    for index, (name, colour) in enumerate(zip(TRAINERS, _TRAINER_COLOURS, strict=True)):
         steps = sorted((step for step in figures.steps if step.trainer == name), key=lambda step: step.begun_s)
-        places = [(panel.x(step.begun_s - figures.begun_s), panel.y(min(step.loss, panel.y_to))) for step in steps]
-        yield _dots(places, _TRAINER_COLOURS[index], 2.4, 0.35)
-    for index, name in enumerate(TRAINERS):
-        steps = sorted((step for step in figures.steps if step.trainer == name), key=lambda step: step.begun_s)
-        curve = []
-        for last in range(len(steps)):
-            window = steps[max(0, last - _SMOOTHED + 1) : last + 1]
-            mean = min(fmean(step.loss for step in window), panel.y_to)
-            curve.append((panel.x(steps[last].begun_s - figures.begun_s), panel.y(mean)))
-        yield _curve(curve, _TRAINER_COLOURS[index])
-        yield _text(panel.left + panel.width - 8, panel.top + 16 + 16 * index, name, _TRAINER_COLOURS[index], end=True)
+        xs = [panel.x(step.begun_s - figures.begun_s) for step in steps]
+        losses = [step.loss for step in steps]
+        means = [fmean(losses[max(0, last - _SMOOTHED) : last]) for last in range(1, len(losses) + 1)]
+        dots, curve = ([panel.y(min(value, panel.y_to)) for value in values] for values in (losses, means))
+        yield _dots(zip(xs, dots, strict=True), colour, 2.4, 0.35)
+        curves.append(_curve(zip(xs, curve, strict=True), colour))
+        curves.append(_text(panel.left + panel.width - 8, panel.top + 16 + 16 * index, name, colour, end=True))
+    yield from curves
 
 
 def _latencies(figures: Figures, end_s: float) -> Iterable[str]:
@@ -106,9 +103,7 @@ def _latencies(figures: Figures, end_s: float) -> Iterable[str]:
     panel = _Panel(64, 326, 560, 196, 0.0, end_s, low, high)
     yield _text(panel.left, 314, "how long each remote part of a step took", bold=True)
     yield from _outage(panel, figures, labels=False)
-    yield from _scale_y(
-        panel, list(range(math.ceil(low), math.floor(high) + 1)), lambda mark: _duration(10.0**mark), lambda mark: mark
-    )
+    yield from _scale_y(panel, range(math.ceil(low), math.floor(high) + 1), lambda mark: _duration(10.0**mark))
     yield from _scale_x(panel)
     yield _text(panel.left + panel.width, panel.top + panel.height + 34, "seconds of training", _FAINT, end=True)
     for index in range(len(OPERATIONS)):
@@ -139,7 +134,7 @@ def _outage(panel: _Panel, figures: Figures, labels: bool) -> Iterable[str]:
 
 
 def _learned(figures: Figures) -> Iterable[str]:
-    """The square as the model sees it, with points that it never saw."""
+    """The square as the model sees it, with points held out from training."""
     panel = _Panel(688, 76, 288, 288, -1.0, 1.0, -1.0, 1.0)
     yield _text(panel.left, 64, f"what it learned: {figures.accuracy:.1%} right on new points", bold=True)
     size = panel.width / len(figures.grid)
@@ -178,11 +173,9 @@ def _legend(figures: Figures) -> Iterable[str]:
     yield _text(left + 288, y, _duration(waited_s), _ALARM, end=True)
 
 
-def _scale_y(
-    panel: _Panel, marks: Sequence[float], name: Callable[[float], str], place: Callable[[float], float]
-) -> Iterable[str]:
+def _scale_y(panel: _Panel, marks: Sequence[float], name: Callable[[float], str]) -> Iterable[str]:
     for mark in marks:
-        y = panel.y(place(mark))
+        y = panel.y(mark)
         yield _line(panel.left, y, panel.left + panel.width, y, _LINE)
         yield _text(panel.left - 8, y + 4, name(mark), _FAINT, end=True)
 

@@ -1,34 +1,35 @@
-"""The course of the demo, in the process that shows it: a member of the group like the others.
+"""The course of the demo, and its figures, in the process that shows it: a member of the group like the others.
 
 Training goes in rounds. Each is one call to each trainer, and is followed by a checkpoint on each server:
 
-    rounds            what happens besides
+    rounds            besides
     in the middle     half-way through the round a server is killed by SIGKILL; the group tells this process of the
                       death (`farcall.on_member`), and it starts the server again
     the last          all workers are recorded, for the trace
 
-Who else dies was not killed by the demo, and ends it with an error. Shows nothing itself: `Stage` is told.
+Any other death ends the demo with an error. Shows nothing itself: `Stage` is told.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from time import monotonic
 from typing import Any, Protocol
 
 import torch
 
 import farcall
-from farcall.cli.demo import workers
-from farcall.cli.demo.figures import Death, Figures
-from farcall.cli.demo.task import held_out
-from farcall.cli.demo.workers import LIMIT_S, RANKS, SERVERS, TRAINERS
+from farcall.cli.demo import training
+from farcall.cli.demo.training import LIMIT_S, OPERATIONS, RANKS, SERVERS, TRAINERS, Outage, Report, Step
 from farcall.cli.team import Team, TeamError
 
-__all__ = ["GRID", "ROUNDS", "DemoFailed", "Play", "Stage", "writing"]
+__all__ = ["GRID", "ROUNDS", "Death", "DemoFailed", "Figures", "Play", "Stage", "latency_s", "writing"]
 
 ROUNDS = 20
 KILL_IN_ROUND = 8
@@ -36,18 +37,70 @@ RECORDED_STEPS = 10
 """Of each trainer, in the trace: enough to see what a step is made of, and quick to load."""
 GRID = 72
 VICTIM = SERVERS[1]
-PRELOADED = ("farcall.cli.demo.workers", "torch._dynamo")
-"""What workers need at once. torch's optimizers import the second, which takes each process a second or two."""
+PRELOADED = ("farcall.cli.demo.training", "torch._dynamo")
+"""Modules that workers need at once. torch's optimizers import the second, which takes a second or two."""
 _LOOK_S = 0.005
 
 
+@dataclass(slots=True)
+class Death:
+    """The death of the server that is killed; each moment is zero until it has come."""
+
+    worker: str
+    after_steps: int = 0
+    saved_steps: int = 0
+    """The steps that its checkpoint knew of."""
+    killed_s: float = 0.0
+    noticed_s: float = 0.0
+    back_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Figures:
+    """The figures of a whole run; kept as JSON."""
+
+    begun_s: float
+    death: Death
+    steps: list[Step] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
+    accuracy: float = 0.0
+    """The share of points held out that are put on the right spiral."""
+    grid: list[list[float]] = field(default_factory=list)
+    """The model's view of the square, row by row from the top: the probability of the second spiral."""
+    missing_in_trace: dict[str, str] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        self.steps += report.steps
+        self.outages += report.outages
+
+    def loss_at_first(self) -> float:
+        """The mean loss of the first tenth of the steps."""
+        return fmean(self._losses()[: max(1, len(self.steps) // 10)])
+
+    def loss_at_last(self) -> float:
+        """The mean loss of the last tenth of the steps."""
+        return fmean(self._losses()[-max(1, len(self.steps) // 10) :])
+
+    def _losses(self) -> list[float]:
+        return [step.loss for step in sorted(self.steps, key=lambda step: step.begun_s)]
+
+    def as_json(self) -> str:
+        return json.dumps({"operations": OPERATIONS, **asdict(self)}, indent=1) + "\n"
+
+
+def latency_s(steps: list[Step], operation: int) -> tuple[float, float]:
+    """Median and 99th percentile of one of `OPERATIONS`."""
+    ordered = sorted(step.took_s[operation] for step in steps)
+    return median(ordered), ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+
+
 class DemoFailed(Exception):
-    """What went wrong, for whoever watches."""
+    """The reason, for people."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Where a file is written: what the system has against it fails the demo, and names the file."""
+    """Around writing a file: an error of the system fails the demo, and names the file."""
     try:
         yield path
     except OSError as error:
@@ -55,7 +108,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 class Stage(Protocol):
-    """Is told what happens."""
+    """The spectator of a demo."""
 
     def on_event(self, text: str) -> None: ...
 
@@ -79,7 +132,7 @@ class Play:
         self._stage.on_event(f"starting {len(SERVERS)} parameter servers and {len(TRAINERS)} trainers")
         names = [*SERVERS, *TRAINERS]
         try:
-            self._team = Team(workers.member, len(names), names=names, preload=PRELOADED)
+            self._team = Team(training.member, len(names), names=names, preload=PRELOADED)
         except (TeamError, OSError) as error:
             raise DemoFailed(f"the workers could not be started: {error}") from error
         try:
@@ -96,7 +149,7 @@ class Play:
         return self.figures
 
     def _play(self) -> None:
-        workers.join("demo", self._team.directory)
+        training.join("demo", self._team.directory)
         try:
             farcall.on_member(self._on_member)
             self._look_around()
@@ -115,14 +168,14 @@ class Play:
         return left_s
 
     def _train(self) -> None:
-        preparing = [farcall.rpc_async(name, workers.prepare, timeout=self._left_s()) for name in TRAINERS]
+        preparing = [farcall.rpc_async(name, training.prepare, timeout=self._left_s()) for name in TRAINERS]
         for future in preparing:
             future.wait()
         self._stage.on_event(f"training {self._steps} steps; {VICTIM} will be killed on the way")
         self.figures.begun_s = monotonic()
         per_trainer = self._steps // len(TRAINERS)
         for number in range(ROUNDS):
-            # As even as it can be, and never none.
+            # As even as possible, and never none.
             steps = per_trainer * (number + 1) // ROUNDS - per_trainer * number // ROUNDS
             if number == KILL_IN_ROUND:
                 self._train_and_kill(steps)
@@ -133,22 +186,22 @@ class Play:
 
     def _begin(self, steps: int) -> dict[str, Any]:
         left_s = self._left_s()
-        return {name: farcall.rpc_async(name, workers.train, args=(steps,), timeout=left_s) for name in TRAINERS}
+        return {name: farcall.rpc_async(name, training.train, args=(steps,), timeout=left_s) for name in TRAINERS}
 
-    def _finish(self, training: dict[str, Any]) -> None:
-        for future in training.values():
+    def _finish(self, running: dict[str, Any]) -> None:
+        for future in running.values():
             self.figures.add(future.wait())
         if self._failure is not None:
             raise DemoFailed(self._failure)
         done = len(self.figures.steps)
-        saving = [farcall.rpc_async(name, workers.save, args=(done,), timeout=self._left_s()) for name in SERVERS]
+        saving = [farcall.rpc_async(name, training.save, args=(done,), timeout=self._left_s()) for name in SERVERS]
         for future in saving:
             future.wait()
         self._stage.on_steps(done, self.figures.loss_at_last())
 
     def _train_and_kill(self, steps: int) -> None:
         death = self.figures.death
-        training = self._begin(steps)
+        running = self._begin(steps)
         before = death.saved_steps = len(self.figures.steps)
         half_way = before + len(TRAINERS) * steps // 2
         while (done := self._steps_done()) < half_way:
@@ -159,13 +212,13 @@ class Play:
         self._stage.on_event(f"killed {VICTIM} (SIGKILL) after {done} steps, in the middle of training")
         if not self._back.wait(self._left_s()):
             self._left_s()  # which says so
-        self._finish(training)
-        restored = farcall.rpc_sync(VICTIM, workers.restored_steps)
+        self._finish(running)
+        restored = farcall.rpc_sync(VICTIM, training.restored_steps)
         if restored != death.saved_steps:
             raise DemoFailed(f"{VICTIM} came back with the checkpoint of step {restored}, not {death.saved_steps}")
 
     def _steps_done(self) -> int:
-        return sum(farcall.rpc_sync(name, workers.steps_done, timeout=self._left_s()) for name in TRAINERS)
+        return sum(farcall.rpc_sync(name, training.steps_done, timeout=self._left_s()) for name in TRAINERS)
 
     def _train_and_record(self, steps: int) -> None:
         recorded = min(steps, RECORDED_STEPS)
@@ -178,7 +231,7 @@ class Play:
             profile.export_chrome_trace(path)
 
     def _on_member(self, event: farcall.MemberEvent) -> None:
-        """On a thread of its own; what goes wrong here must reach the one that waits."""
+        """On a thread of its own; a failure here must reach the thread that waits."""
         death = self.figures.death
         name = event.worker.name
         if event.kind == "dead" and name == VICTIM and death.killed_s and not death.noticed_s:
@@ -202,7 +255,7 @@ class Play:
             self._give_up(self._how_it_died(name, event.why))
 
     def _look_around(self) -> None:
-        """Who died before anybody listened is missed here, and not for a minute by a call to it."""
+        """Miss workers that died before anybody listened here, and not for a minute by a call to them."""
         there = {worker.name for worker in farcall.members()}
         for name in (*SERVERS, *TRAINERS):
             if name not in there:
@@ -213,16 +266,16 @@ class Play:
         return f"{name} died, and the demo did not kill it: it {how} ({why}). If memory is short, that may be why"
 
     def _give_up(self, why: str) -> None:
-        """Have everybody who waits for a trainer learn at once that there is nothing to wait for."""
+        """End the trainers, so that every wait for one ends at once."""
         self._failure = why
         self._back.set()
         for rank in range(len(SERVERS), len(SERVERS) + len(TRAINERS)):
             self._team.kill_member(rank)
 
     def _evaluate(self) -> None:
-        points, labels = held_out()
-        self.figures.accuracy = float(((workers.evaluate(points) > 0.5) == (labels > 0.5)).float().mean())
+        points, labels = training.held_out()
+        self.figures.accuracy = float(((training.evaluate(points) > 0.5) == (labels > 0.5)).float().mean())
         steps = (torch.arange(GRID) + 0.5) / GRID * 2 - 1
         rows, columns = torch.meshgrid(-steps, steps, indexing="ij")
-        said = workers.evaluate(torch.stack([columns.flatten(), rows.flatten()], dim=1))
+        said = training.evaluate(torch.stack([columns.flatten(), rows.flatten()], dim=1))
         self.figures.grid = [[round(value, 3) for value in row] for row in said.reshape(GRID, GRID).tolist()]

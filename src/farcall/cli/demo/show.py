@@ -1,4 +1,4 @@
-"""What the user sees of the demo: a bar and what happens meanwhile, then what was done and where the files are.
+"""The demo on the screen: a bar and events while it runs, then the figures and the files.
 
 In a terminal the bar moves; elsewhere there is a line from time to time.
 """
@@ -12,10 +12,9 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from farcall.cli.demo.figures import OPERATIONS, Figures, latency_s
 from farcall.cli.demo.picture import as_svg
-from farcall.cli.demo.play import DemoFailed, Play, writing
-from farcall.cli.demo.workers import SERVERS, TRAINERS
+from farcall.cli.demo.play import DemoFailed, Figures, Play, latency_s, writing
+from farcall.cli.demo.training import OPERATIONS, SERVERS, TRAINERS
 
 __all__ = ["FOLDER", "run"]
 
@@ -25,7 +24,7 @@ _LINE_EVERY_S = 1.0
 
 
 def run(console: Console, steps: int, output: Path | None) -> int:
-    """Play, write the files, and say what was done or what went wrong; the exit code."""
+    """Play, write the files, and print the figures or the failure; returns the exit code."""
     folder = output or _fresh(Path.cwd())
     is_new = not folder.exists()
     try:
@@ -37,7 +36,7 @@ def run(console: Console, steps: int, output: Path | None) -> int:
         return _run(console, steps, folder)
     finally:
         if is_new:
-            with suppress(OSError):  # there is something in it, as it should be
+            with suppress(OSError):  # there are files in it, as there should be
                 folder.rmdir()
 
 
@@ -69,7 +68,7 @@ def _run(console: Console, steps: int, folder: Path) -> int:
 
 
 def _fresh(parent: Path) -> Path:
-    """A folder that is not there yet: what an earlier demo wrote stays."""
+    """A folder that is not there yet: the files of an earlier demo stay."""
     folder = parent / FOLDER
     number = 1
     while folder.exists():
@@ -79,7 +78,7 @@ def _fresh(parent: Path) -> Path:
 
 
 class _Screen:
-    """A `Stage`."""
+    """The `Stage` of a terminal or a file."""
 
     def __init__(self, console: Console, bar: Progress, steps: int) -> None:
         self._console = console
@@ -100,6 +99,7 @@ class _Screen:
 
 def _tell(console: Console, figures: Figures, folder: Path, took_s: float) -> None:
     death = figures.death
+    errors = ", ".join(sorted({outage.error.partition(":")[0] for outage in figures.outages})) or "none"
     waited_s = max((outage.ended_s - outage.begun_s for outage in figures.outages), default=0.0)
     lines = [
         "",
@@ -110,7 +110,7 @@ def _tell(console: Console, figures: Figures, folder: Path, took_s: float) -> No
         f"  failure    {death.worker} was killed after {death.after_steps} steps; it was known to be dead after "
         f"{(death.noticed_s - death.killed_s) * 1e3:.0f} ms, and back after {death.back_s - death.killed_s:.2f} s with "
         f"the parameters of step {death.saved_steps}",
-        f"             {len(figures.outages)} steps failed ({_kinds(figures)}) and were done again; no trainer waited "
+        f"             {len(figures.outages)} steps failed ({errors}) and were done again; no trainer waited "
         f"longer than {waited_s:.2f} s",
     ]
     for index, name in enumerate(OPERATIONS):
@@ -128,10 +128,6 @@ def _tell(console: Console, figures: Figures, folder: Path, took_s: float) -> No
         lines.append(f"[bold yellow]  {name} is not in the trace: {why}[/]")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _kinds(figures: Figures) -> str:
-    return ", ".join(sorted({outage.error.partition(":")[0] for outage in figures.outages})) or "none"
 
 
 def _complain(text: str) -> None:

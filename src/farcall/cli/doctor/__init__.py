@@ -1,1 +1,1 @@
-"""``farcall doctor``: what works on this machine, and between it and others, and what to do about what does not."""
+"""``farcall doctor``: does farcall work on this machine, and between it and others? If not, what is to be done?"""

@@ -1,4 +1,4 @@
-"""The doctor's round: everything that is looked at, in order, and the waiting room for other hosts' doctors."""
+"""The doctor's round: all findings, in order, and the waiting room for other hosts' doctors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["consult", "receive_visits"]
 
 
 def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]:
-    """Look at everything, here and at ``hosts`` (names and ports)."""
-    logging.getLogger("farcall").setLevel(logging.ERROR)  # what is logged is among the findings
+    """All findings, about this machine and ``hosts`` (names and ports)."""
+    logging.getLogger("farcall").setLevel(logging.ERROR)  # the findings say it better
     options, findings = look_at_options()
     if options is None:
         return findings
@@ -32,7 +32,7 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
     if place is not None:
         findings += look_at_store(place)
     for host, port in hosts:
-        # What a worker here would tell if rank 0 were over there.
+        # The address of a worker here if rank 0 were over there.
         advertised = choose_host(options.advertise, host).host
         findings += visit(host, port, options.secret_bytes, advertised)
     return findings

@@ -1,7 +1,7 @@
-"""What the doctor says: one finding for each thing looked at, for people and as JSON.
+"""Findings: one for each thing that the doctor looked at, for people and as JSON.
 
 A finding is "ok", a "note" (it works, and there is something to know) or "wrong" (a program would fail or hang because
-of it). Whatever is not ok says what to do. Knows nothing of what is looked at.
+of it). All but "ok" say what to do. Knows nothing of the things themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNS: dict[State, str] = {"ok": "[green]ok   [/]", "note": "[yellow]note [/]",
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The state of one thing, and what to do about it."""
 
     subject: str
     state: State
@@ -51,14 +51,14 @@ def exit_status(findings: Sequence[Finding]) -> int:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """All of it, for programs."""
+    """All findings, for programs."""
     return json.dumps(
         {"ok": exit_status(findings) == 0, "findings": [asdict(finding) for finding in findings]}, indent=2
     )
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """All of it, for people: a line for each, and below it what to do."""
+    """All findings, for people: a line for each, and below it what to do."""
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         line = f"{_SIGNS[finding.state]} [bold]{escape(finding.subject):<{width}}[/]  {escape(finding.found)}"

@@ -1,7 +1,7 @@
-"""What the doctor finds out between hosts: one listens (``--listen``), the other visits it.
+"""The doctor's look between hosts: one listens (``--listen``), the other visits it.
 
-The visit is made with the parts that members use: a TCP connection and the handshake, in which both prove the shared
-secret and say which versions they have. Then
+A visit uses the parts that members use: a TCP connection and the handshake, in which both prove the shared secret and
+tell their versions. Then
 
     visitor                            listener
     BLOB_BYTES                    ->
@@ -9,8 +9,8 @@ secret and say which versions they have. Then
                                        dials the visitor's own port, as members of lower rank are dialled, and proves
                                   <-   one line: empty, or why that did not work
 
-Whoever has proved nothing gets nothing but the handshake's own answers. Without a secret of the user's, everybody can
-prove the one that is used instead; then only the host that the visitor comes from is dialled back.
+A guest without proof gets nothing but the handshake's own answers. Without a secret of the user's, everybody can prove
+the one that is used instead; then only the visitor's own host is dialled back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from importlib.metadata import version
 from time import monotonic
 
@@ -27,6 +28,7 @@ from farcall import __version__
 from farcall.channel.segments import host_token
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
+from farcall.observe.observer import receive_some, send_all
 from farcall.options import ENV_ADVERTISE, ENV_SECRET
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
@@ -64,7 +66,7 @@ def _hello(back: str = "", unix: str = "") -> Hello:
 
 
 class Host:
-    """Lets visitors in, one after the other, until it is closed."""
+    """The listening side: lets visitors in, one after the other, until it is closed."""
 
     def __init__(self, secret: bytes | None, port: int = 0) -> None:
         self._secret = secret
@@ -74,7 +76,7 @@ class Host:
         try:
             self._listeners.append(listen("unix:"))
         except TransportError:
-            pass  # the look at this machine has said so
+            pass  # a finding about this machine says so
         self.unix: str = self._listeners[1].address if len(self._listeners) > 1 else ""
 
     def serve(self, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -93,7 +95,7 @@ class Host:
                 self._closing.wait(LOOK_S)
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Let no more visitors in."""
         self._closing.set()
 
     def release(self) -> None:
@@ -111,14 +113,14 @@ class Host:
         return established.peer
 
     def _dial_back(self, back: str, peer_host: str) -> str:
-        """Empty, or why the visitor cannot be dialled from here."""
+        """Dial the visitor; empty, or the reason why that fails."""
         try:
             if self._secret is None and not leads_to(back, peer_host):
                 return (
                     f"not tried: it tells {back}, but comes from {peer_host}, and without {ENV_SECRET} no other host "
                     "is dialled"
                 )
-            _handshake(back, self._secret or NO_SECRET).close()
+            _try_handshake(back, self._secret or NO_SECRET)
         except (HandshakeRefused, TransportError, ValueError) as error:
             return str(error) or type(error).__name__
         return ""
@@ -139,19 +141,14 @@ def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> Estab
         raise
 
 
-def _handshake(address: str, secret: bytes) -> Transport:
-    """Dial, and prove."""
-    transport = dial(address, STEP_S)
-    try:
+def _try_handshake(address: str, secret: bytes) -> None:
+    """Dial ``address`` and prove the secret; raises where that fails."""
+    with closing(dial(address, STEP_S)) as transport:
         prove(transport, None, _hello(), secret, monotonic() + STEP_S)
-    except BaseException:
-        transport.close()
-        raise
-    return transport
 
 
 def visit(host: str, port: int, secret: bytes | None, advertised: str) -> list[Finding]:
-    """Visit the doctor that listens at ``host``; ``advertised`` is what workers here tell the others."""
+    """Visit the doctor that listens at ``host``; ``advertised`` is the address that workers here tell the others."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -179,7 +176,7 @@ def _visit(host: str, address: str, where: str, secret: bytes | None, back: str)
     except DialFailed as error:
         advice = "is the machine up, is there a route, does a firewall drop connections?"
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
-    try:
+    with closing(transport):
         try:
             established = prove(transport, None, _hello(back), secret or NO_SECRET, deadline)
         except Refused as refusal:
@@ -193,8 +190,6 @@ def _visit(host: str, address: str, where: str, secret: bytes | None, back: str)
             findings.append(_way_back(host, conversation, back))
         findings.append(_same_machine(host, established.peer, secret))
         return findings
-    finally:
-        transport.close()
 
 
 def _refused(host: str, refusal: Refused) -> Finding:
@@ -258,7 +253,7 @@ def _same_machine(host: str, peer: Hello, secret: bytes | None) -> Finding:
     try:
         if not unix:
             raise DialFailed("it has none")
-        _handshake(unix, secret or NO_SECRET).close()
+        _try_handshake(unix, secret or NO_SECRET)
     except (HandshakeRefused, TransportError) as error:
         return note(subject, f"the same machine, but no unix socket: {error}", "workers will use TCP")
     return ok(subject, "the same machine: workers will use unix sockets and shared memory")
@@ -273,28 +268,19 @@ class _Conversation:
         self._received = received
 
     def send(self, data: bytes) -> None:
-        """Send all of it."""
-        left = memoryview(data)
-        while left:
-            taken = self._transport.send((left,))
-            left = left[taken:]
-            if not taken and not self._transport.wait_writable(max(0.0, self._deadline - monotonic())):
-                raise TransportError(f"{len(left)} of {len(data)} bytes could not be sent in time")
+        """Send all of ``data``."""
+        if not send_all(self._transport, data, self._deadline):
+            raise TransportError(f"{len(data)} bytes could not be sent in time")
 
     def some(self) -> bytes:
-        """What comes next."""
-        buffer = bytearray(64 << 10)
-        while True:
-            if not self._transport.wait_readable(max(0.0, self._deadline - monotonic())):
-                raise TransportError("nothing came in time")
-            count = self._transport.receive_into(memoryview(buffer))
-            if count == 0:
-                raise TransportError("the other side closed the connection")
-            if count is not None:
-                return bytes(buffer[:count])
+        """The bytes that come next."""
+        data = receive_some(self._transport, self._deadline)
+        if not data:
+            raise TransportError("nothing came in time" if data is None else "the other side closed the connection")
+        return data
 
     def take(self, size: int) -> bytes:
-        """So many bytes."""
+        """The next ``size`` bytes."""
         while len(self._received) < size:
             try:
                 self._received += self.some()

@@ -1,7 +1,7 @@
-"""What the doctor looks at on this machine: versions, options, names, ways for bytes, memory, descriptors, ports.
+"""The doctor's look at this machine: versions, options, names, ways for bytes, memory, descriptors, ports.
 
-Each function looks at one thing and returns findings; what works is found out by doing it, with the very parts that a
-node uses. Nothing here talks to another machine.
+Each function looks at one thing and returns findings, by doing it with the very parts that a node uses. Nothing here
+talks to another machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import resource
 import socket
 import sys
+from contextlib import closing
 from importlib.metadata import version
 from time import monotonic
 
@@ -21,7 +22,7 @@ from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import Listener, Transport, TransportError
+from farcall.transport.interface import Listener, TransportError
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.unix import unix_sockets_work
 
@@ -37,7 +38,7 @@ GIBIBYTE = 1 << 30
 
 
 def look_at_options() -> tuple[RpcBackendOptions | None, list[Finding]]:
-    """The options that a program gets which sets none itself, and what is to be said of them."""
+    """The options of a program that sets none itself, and findings about them."""
     try:
         options = RpcBackendOptions()
     except (TypeError, ValueError) as error:
@@ -46,7 +47,7 @@ def look_at_options() -> tuple[RpcBackendOptions | None, list[Finding]]:
 
 
 def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[Finding]:
-    """Everything, in the order in which a program meets it."""
+    """All findings about this machine, in the order in which a program meets them."""
     host = choose_host(options.advertise, store_host)
     return [
         versions(),
@@ -61,7 +62,7 @@ def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[
 
 
 def versions() -> Finding:
-    """Of what farcall is built on."""
+    """The versions of farcall and of everything below it."""
     torch = version("torch")
     found = (
         f"farcall {__version__}, torch {torch}, msgspec {version('msgspec')}, "
@@ -89,7 +90,7 @@ def secret(options: RpcBackendOptions) -> Finding:
 
 
 def switched_off(options: RpcBackendOptions) -> list[Finding]:
-    """Ways that the environment forbids."""
+    """Transports that the environment forbids."""
     if options.transports is None:
         return []
     allowed = ", ".join(options.allowed_transports)
@@ -117,7 +118,7 @@ def host_name(name: str) -> Finding:
 
 
 def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
-    """What a worker here tells the others."""
+    """The address that a worker here tells the others."""
     found = f"workers here tell the others {host}: {reason}"
     if options.advertise is not None and not is_local(host):
         try:
@@ -157,7 +158,7 @@ def _unix() -> Finding:
     if not unix_sockets_work():
         return note("unix sockets", "this system has none that carry descriptors", "workers here will use TCP")
     try:
-        _exchange(listen("unix:"), None)
+        _try_route(listen("unix:"))
     except (OSError, TransportError) as error:
         return note("unix sockets", f"do not work: {error}", "workers here will use TCP, without shared memory")
     return ok("unix sockets", "work")
@@ -166,37 +167,24 @@ def _unix() -> Finding:
 def _tcp(subject: str, listening: str, host: str, advice: str) -> Finding:
     try:
         listener = listen(listening)
-        _exchange(listener, format_tcp(host, parse_tcp(listener.address)[1]))
+        _try_route(listener, format_tcp(host, parse_tcp(listener.address)[1]))
     except (OSError, TransportError) as error:
         return wrong(subject, f"{host} cannot be dialled: {error}", advice)
     return ok(subject, f"works ({host})")
 
 
-def _exchange(listener: Listener, where: str | None) -> None:
-    """Dial ``listener``, say something and hear it."""
-    try:
-        ours = dial(where or listener.address, DIAL_S)
-        try:
-            theirs = _accepted(listener)
-            try:
-                ours.send_bytes(b"farcall")
-                buffer = bytearray(7)
-                if not theirs.wait_readable(DIAL_S) or theirs.receive_into(memoryview(buffer)) != 7:
-                    raise TransportError("what is written does not arrive")
-            finally:
-                theirs.close()
-        finally:
-            ours.close()
-    finally:
-        listener.close()
-
-
-def _accepted(listener: Listener) -> Transport:
-    give_up_at = monotonic() + DIAL_S
-    while (found := listener.accept()) is None:
-        if monotonic() > give_up_at:
-            raise TransportError("the connection does not arrive")
-    return found
+def _try_route(listener: Listener, address: str = "") -> None:
+    """Dial ``listener``, at ``address`` if its own is not meant, and send some bytes through; raises if none arrive."""
+    with closing(listener), closing(dial(address or listener.address, DIAL_S)) as ours:
+        give_up_at = monotonic() + DIAL_S
+        while (accepted := listener.accept()) is None:
+            if monotonic() > give_up_at:
+                raise TransportError("the connection does not arrive")
+        with closing(accepted) as theirs:
+            ours.send_bytes(b"farcall")
+            buffer = bytearray(7)
+            if not theirs.wait_readable(DIAL_S) or theirs.receive_into(memoryview(buffer)) != 7:
+                raise TransportError("bytes that were sent do not arrive")
 
 
 def shared_memory(options: RpcBackendOptions) -> Finding:
@@ -222,7 +210,7 @@ def shared_memory(options: RpcBackendOptions) -> Finding:
 
 
 def memory(limit_bytes: int, left_bytes: int | None) -> Finding:
-    """Is there as much as a worker may take for sending?"""
+    """Is there as much memory as a worker may take for sending?"""
     if left_bytes is None:
         return note(
             "memory", "how much is left cannot be read here", "watch it yourself: shared memory counts as memory"
@@ -263,7 +251,7 @@ def _cgroup(name: str) -> int | None:
 
 
 def descriptors(soft: int, hard: int) -> Finding:
-    """How many files and connections a process may have open."""
+    """May a process have enough files and connections open?"""
     if soft == resource.RLIM_INFINITY:
         return ok("descriptors", "no limit")
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
@@ -277,7 +265,7 @@ def descriptors(soft: int, hard: int) -> Finding:
 
 
 def ports() -> Finding:
-    """From which ports the system chooses those that workers listen on."""
+    """The range from which the system chooses the ports of workers."""
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             first, last = (int(number) for number in file.read().split())

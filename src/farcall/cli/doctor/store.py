@@ -1,7 +1,7 @@
-"""What the doctor looks at where members meet: the store of a url, or of the environment.
+"""The doctor's look at the place where members meet: the store of a url, or of the environment.
 
-Uses the store as a client would, and leaves nothing in it. A port that nobody serves yet is no fault on the machine
-that is to serve it: there it is tried whether it could be.
+Uses the store as a client would, and leaves nothing in it. A port that nobody serves yet is no fault on rank 0's
+machine: there the doctor tries whether it could be served.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONNECT_S = 5.0
 
 
 def meeting_place(init_method: str, environ: Mapping[str, str]) -> tuple[MeetingPlace | None, list[Finding]]:
-    """Where members would meet; None where nobody has said."""
+    """The place where members would meet; None where neither url nor environment names one."""
     if init_method == "env://" and not environ.get("MASTER_ADDR") and not environ.get("MASTER_PORT"):
         advice = "torchrun and farcall run set them; to look at a store give --init-method tcp://host:port"
         return None, [note("store", "MASTER_ADDR and MASTER_PORT are not set: there is none to look at", advice)]
@@ -54,14 +54,12 @@ def look_at_store(place: MeetingPlace) -> list[Finding]:
         advice = "is it spelled right, and known to this machine's name service? An IP address always works"
         return [wrong("store", f"the name {place.host} does not resolve: {error}", advice)]
     where = sorted({str(target[0]) for *_, target in found})
-    return [*_loopback(place.host), _port(place, ", ".join(where))]
-
-
-def _loopback(host: str) -> list[Finding]:
-    if not is_loopback(host):
-        return []
-    advice = "for several hosts: the address of rank 0's machine, as the others know it"
-    return [note("store's host", f"{host} means this machine: only workers here will find it", advice)]
+    findings = [_port(place, ", ".join(where))]
+    if is_loopback(place.host):
+        advice = "for several hosts: the address of rank 0's machine, as the others know it"
+        only_here = f"{place.host} means this machine: only workers here will find it"
+        findings.insert(0, note("store's host", only_here, advice))
+    return findings
 
 
 def _port(place: MeetingPlace, where: str) -> Finding:
@@ -100,7 +98,7 @@ def _ask(place: MeetingPlace, cancelled: threading.Event) -> None:
 
 
 def _nobody(place: MeetingPlace) -> Finding:
-    """Nobody listens: on rank 0's machine that is as it should be, before the start."""
+    """Nobody listens: right on rank 0's machine, before the start."""
     if not is_local(place.host or ""):
         advice = "rank 0 serves it: is it started there? On that machine, farcall doctor says whether it could be"
         return wrong("store", f"nobody listens at {place.name}", advice)

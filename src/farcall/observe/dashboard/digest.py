@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
-from farcall.observe.observer import Heard
+from farcall.observe.observer import Answers
 from farcall.observe.rates import Row, busiest, errors_of, latency_between
 from farcall.observe.snapshot import QUEUED, STARTING, ThreadKey, ThreadView, WorkerSnapshot, find_troubles
 from farcall.protocol.observing import WorkerState
@@ -29,7 +29,7 @@ SAME_S: Final = 10.0
 Values = dict[str, Any]
 
 
-def workers(found_rows: Sequence[Row], heard: Heard[Metrics]) -> list[Values]:
+def workers(found_rows: Sequence[Row], heard: Answers[Metrics]) -> list[Values]:
     """One entry for each worker, by rank; those that say nothing are there, too."""
     found: list[Values] = []
     for one, row in zip(heard.answers, found_rows, strict=True):

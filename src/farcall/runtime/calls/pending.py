@@ -18,16 +18,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import Any
 
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
-from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.frames import Frame
 from farcall.protocol.notes import REFUSABLE
+from farcall.protocol.references import Fork
 from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
@@ -35,7 +37,7 @@ from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
+from farcall.serialize import withdraw
 
 EXPLAIN_S = 0.5
 """An error is never held up for longer than this to say more."""
@@ -62,7 +64,7 @@ class PendingCall:
     thread_id: int = 0
     """The thread that waits for it, as far as that is known."""
 
-    def on_answer(self, frame: Arrived) -> None:
+    def on_answer(self, frame: Frame) -> None:
         """The answer came."""
         raise NotImplementedError
 
@@ -75,11 +77,11 @@ class SyncCall(PendingCall):
     """A call whose caller sleeps on a lock until it is done."""
 
     __slots__ = (
+        "answer",
         "arrived",
         "call_id",
         "deadline",
         "error",
-        "frame",
         "lock",
         "peer",
         "started_at",
@@ -99,13 +101,13 @@ class SyncCall(PendingCall):
         self.arrived: bool = False
         self.call_id: int = 0
         self.thread_id: int = get_ident()
-        self.frame: Arrived | None = None
+        self.answer: Frame | None = None
         self.error: RpcError | None = None
         self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()
 
-    def on_answer(self, frame: Arrived) -> None:
-        self.frame = frame
+    def on_answer(self, frame: Frame) -> None:
+        self.answer = frame
         self.arrived = True
         self.lock.release()
 
@@ -205,30 +207,28 @@ class CallTable:
         """Around every wait for a call: the thread stops being a reader or a busy worker meanwhile."""
         return Waiting(self._executor)
 
-    def exchange(
-        self,
-        call: SyncCall,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        refusable: bool = True,
-    ) -> None:
-        """Send the request of ``call`` and block until it is done; at its deadline, fail it.
+    def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
+        """Send ``frame``, the request of ``call``, and wait for its answer; raises where none comes in time.
 
-        ``refusable``: the callee may refuse it if that was chosen for this node's calls.
+        ``refusable``: the callee may refuse it if that was chosen for this node's calls. What was noted while the
+        arguments were written, forks of references above all, is sent or withdrawn.
         """
-        if call.peer.full is not None:
-            self._wait_for_room(call)
-        stop_reading()
-        worker = self._executor.current_worker()
-        if worker is not None:
-            self._executor.park(worker)
         peer = call.peer
+        profile = call.profile
+        worker = self._executor.current_worker()
+        parked = False
         try:
-            call_id = self.register(call, function)
-            flags = self._flags if refusable else 0
-            peer.send(REQUEST, flags, call_id, function, notes, payload, buffers, call.deadline, False, call)
+            if peer.full is not None:
+                self._wait_for_room(call)
+            stop_reading()
+            if worker is not None:
+                self._executor.park(worker)
+                parked = True
+            if profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+                write_notes(frame, profile=None if profile is None else profile.sends(frame.payload, frame.buffers))
+            frame.flags = self._flags if refusable else 0
+            frame.call_id = self.register(call, frame.function)
+            peer.send(frame, call.deadline, False, call)
             if not call.arrived:
                 if peer.broken:
                     self._fail_lost(call)
@@ -243,43 +243,51 @@ class CallTable:
             # Python function: another Ctrl-C may come.
             self._pending.pop(call.call_id, None)
             self._on_given_up()
-            peer.cancel(call.call_id)
+            if call.call_id:
+                peer.cancel(call.call_id)
+            withdraw(frame)
             raise
         finally:
-            if worker is not None:
+            if parked and worker is not None:
                 self._executor.unpark(worker)
+            if profile is not None:
+                profile.ended()  # if no answer has done so
+        if call.error is not None:
+            failure, call.error = call.error, None
+            try:
+                raise failure
+            finally:
+                del failure  # or the traceback would hold this frame, the frame the error, and both the arguments
+        assert call.answer is not None
+        return call.answer
 
-    def send(
-        self,
-        call: PendingCall,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        flags: int = 0,
-    ) -> None:
-        """Send the request of ``call``, whose outcome somebody else waits for; a failure leaves nothing behind."""
-        if call.peer.full is not None:
-            self._wait_for_room(call)
+    def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
+        """Send ``frame``, the request of ``call``, whose outcome somebody else waits for.
+
+        A failure leaves nothing behind. ``created``: the callee keeps the result as the value of that fork's
+        reference, which the program creates at ``origin``.
+        """
+        profile = call.profile
+        call_id = 0
         try:
-            call_id = self.register(call, function)
-            call.peer.send(REQUEST, flags | self._flags, call_id, function, notes, payload, buffers, call.deadline)
+            if call.peer.full is not None:
+                self._wait_for_room(call)
+            if created or profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+                wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
+                write_notes(frame, created=created, origin=origin, profile=wanted)
+            frame.flags |= self._flags
+            frame.call_id = call_id = self.register(call, frame.function)
+            call.peer.send(frame, call.deadline)
             if call.peer.broken:
                 self._fail_lost(call)
             if call.deadline < self._deadlines.due:
                 self._deadlines.at(call.deadline)  # not needed where the caller itself waits
-        except (NetworkError, RpcTimeout):
-            if self.claim(call.call_id) is None:
-                # Its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough. But only
-                # this thread knows what was to go with it.
-                if buffers.__class__ is Annotated:
-                    buffers.withdraw()
-                return
+        except BaseException as error:
+            claimed = self._pending.pop(call_id, None)
+            withdraw(frame)
             self._on_given_up()
-            raise
-        except BaseException:
-            self._pending.pop(call.call_id, None)  # as above
-            self._on_given_up()
+            if call_id and claimed is None and isinstance(error, NetworkError | RpcTimeout):
+                return  # its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough
             raise
 
     def _wait_for_room(self, call: PendingCall) -> None:

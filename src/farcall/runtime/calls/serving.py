@@ -31,10 +31,10 @@ import torch
 
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import FAILURE, RESPONSE, Arrived
-from farcall.protocol.notes import KEEP, Notes, ProfileWanted, encode_notes
+from farcall.protocol.frames import FAILURE, RESPONSE, Frame
+from farcall.protocol.notes import KEEP
 from farcall.runtime.calls.executor import Executor, Task
-from farcall.runtime.calls.notes import notes_of
+from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.devices.streams import Lane, StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
@@ -42,17 +42,15 @@ from farcall.runtime.observing.profiling import PROFILING, RunProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import (
     RECORDING,
-    Annotated,
-    Encoded,
-    Recording,
-    decode,
+    decline,
     decode_function,
     discard,
-    encode,
     encode_failure,
-    encode_recorded,
     has_devices,
     in_one_line,
+    read_value,
+    withdraw,
+    write_value,
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -93,9 +91,9 @@ class MarkedResult:
 class StoredFailure(Exception):
     """Raised to answer with a failure that was encoded before."""
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, frame: Frame) -> None:
         super().__init__()
-        self.encoded = encoded
+        self.frame = frame
 
 
 class Server:
@@ -126,7 +124,7 @@ class Server:
         self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
-        self.kept_request: Callable[[Server, Peer, Arrived], Request] = Request
+        self.kept_request: Callable[[Server, Peer, Frame], Request] = Request
         """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes what is run for a request, where that is not the request itself; set by the layer above."""
@@ -148,12 +146,12 @@ class Server:
         """
         return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
 
-    def accept(self, peer: Peer, frame: Arrived) -> None:
+    def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.kept_request(self, peer, frame) if frame[1] & KEEP else Request(self, peer, frame)
-        self.unanswered[peer.number, frame[2]] = request
+        request = self.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
+        self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
-        function = frame[3]
+        function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
         if self._quick.get(function) == 2 and function not in self._banned:
             kept = peer.run_inline(task if self.lanes is None else StreamTask(task, self.lanes))
@@ -205,7 +203,7 @@ class Server:
 
     def answered(self, request: Request) -> None:
         """Book-keeping at the end of a request."""
-        self.unanswered.pop((request.peer.number, request.frame[2]), None)
+        self.unanswered.pop((request.peer.number, request.frame.call_id), None)
         if self.on_answered is not None:
             self.on_answered()
 
@@ -261,23 +259,16 @@ class Request:
         "peer",
         "profile",
         "queued_at",
-        "recording",
         "server",
         "started_at",
         "thread_id",
-        "wanted",
     )
 
-    def __init__(self, server: Server, peer: Peer, frame: Arrived) -> None:
-        # The distributed autograd context that the function runs in, and that records its result.
-        self.recording: Recording | None = None
-        self.wanted: ProfileWanted | None = None  # what its caller, being profiled, wants to know
-        if frame[6].__class__ is Annotated:
-            self.recording, self.wanted = frame[6].recording, frame[6].profile
+    def __init__(self, server: Server, peer: Peer, frame: Frame) -> None:
         self.profile: RunProfile | None = None
         self.server: Server = server
         self.peer: Peer = peer
-        self.frame: Arrived = frame
+        self.frame: Frame = frame
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later
         self.function_name: str = ""
@@ -287,7 +278,7 @@ class Request:
 
     @property
     def quick(self) -> bool:
-        return self.server._quick.get(self.frame[3], 0) > 0
+        return self.server._quick.get(self.frame.function, 0) > 0
 
     def run(self, more: bool) -> None:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
@@ -295,11 +286,12 @@ class Request:
         if self.cancelled:
             self.drop()
             return
-        recording = self.recording
+        frame = self.frame
+        function = frame.function
+        recording = frame.recording
         outside = None if recording is None else recording.enter()
-        if self.wanted is not None or PROFILING.everywhere:
-            self.profile = PROFILING.begin_run(server.worker, self.wanted)
-        _, _, _, function, _, payload, buffers = self.frame
+        if frame.profile is not None or PROFILING.everywhere:
+            self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         started = self.started_at = perf_counter()
         if not self.quick:
@@ -307,17 +299,15 @@ class Request:
         try:
             if function:
                 func = decode_function(function)
-                args, kwargs = decode(payload, buffers, self.peer) if payload else ((), None)
+                args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
-                func, args, kwargs = decode(payload, buffers, self.peer)
-            if server.lanes is not None and has_devices(payload):
+                func, args, kwargs = read_value(frame, self.peer)
+            if server.lanes is not None and has_devices(frame.payload):
                 started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
-            # The request keeps no buffer: an argument that the function drops is freed at once.
-            self.frame = (*self.frame[:5], b"", ())
-            if buffers:
-                buffers.clear()  # the reader's frames further up the stack hold the same list
-            del buffers, payload
+            # The request keeps no memory: an argument that the function drops is freed at once.
+            frame.payload = b""
+            frame.buffers = frame.forks = ()
             # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
             if self.profile is not None:
                 outcome = [self.profile.run(func, args, kwargs)]
@@ -350,58 +340,54 @@ class Request:
 
     def drop(self) -> None:
         """The node ended first, or nobody waits for the answer any more."""
-        discard(self.frame[5], self.peer)
-        if self.recording is not None and isinstance(self.frame[6], Annotated):
-            self.frame[6].decline(self.peer)
+        discard(self.frame.payload, self.peer)
+        decline(self.frame, self.peer)
         self.server.answered(self)
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
-        server = self.server
+        frame = Frame(RESPONSE, recording=self.frame.recording)
         try:
-            if self.recording is None:
-                payload, buffers = encode(outcome[0], self.peer)
-            else:
-                payload, buffers = encode_recorded(self.recording, outcome[0], self.peer)
+            write_value(frame, outcome[0], self.peer)
         except Exception as error:
             self._fail(error)
             return
         outcome.clear()
-        hold_back = more and self.quick and not buffers
-        self._send(RESPONSE, payload, buffers, hold_back)
+        hold_back = more and self.quick and not frame.buffers
+        self._send(frame, hold_back)
         if hold_back:
             # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
-            server._corked.add(self.peer)
+            self.server._corked.add(self.peer)
 
     def _fail(self, error: BaseException) -> None:
         if type(error) is StoredFailure:
-            payload, buffers = error.encoded
+            frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Ours, about a message, not the user's: the caller must learn whose side it is about.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
-            counters_of(self.peer.served, self.frame[3])[FAILED] += 1
+            counters_of(self.peer.served, self.frame.function)[FAILED] += 1
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
-            payload, buffers = encode_failure(error, self.server.worker, self.peer)
+            frame = encode_failure(error, self.server.worker, self.peer)
             self.server.event_log.note(
                 event_log.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
             )
-        self._send(FAILURE, payload, buffers, False)
+        self._send(frame, False)
 
-    def _send(self, kind: int, payload: bytes, buffers: Sequence[memoryview], more: bool) -> None:
-        # To its caller an answer belongs to a context only if gradients may come back for it.
-        notes = b""
+    def _send(self, frame: Frame, more: bool) -> None:
+        frame.call_id = self.frame.call_id
         profiled = b"" if self.profile is None else self.profile.finish(self.function_name)
-        if buffers.__class__ is Annotated and (buffers.message_id or buffers.notes):
-            notes = notes_of(buffers, profiled=profiled)
-        elif profiled:
-            notes = encode_notes(Notes(profiled=profiled))
+        if not frame.message_id:
+            frame.recording = (
+                None  # to its caller an answer belongs to a context only if gradients may come back for it
+            )
+        if frame.forks or profiled or frame.message_id:
+            write_notes(frame, profiled=profiled)
         try:
-            self.peer.send(kind, 0, self.frame[2], b"", notes, payload, buffers, more=more)
+            self.peer.send(frame, more=more)
         except RpcError as error:
-            if buffers.__class__ is Annotated:
-                buffers.withdraw()
+            withdraw(frame)
             logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
         finally:
             self.server.answered(self)
@@ -446,7 +432,7 @@ class _Resumption:
 
     def run(self, more: bool) -> None:
         request = self._request
-        recording = request.recording
+        recording = request.frame.recording
         outside = None if recording is None else recording.enter()
         try:
             profile = request.profile

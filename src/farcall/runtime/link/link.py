@@ -169,7 +169,7 @@ class Link(Incoming):
             self._descriptors.extend(transport.take_descriptors())
             # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
             # its descriptor with it: only those of frames that are here are wanted.
-            wanted = sum(frame[0] == CONTROL and bool(frame[1] & CARRIES_DESCRIPTOR) for frame in self._frames)
+            wanted = sum(frame.kind == CONTROL and bool(frame.flags & CARRIES_DESCRIPTOR) for frame in self._frames)
             while len(self._descriptors) > wanted:
                 os.close(self._descriptors.pop())
             self._decoder = FrameDecoder(self._allocate)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from farcall.errors import AnswerLost
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Piece, Ticket, encode_small
+from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Frame, Piece, Ticket, encode_small
 from farcall.protocol.session import Kept, Unkept, remains_of
 from farcall.serialize import encode_failure
 
@@ -75,7 +75,7 @@ class _LargeAnswer:
             f"{self._here.name} executed the function, but the connection broke before all of its answer, "
             f"{self._size_bytes} bytes, had arrived, and it is not kept"
         )
-        payload, _ = encode_failure(error, self._here)
+        payload = bytes(encode_failure(error, self._here).payload)
         # First what came with the answer, then its caller learns that nothing else comes.
         remains = remains_of(self._notes, self._tickets)
         return remains, encode_small(FAILURE, 0, self._call_id, b"", b"", payload)
@@ -114,9 +114,7 @@ class LostOffer:
 
 
 def unkept_for(
-    kind: int,
-    call_id: int,
-    notes: bytes,
+    frame: Frame,
     placed: Sequence[memoryview | Ticket],
     pieces: Sequence[Piece],
     here: WorkerInfo,
@@ -124,6 +122,7 @@ def unkept_for(
     withdraw: Callable[[], None],
 ) -> Unkept:
     """What to keep in the place of a large frame. ``withdraw`` takes back what only its payload names."""
+    kind, call_id, notes = frame.kind, frame.call_id, frame.notes
     if kind == LETTER:
         return _LargeLetter(pieces)
     tickets = [ticket for ticket in placed if isinstance(ticket, Ticket)]

@@ -14,7 +14,7 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Arrived, Frame
+from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.membership import LinkLost, LinkRefused, Status
@@ -47,7 +47,7 @@ class ClusterLinks:
         is_static: bool,
         options: RpcBackendOptions,
         foundation: Resources,
-        on_message: Callable[[Peer, Arrived], None],
+        on_message: Callable[[Peer, Frame], None],
         on_frame: Callable[[RemotePeer, Frame], None],
         on_gone: Callable[[RemotePeer, str], None],
         fail_unsent: Callable[[int, str], None],

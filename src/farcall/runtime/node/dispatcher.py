@@ -20,9 +20,9 @@ from farcall.channel.segments import SegmentRefused
 from farcall.errors import RpcError
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Arrived, Frame
+from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Frame
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, ProfileWanted, Refusal, decode_notes, encode_refusal
+from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
@@ -32,7 +32,7 @@ from farcall.runtime.membership.shutdown import Leaving, Withdrawing
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import Annotated, discard
+from farcall.serialize import decline, discard
 
 __all__ = ["Dispatcher"]
 
@@ -71,7 +71,7 @@ class Dispatcher:
         hold: Callable[[RemotePeer, Frame], None],
         controls: Controls,
         in_order: MutableSet[type[Any]],
-        letters: Mapping[int, Callable[[Peer, Arrived], None]],
+        letters: Mapping[int, Callable[[Peer, Frame], None]],
     ) -> None:
         """``hold`` keeps what somebody sends who is no member yet.
 
@@ -90,13 +90,13 @@ class Dispatcher:
         self._controls = controls
         self._in_order = in_order
         self._letters = letters
-        self.take_forks: Callable[[Peer, Arrived, Notes], Arrived | None] = lambda peer, message, notes: message
-        """What a message with forks becomes before anybody reads it; None: nothing. Set by the layer above.
+        self.take_forks: Callable[[Peer, Frame, Notes], bool] = lambda peer, frame, notes: True
+        """Turns the forks in a frame's notes into references; False: nobody is to read it now. Set by the layer above.
 
         A request with the flag REFUSED will not be run, and creates nothing.
         """
-        self.find_recording: Callable[[Arrived, Notes], Arrived] = lambda message, notes: message
-        """The same message, with its distributed autograd context. Set by the layer above."""
+        self.find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
+        """Gives a frame its distributed autograd context. Set by the layer above."""
         in_order |= set(HANDLED_ANYWHERE)
         for kind, handle in self._own_controls().items():
             controls.setdefault(kind, handle)
@@ -125,99 +125,95 @@ class Dispatcher:
 
     def on_frame(self, peer: RemotePeer, frame: Frame) -> None:
         """Route one frame. On the thread that reads the link: it must not block."""
-        if frame[0] == CONTROL:
+        if frame.kind == CONTROL:
             self._on_control(peer, frame)
             return
         if not peer.known:
             self._hold(peer, frame)
             return
-        if frame[6]:
+        if frame.buffers:
             try:
-                self.on_message(peer, peer.resolved(frame))
+                peer.look_up(frame)
             except SegmentRefused as error:
                 peer.link.abort(str(error))
-        else:
-            self.on_message(peer, frame)  # type: ignore[arg-type]  # no buffer, so no ticket
-
-    def on_message(self, peer: Peer, message: Arrived) -> None:
-        if (
-            message[0] == REQUEST
-            and len(self._unanswered) >= self._max_queued
-            and self._admission.refuses(peer, bool(message[1] & REFUSABLE))
-        ):
-            self.refuse(peer, message)
-            return
-        if message[4]:
-            notes = decode_notes(message[4])
-            noted = self._noted(peer, message, notes)
-            if noted is None:
                 return
-            message = noted
-        if message[0] == REQUEST:
-            self._server.accept(peer, message)
-            return
-        if message[0] == LETTER:
-            self._on_letter(peer, message)
-            return
-        call = self._calls.claim(message[2])
-        if call is not None:
-            call.counters[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
-            if message[0] == FAILURE:
-                call.counters[FAILED] += 1
-            if call.profile is not None:
-                # Before whoever waits goes on: it may be about to look at what was recorded.
-                call.profile.ended(notes.profiled if message[4] else b"", _size_of(message))
-            call.on_answer(message)
-            if self._leaving.entered:
-                self._leaving.poke()
-        else:  # too late
-            if isinstance(message[6], Annotated):
-                message[6].decline(peer)
-            discard(message[5], peer)
+        self.on_message(peer, frame)
 
-    def _noted(self, peer: Peer, message: Arrived, notes: Notes) -> Arrived | None:
-        """``message`` with what its notes stand for; None: nothing is to be done with it, or not now."""
-        if notes.created is not None or notes.forks:
-            noted = self.take_forks(peer, message, notes)
-            if noted is None:
-                return None
-            message = noted
+    def on_message(self, peer: Peer, frame: Frame) -> None:
+        """Hand a request, an answer or a letter to its handler."""
+        kind = frame.kind
+        if (
+            kind == REQUEST
+            and len(self._unanswered) >= self._max_queued
+            and self._admission.refuses(peer, bool(frame.flags & REFUSABLE))
+        ):
+            self.refuse(peer, frame)
+            return
+        profiled = b""
+        if frame.notes:
+            notes = decode_notes(frame.notes)
+            profiled = notes.profiled
+            if not self._take_notes(peer, frame, notes):
+                return
+        if kind == REQUEST:
+            self._server.accept(peer, frame)
+            return
+        if kind == LETTER:
+            handle = self._letters.get(frame.call_id)
+            if handle is None:
+                logger.error(
+                    "%s: %s sent a letter of an unknown subject, %d", self._name, peer.info.name, frame.call_id
+                )
+            else:
+                handle(peer, frame)
+            return
+        call = self._calls.claim(frame.call_id)
+        if call is None:  # too late
+            decline(frame, peer)
+            discard(frame.payload, peer)
+            return
+        call.counters[bisect_right(BOUNDS_S, monotonic() - call.started_at)] += 1
+        if kind == FAILURE:
+            call.counters[FAILED] += 1
+        if call.profile is not None:
+            # Before whoever waits goes on: it may be about to look at what was recorded.
+            call.profile.ended(profiled, len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers))
+        call.on_answer(frame)
+        if self._leaving.entered:
+            self._leaving.poke()
+
+    def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        """Fill in what the notes of ``frame`` stand for. False: nobody is to read it, or not now."""
+        if (notes.created is not None or notes.forks) and not self.take_forks(peer, frame, notes):
+            return False
         if notes.context_id:
-            message = self.find_recording(message, notes)
-        return message if notes.profile is None else _with_profile(message, notes.profile)
+            self.find_recording(frame, notes)
+        frame.profile = notes.profile
+        return True
 
-    def refuse(self, peer: Peer, message: Arrived) -> None:
+    def refuse(self, peer: Peer, frame: Frame) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
-        call_id = message[2]
-        if message[4]:
-            noted = self._noted(peer, (REQUEST, REFUSED, *message[2:]), decode_notes(message[4]))
-            if noted is None:
+        if frame.notes:
+            frame.flags = REFUSED
+            if not self._take_notes(peer, frame, decode_notes(frame.notes)):
                 return  # it comes again, see redeliver
-            if isinstance(noted[6], Annotated):
-                noted[6].decline(peer)
+            decline(frame, peer)
         try:
             refusal = encode_refusal(Refusal(self._admission.queued, self._admission.limit))
-            peer.send(FAILURE, REFUSED, call_id, b"", b"", refusal, ())
+            peer.send(Frame(FAILURE, REFUSED, frame.call_id, payload=refusal))
         except RpcError as error:
             logger.info("%s: %s was not told that its call was refused: %s", self._name, peer.info.name, error)
 
-    def redeliver(self, peer: Peer, message: Arrived) -> None:
-        """On the I/O thread: take a message that ``take_forks`` has kept back."""
-        if message[0] == REQUEST and message[1] & REFUSED:
-            self.refuse(peer, message)
+    def redeliver(self, peer: Peer, frame: Frame) -> None:
+        """On the I/O thread: take a message that ``take_forks`` has deferred."""
+        if frame.kind == REQUEST and frame.flags & REFUSED:
+            self.refuse(peer, frame)
         else:
-            self.on_message(peer, message)
-
-    def _on_letter(self, peer: Peer, message: Arrived) -> None:
-        handle = self._letters.get(message[2])
-        if handle is None:
-            logger.error("%s: %s sent a letter of an unknown subject, %d", self._name, peer.info.name, message[2])
-            return
-        handle(peer, message)
+            self.on_message(peer, frame)
 
     def _on_control(self, peer: RemotePeer, frame: Frame) -> None:
         try:
-            message = messages.decode_message(frame[5])
+            message = messages.decode_message(frame.payload)
         except messages.ProtocolError as error:
             peer.link.abort(str(error))
             return
@@ -240,16 +236,3 @@ class Dispatcher:
 
     def _on_news(self, peer: RemotePeer, message: Message) -> None:
         self._watch().on_message(peer.incarnation, message)
-
-
-def _with_profile(message: Arrived, wanted: ProfileWanted) -> Arrived:
-    """``message`` with what its profiled caller wants to know."""
-    buffers = message[6]
-    if not isinstance(buffers, Annotated):
-        buffers = Annotated(buffers, [])
-    buffers.profile = wanted
-    return (*message[:6], buffers)
-
-
-def _size_of(message: Arrived) -> int:
-    return len(message[5]) + sum(buffer.nbytes for buffer in message[6])

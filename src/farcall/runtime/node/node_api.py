@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Arrived
+from farcall.protocol.frames import Frame
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.membership.events import MemberChanges, MemberEvent, MemberEvents
@@ -55,7 +55,7 @@ class NodeApi:
         self._agreed_hooks: list[Callable[[], None]] = []
         self._end_hooks: list[Callable[[], None]] = []
         self._unsettled: list[Callable[[], int]] = []
-        self._letters: dict[int, Callable[[Peer, Arrived], None]] = {}
+        self._letters: dict[int, Callable[[Peer, Frame], None]] = {}
         self._in_order: set[type[Any]] = set()
         self._controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {}
 
@@ -211,7 +211,7 @@ class NodeApi:
         if in_order:
             self._in_order.add(kind)
 
-    def on_letter(self, subject: int, handle: Callable[[Peer, Arrived], None]) -> None:
+    def on_letter(self, subject: int, handle: Callable[[Peer, Frame], None]) -> None:
         """Have ``handle`` called for each letter of this subject, on the thread that reads it: it must not block."""
         self._letters[subject] = handle
 

@@ -26,7 +26,7 @@ is_profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 class CallProfile(Protocol):
     """A call, as its caller's profiler sees it."""
 
-    def sends(self, payload: bytes, buffers: Sequence[memoryview]) -> ProfileWanted:
+    def sends(self, payload: bytes | memoryview, buffers: Sequence[memoryview]) -> ProfileWanted:
         """Note the request's size just before it leaves; return the wish that travels in its notes."""
 
     def ended(self, profiled: bytes = b"", size_bytes: int = 0) -> None:

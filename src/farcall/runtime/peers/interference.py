@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from farcall.protocol.frames import Arrived
+    from farcall.protocol.frames import Frame
     from farcall.runtime.peers.peer import Peer
     from farcall.transport.interface import Transport
 
@@ -28,7 +28,7 @@ class Interference(Protocol):
     ) -> Transport:
         """The transport to use instead. ``fail_call(call_id, why)`` fails a call whose request was not sent."""
 
-    def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
+    def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
         """The function to use instead of ``deliver``, which hands a node its messages to itself."""
 
 

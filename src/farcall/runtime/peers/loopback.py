@@ -6,18 +6,17 @@ arguments, exactly as a remote one does. What is sent is handled at once, on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from farcall.channel.host_memory import ReceivePool, copy_bytes
 from farcall.errors import Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import LARGE_BYTES, Arrived
+from farcall.protocol.frames import LARGE_BYTES, Frame
 from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import Annotated
 
 __all__ = ["LoopbackPeer"]
 
@@ -32,7 +31,7 @@ class LoopbackPeer(Peer):
         info: WorkerInfo,
         incarnation: int,
         is_static: bool,
-        on_message: Callable[[Peer, Arrived], None],
+        on_message: Callable[[Peer, Frame], None],
         memory: ReceivePool,
     ) -> None:
         super().__init__(info, incarnation, is_static)
@@ -40,25 +39,20 @@ class LoopbackPeer(Peer):
         self._memory = memory
         self.ended: RpcError | None = None
 
-    def send(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        deadline: float = NEVER,
-        more: bool = False,
-        awaited: Awaited | None = None,
-    ) -> None:
-        copies = [self._copy(buffer) for buffer in buffers]
-        if buffers.__class__ is Annotated:
-            buffers.left = True
+    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
+        copy = Frame(
+            frame.kind,
+            frame.flags,
+            frame.call_id,
+            frame.function,
+            frame.notes,
+            frame.payload,
+            [self._copy(buffer) for buffer in frame.buffers],
+        )
+        frame.handed_over = True
         sigint.enter()  # Ctrl-C must not leave a request behind that is counted and never runs
         try:
-            self._on_message(self, (kind, flags, call_id, function, notes, payload, copies))
+            self._on_message(self, copy)
         finally:
             sigint.leave()
 

@@ -28,7 +28,6 @@ from farcall.protocol.frames import (
     RESPONSE,
     SHARED,
     YOURS,
-    Arrived,
     Frame,
     Piece,
     Ticket,
@@ -45,13 +44,10 @@ from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import unkept_for
 from farcall.runtime.observing.counters import FunctionCounters
-from farcall.runtime.peers.shared_memory import SharedMemorySender
-from farcall.serialize import Annotated, has_devices, withdraw
+from farcall.runtime.peers.shared_memory import SHARED_BYTES, SharedMemorySender
+from farcall.serialize import has_devices, withdraw_lent
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-SHARED_BYTES = 16 * 1024
-"""Buffers of at least this size are worth a place in a shared segment."""
 
 
 class Peer:
@@ -94,19 +90,7 @@ class Peer:
         self.served: FunctionCounters = {}
         """How functions ended that ran for this peer."""
 
-    def send(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        deadline: float = NEVER,
-        more: bool = False,
-        awaited: Awaited | None = None,
-    ) -> None:
+    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
         """Send one message.
 
         ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing
@@ -209,19 +193,8 @@ class RemotePeer(Peer):
         self.shared_bytes_sent: int = 0  # about: it is counted without a lock
         self.shared_bytes_received: int = 0
 
-    def send(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        function: bytes,
-        notes: bytes,
-        payload: bytes,
-        buffers: Sequence[memoryview],
-        deadline: float = NEVER,
-        more: bool = False,
-        awaited: Awaited | None = None,
-    ) -> None:
+    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
+        kind = frame.kind
         if self.leaving and kind == REQUEST:
             raise PeerDead(
                 f"{self.info.name} has left", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
@@ -230,53 +203,57 @@ class RemotePeer(Peer):
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:
             self.send_device_releases(more=True)
-        if len(buffers) == 0 and len(payload) < LARGE_BYTES:  # annotated ones are true even if there are none
-            data = encode_small(kind, flags, call_id, function, notes, payload)
-        else:
-            if self.link.broken is not None:
-                raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
-            placed: list[memoryview | Ticket] = []
-            lending = self.lending
-            left = False
-            try:
-                if lending is None:
-                    placed.extend(buffers)
-                else:
-                    for index in range(len(buffers)):
-                        placed.append(lending.place(buffers, index, deadline, kind == RESPONSE))
-                pieces = encode_frame(kind, flags, call_id, function, notes, payload, placed)
-                if lending is not None:
-                    for one in placed:
-                        if isinstance(one, Ticket):
-                            self.shared_bytes_sent += one.size_bytes
-                left = True
-                if buffers.__class__ is Annotated:
-                    buffers.left = True
-                if len(pieces) > 1:
-                    lent = self.devices is not None and has_devices(payload)
-                    withdraw_lent = partial(withdraw, payload, self) if lent else _nothing
-                    unkept = unkept_for(
-                        kind, call_id, notes, placed, pieces, self._here, self._fail_call, withdraw_lent
-                    )
-                    self._send_pieces(pieces, deadline, kind == REQUEST, unkept)
-                elif awaited is None:
+        if not frame.buffers and len(frame.payload) < LARGE_BYTES:
+            data = encode_small(kind, frame.flags, frame.call_id, frame.function, frame.notes, bytes(frame.payload))
+            frame.handed_over = True
+            if awaited is not None:
+                self.link.exchange(data, awaited, deadline)
+            else:
+                self.link.outgoing.send(data, deadline, more)
+            return
+        if self.link.broken is not None:
+            raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
+        buffers: list[memoryview | Ticket] = []
+        lending = self.lending
+        try:
+            for index in range(len(frame.buffers)):
+                # Nothing here may hold the buffer while it is placed: its death tells that its block can go back.
+                if lending is None or frame.buffers[index].nbytes < SHARED_BYTES:
+                    buffers.append(frame.buffers[index])
+                    continue
+                placed = lending.place(frame.buffers, index, deadline, kind == RESPONSE)
+                if placed.__class__ is Ticket:
+                    self.shared_bytes_sent += placed.size_bytes
+                buffers.append(placed)
+            pieces = encode_frame(kind, frame.flags, frame.call_id, frame.function, frame.notes, frame.payload, buffers)
+            frame.handed_over = True
+            if len(pieces) == 1:
+                if awaited is None:
                     self.link.outgoing.send(bytes(pieces[0]), deadline, more)
                 else:
                     self.link.exchange(bytes(pieces[0]), awaited, deadline)
-            except BaseException as error:
-                unsent = not left or getattr(error, "delivery", None) is Delivery.NOT_SENT
-                if unsent and lending is not None:
-                    lending.take_back(placed)
-                raise
-            if awaited is not None and len(pieces) > 1:
-                self.link.help_until(awaited, deadline)
-            return
-        if buffers.__class__ is Annotated:
-            buffers.left = True
+                return
+            lent = self.devices is not None and has_devices(frame.payload)
+            self._send_pieces(
+                pieces,
+                deadline,
+                kind == REQUEST,
+                unkept_for(
+                    frame,
+                    buffers,
+                    pieces,
+                    self._here,
+                    self._fail_call,
+                    partial(withdraw_lent, frame.payload, self) if lent else _nothing,
+                ),
+            )
+        except BaseException as error:
+            unsent = not frame.handed_over or getattr(error, "delivery", None) is Delivery.NOT_SENT
+            if unsent and lending is not None:
+                lending.take_back(buffers)
+            raise
         if awaited is not None:
-            self.link.exchange(data, awaited, deadline)
-        else:
-            self.link.outgoing.send(data, deadline, more)
+            self.link.help_until(awaited, deadline)
 
     def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, unkept: Unkept) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
@@ -387,24 +364,22 @@ class RemotePeer(Peer):
         if released:
             self.control(messages.DeviceBlocksReleased(released), more)
 
-    def resolved(self, frame: Frame) -> Arrived:
-        """``frame`` with tickets replaced by views of the peer's segments."""
-        kind, flags, call_id, function, notes, payload, buffers = frame
+    def look_up(self, frame: Frame) -> None:
+        """Replace the tickets in ``frame`` by views of the peer's segments."""
         segments = self.segments
-        views: list[memoryview] = []
-        for buffer in buffers:
-            if isinstance(buffer, Ticket):
-                self.shared_bytes_received += buffer.size_bytes
-                if buffer.segment_id & YOURS and self.lending is not None:
-                    views.append(self.lending.returned(buffer))
-                    continue
-                if segments is None:
-                    raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
-                shared = bool(buffer.segment_id & SHARED)
-                views.append(segments.view(buffer.segment_id & ~SHARED, buffer.offset, buffer.size_bytes, shared))
+        buffers = frame.buffers
+        for index, buffer in enumerate(buffers):
+            if buffer.__class__ is not Ticket:
+                continue
+            self.shared_bytes_received += buffer.size_bytes
+            if buffer.segment_id & YOURS and self.lending is not None:
+                view = self.lending.returned(buffer)
+            elif segments is None:
+                raise SegmentRefused("the peer sent a ticket although shared memory is switched off")
             else:
-                views.append(buffer)
-        return (kind, flags, call_id, function, notes, payload, views)
+                shared = bool(buffer.segment_id & SHARED)
+                view = segments.view(buffer.segment_id & ~SHARED, buffer.offset, buffer.size_bytes, shared)
+            buffers[index] = view  # type: ignore[index]  # a frame with tickets has a list
 
     def close(self) -> None:
         """The link is gone: take back what the peer held."""

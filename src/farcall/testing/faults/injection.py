@@ -13,12 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Unpack
 
 from farcall.errors import Delivery, NetworkError, RpcError
-from farcall.protocol.frames import REQUEST, Arrived
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.interference import interfering
 from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.delay_line import DelayLine
@@ -240,7 +241,7 @@ class Faults:
 
         return connect(self, self.direction(here, there), transport, fail_call)
 
-    def wrap_delivery(self, deliver: Callable[[Peer, Arrived], None], here: str) -> Callable[[Peer, Arrived], None]:
+    def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
         """``deliver``, which hands messages of ``here`` to itself, with these faults."""
         return _OwnDelivery(self, self.direction(here, here), deliver)
 
@@ -292,7 +293,7 @@ class _OwnDelivery:
     A thread delivers held messages later, and lives as long as something is held.
     """
 
-    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Arrived], None]) -> None:
+    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Frame], None]) -> None:
         self._faults = faults
         self._direction = direction
         self._deliver = deliver
@@ -300,7 +301,7 @@ class _OwnDelivery:
         self._changed = threading.Condition()
         self._holding = False
 
-    def __call__(self, peer: Peer, message: Arrived) -> None:
+    def __call__(self, peer: Peer, message: Frame) -> None:
         own = OwnMessage(message)
         fault, drawn = self._faults.judge(self._direction, own)
         if isinstance(fault, Fail) and own.kind == REQUEST:
@@ -315,7 +316,7 @@ class _OwnDelivery:
                 threading.Thread(target=self._deliver_held, args=(peer,), name=name, daemon=True).start()
             self._changed.notify_all()
         for own in leaving:
-            self._deliver(peer, own.message)
+            self._deliver(peer, copy(own.message))  # its reader empties it, and it may come twice
 
     def _deliver_held(self, peer: Peer) -> None:
         while True:
@@ -330,6 +331,6 @@ class _OwnDelivery:
                     self._changed.wait(min(WAIT_SLICE_S, max(0.0, self._line.next_due - now)))
             for own in leaving:
                 try:
-                    self._deliver(peer, own.message)
+                    self._deliver(peer, copy(own.message))  # its reader empties it, and it may come twice
                 except RpcError:
                     pass  # the node has ended meanwhile

@@ -35,7 +35,7 @@ from farcall.protocol.frames import (
     REQUEST,
     RESPONSE,
     VERSION,
-    Arrived,
+    Frame,
     FrameError,
     Kind,
     Ticket,
@@ -184,29 +184,28 @@ class OwnMessage:
 
     __slots__ = ("function", "kind", "message", "names")
 
-    def __init__(self, message: Arrived) -> None:
-        kind, flags, _, function, _, payload, _ = message
-        self.message: Arrived = message
-        self.kind: int = kind
-        self.function: bytes = function
-        self.names: frozenset[str] = names_of(kind, flags, function, payload)
+    def __init__(self, message: Frame) -> None:
+        self.message: Frame = message
+        self.kind: int = message.kind
+        self.function: bytes = message.function
+        self.names: frozenset[str] = names_of(message.kind, message.flags, message.function, message.payload)
 
     @property
     def call_id(self) -> int:
-        return self.message[2]
+        return self.message.call_id
 
     @property
     def notes(self) -> bytes:
-        return self.message[4]
+        return self.message.notes
 
     @property
     def repeatable(self) -> bool:
         # The first reader empties the list of buffers; Packet explains the other condition.
-        return not self.message[6] and not _is_recorded(self.notes)
+        return not self.message.buffers and not _is_recorded(self.notes)
 
     def remains(self) -> OwnMessage | None:
         notes = without_creation(self.notes)
-        return OwnMessage((RESPONSE, 0, NO_CALL, b"", notes, b"", [])) if notes else None
+        return OwnMessage(Frame(RESPONSE, 0, NO_CALL, notes=notes)) if notes else None
 
 
 def _is_recorded(notes: bytes) -> bool:

@@ -14,6 +14,7 @@ from farcall.protocol.frames import (
     LETTER,
     REQUEST,
     RESPONSE,
+    Frame,
     FrameDecoder,
     FrameError,
     Ticket,
@@ -96,8 +97,12 @@ def test_letters_are_called_by_what_is_in_them():
     from farcall.autograd.gradient_messages import encode_letters
     from farcall.protocol.gradients import PassDone, PassId, ReleaseContext
 
-    flags, payload, _ = encode_letters([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)
-    assert only(encode_small(LETTER, flags, 1, b"", b"", payload)).names == {"letter", "ReleaseContext", "PassDone"}
+    letters = encode_letters([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)
+    assert only(encode_small(LETTER, letters.flags, 1, b"", b"", bytes(letters.payload))).names == {
+        "letter",
+        "ReleaseContext",
+        "PassDone",
+    }
 
 
 def test_only_an_offer_of_memory_has_a_descriptor():
@@ -120,11 +125,10 @@ def test_leases_and_forks_of_a_lost_message_come_as_an_answer_that_nobody_awaits
     flags = 1 if kind == LETTER else 0
     remains = only(frame(kind, flags, notes, b"secret", [memoryview(b"inline"), *TICKETS])).remains()
     assert remains is not None
-    ((kind, flags, call_id, function, noted, payload, buffers),) = decoded(remains.data)
-    assert (kind, flags, call_id, function, bytes(payload)) == (RESPONSE, 0, NO_CALL, b"", b"")
-    assert buffers == TICKETS
+    (arrived,) = decoded(remains.data)
+    assert arrived == Frame(RESPONSE, 0, NO_CALL, notes=arrived.notes, buffers=TICKETS)
     if notes:
-        assert decode_notes(noted) == Notes([FORK], None, "", 3, 4)
+        assert decode_notes(arrived.notes) == Notes([FORK], None, "", 3, 4)
 
 
 def test_a_creation_that_is_lost_creates_nothing():
@@ -142,17 +146,17 @@ def test_what_autograd_has_recorded_is_not_sent_twice():
     for kind in (REQUEST, RESPONSE):
         assert only(frame(kind, notes=in_context)).repeatable
         assert not only(frame(kind, notes=recorded)).repeatable
-        assert not OwnMessage((kind, 0, 5, b"", recorded, b"", [])).repeatable
+        assert not OwnMessage(Frame(kind, 0, 5, b"", recorded, b"")).repeatable
 
 
 def test_a_message_to_oneself_is_lost_in_the_same_way():
     notes = encode_notes(Notes([FORK], None, "", 3, 4))
-    own = OwnMessage((REQUEST, 0, 5, b"pm\0f", notes, b"secret", []))
+    own = OwnMessage(Frame(REQUEST, 0, 5, b"pm\0f", notes, b"secret"))
     assert own.names == {"request", "call"}
     remains = own.remains()
     assert remains is not None
-    assert remains.message == (RESPONSE, 0, NO_CALL, b"", notes, b"", [])
-    assert OwnMessage((REQUEST, 0, 5, b"pm\0f", b"", b"secret", [])).remains() is None
+    assert remains.message == Frame(RESPONSE, 0, NO_CALL, notes=notes)
+    assert OwnMessage(Frame(REQUEST, 0, 5, b"pm\0f", b"", b"secret")).remains() is None
 
 
 def test_kinds_are_checked():

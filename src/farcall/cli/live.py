@@ -1,24 +1,30 @@
-"""``farcall top``: what the workers of a cluster are doing, line by line, over and over.
+"""``farcall top``, ``farcall dashboard`` and ``farcall trace``: commands for a cluster that runs already.
 
-Owns the table. Rates and percentiles are of the time since the last look; a first look compares with the start of each
-worker. Sorted by rank; sixteen workers fit a screen of 80 by 24.
+Owns the table of ``top``. Rates and percentiles there are of the time since the last look; a first look compares with
+the start of each worker. Sorted by rank; sixteen workers fit a screen of 80 by 24.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from farcall.observe.cluster import record
+from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
-from farcall.observe.observer import Heard, Observer
+from farcall.observe.observer import Answers, Observer
 from farcall.observe.rates import Row, busiest, rows
+from farcall.observe.trace import chrome_trace, write_json
+from farcall.options import RpcBackendOptions
 
-__all__ = ["page", "show_once", "watch"]
+__all__ = ["page", "serve_dashboard", "show_once", "watch", "write_trace"]
 
 _BUSIEST = 5
 
@@ -42,11 +48,11 @@ _NARROW: dict[str, Cell] = {
     "bytes/s": lambda row: _size(row.sent_per_s + row.received_per_s),
     **{title: _WIDE[title] for title in ("queue", "refs")},
 }
-"""What fits where there are not ENOUGH_COLUMNS."""
+"""The columns of a terminal with fewer than ENOUGH_COLUMNS."""
 ENOUGH_COLUMNS = 112
 
 
-def _table(heard: Heard[Metrics], found: list[Row], columns: int) -> Table:
+def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
     cells = _WIDE if columns >= ENOUGH_COLUMNS else _NARROW
     table = Table(box=None, pad_edge=False, expand=False, header_style="bold")
     table.add_column("worker", no_wrap=True)
@@ -78,22 +84,22 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     return table
 
 
-def page(heard: Heard[Metrics], before: list[Metrics], columns: int) -> RenderableType:
-    """All that is shown, on a terminal with so many columns."""
+def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
+    """The whole page, on a terminal with so many columns."""
     head = Text(f"cluster {heard.cluster_id}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
     return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
 
 
 def show_once(console: Console, observer: Observer, every_s: float) -> None:
-    """Look twice, ``every_s`` apart, and print what happened in between."""
+    """Look twice, ``every_s`` apart, and print the difference."""
     before = observer.metrics().answers
     time.sleep(every_s)
     console.print(page(observer.metrics(), before, console.width))
 
 
 def watch(console: Console, observer: Observer, every_s: float) -> None:
-    """Show it until Ctrl-C, or the cluster's end."""
+    """Show the page over and over until Ctrl-C, or the cluster's end."""
     before: list[Metrics] = []
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
@@ -124,3 +130,42 @@ def _size(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.3g} GiB"
+
+
+def serve_dashboard(console: Console, observer: Observer, address: str, host: str, port: int) -> None:
+    """Serve the live page until Ctrl-C. ``observer`` is connected; to ``address``, unless that is empty."""
+    cluster_id = observer.metrics().cluster_id
+    first: list[Observer] = [observer]
+
+    def connect() -> Observer:
+        if first:
+            return first.pop()
+        return Observer.connect_with_secret(address) if address else Observer.find(cluster_id)
+
+    served = Dashboard(connect, host, port, RpcBackendOptions().secret_bytes)
+    served.start()
+    try:
+        console.print(f"the dashboard of cluster {cluster_id} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        served.close()
+
+
+def write_trace(console: Console, observer: Observer, seconds: float, output: Path, options: int) -> None:
+    """Have all workers record for ``seconds``, and write ``output``."""
+    output.touch()  # a place that cannot be written to is reported before the recording
+    console.print(f"recording for {seconds:g} s ...")
+    found = record(observer, seconds, options)
+    write_json(chrome_trace(found.harvest, found.origin), output)
+    console.print(
+        f"{output}: {len(found.harvest.names)} workers, {found.calls} calls, {found.operators} operators; open it at "
+        "https://ui.perfetto.dev",
+        soft_wrap=True,
+    )
+    if found.harvest.dropped:
+        console.print(f"{found.harvest.dropped} more operators did not fit", style="yellow")
+    for worker in found.missing:
+        why = worker.gone or "it did not answer in time"
+        console.print(Text(f"not in it: {worker.name} ({why})", style="yellow"))

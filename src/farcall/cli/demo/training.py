@@ -1,16 +1,21 @@
-"""What runs on the parameter servers and the trainers of the demo; everything here is reached by remote calls.
+"""The training of the demo: the task, the model, its parameter servers and trainers. Remote calls reach all of it.
 
-Each worker is one process and one of the two roles, made before it joins, so that whoever can call it finds it ready.
-A trainer goes on after the death of a server: its step fails, it finds the server's successor by name, and does the
-step again.
+The task: which of two spirals does a point lie on? The model is one network cut in two, a part for each parameter
+server. Each worker is one process with one of the two roles, made before it joins, so that a caller finds it ready. A
+trainer goes on after the death of a server: its step fails, it finds the server's successor by name, and does the step
+again.
+
+All times are seconds of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
@@ -20,33 +25,113 @@ import torch
 from torch import nn
 
 import farcall
-from farcall.cli.demo.figures import Outage, Report, Step
-from farcall.cli.demo.task import PARTS, spirals
 from farcall.cli.team import Answer
 
 __all__ = [
+    "OPERATIONS",
     "RANKS",
     "SERVERS",
     "TRAINERS",
     "Model",
+    "Outage",
+    "Report",
+    "Step",
     "evaluate",
+    "held_out",
     "join",
     "member",
     "prepare",
     "save",
+    "spirals",
     "steps_done",
     "train",
 ]
 
-SERVERS = tuple(PARTS)
-TRAINERS = ("trainer0", "trainer1")
-RANKS = {name: rank for rank, name in enumerate(("demo", *SERVERS, *TRAINERS))}
+WIDTH = 48
+TURNS = 2.0
+NOISE = 0.03
+HELD_OUT_POINTS = 2000
+_HELD_OUT_SEED = 1_000_000
 BATCH = 64
 LEARNING_RATE = 5e-3
 LIMIT_S = 110.0
 """How long the whole demo, and so any wait in it, may take."""
 COMES_BACK = farcall.Retry(attempts=10_000, backoff_s=0.02, longest_backoff_s=0.1)
-"""For a worker that may have to be started again first; the timeout of the call says how long to hope."""
+"""For a worker that may have to be started again first, within the timeout of the call."""
+OPERATIONS = ("forward on server0", "forward on server1", "backward through both", "optimizer step on both")
+"""The remote parts of a training step, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one trainer."""
+
+    trainer: str
+    begun_s: float
+    loss: float
+    took_s: tuple[float, ...]
+    """How long each of `OPERATIONS` took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A failed step of a trainer, until it had found the server anew."""
+
+    trainer: str
+    begun_s: float
+    ended_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A trainer's round."""
+
+    steps: list[Step]
+    outages: list[Outage]
+
+
+def spirals(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points in the square from -1 to 1, and 0 or 1 for the spiral that each lies on."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (count,), generator=generator).float()
+    radius = 0.1 + 0.85 * torch.rand(count, generator=generator).sqrt()
+    angle = 2 * math.pi * TURNS * radius + math.pi * labels
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+    return points + NOISE * torch.randn(count, 2, generator=generator), labels
+
+
+def held_out() -> tuple[torch.Tensor, torch.Tensor]:
+    """Points that no trainer sees."""
+    return spirals(HELD_OUT_POINTS, _HELD_OUT_SEED)
+
+
+class SharedLinear(nn.Linear):
+    """A layer that several trainers use at once.
+
+    It computes with copies of its weights: another trainer's optimizer may step between a forward pass and its backward
+    pass, and autograd rightly refuses to go back through weights that were changed meanwhile.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.weight.clone(), self.bias.clone())
+
+
+def _first() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(SharedLinear(2, WIDTH), nn.Tanh(), SharedLinear(WIDTH, WIDTH), nn.Tanh())
+
+
+def _second() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(SharedLinear(WIDTH, WIDTH), nn.Tanh(), SharedLinear(WIDTH, 1), nn.Flatten(0))
+
+
+PARTS = {"server0": _first, "server1": _second}
+"""The half of each server, in the order in which points pass through them."""
+SERVERS = tuple(PARTS)
+TRAINERS = ("trainer0", "trainer1")
+RANKS = {name: rank for rank, name in enumerate(("demo", *SERVERS, *TRAINERS))}
 
 
 def join(name: str, directory: str) -> None:
@@ -59,10 +144,10 @@ def join(name: str, directory: str) -> None:
 
 @contextmanager
 def member(rank: int, size: int, directory: str) -> Iterator[Answer]:
-    """The body of a process of the team; all it is asked comes as calls."""
+    """The body of a process of the team; its requests come as calls."""
     name = [*SERVERS, *TRAINERS][rank]
     if name in SERVERS:
-        Server.here = Server(name, Path(directory))
+        ParameterServer.here = ParameterServer(name, Path(directory))
     else:
         Trainer.here = Trainer(name)
     join(name, directory)
@@ -70,10 +155,10 @@ def member(rank: int, size: int, directory: str) -> Iterator[Answer]:
     farcall.shutdown()
 
 
-class Server:
-    """Owns a part of the model, and keeps a checkpoint of it."""
+class ParameterServer:
+    """A part of the model, and its checkpoint."""
 
-    here: ClassVar[Server]
+    here: ClassVar[ParameterServer]
 
     def __init__(self, name: str, directory: Path) -> None:
         self._path = directory / f"{name}.pt"
@@ -87,22 +172,22 @@ class Server:
     def save(self, steps: int) -> None:
         new = self._path.with_suffix(".new")
         torch.save({"part": self.part.state_dict(), "steps": steps}, new)
-        os.replace(new, self._path)  # whoever is killed in here leaves the old one or the new one, nothing between
+        os.replace(new, self._path)  # a kill leaves the old one or the new one, nothing between
 
 
 def part_of_server() -> farcall.RRef[nn.Module]:
     """On a server: a reference to its part of the model."""
-    return farcall.RRef(Server.here.part)
+    return farcall.RRef(ParameterServer.here.part)
 
 
 def save(steps: int) -> None:
-    """On a server: write a checkpoint of the model after so many steps."""
-    Server.here.save(steps)
+    """On a server: write the checkpoint after ``steps`` steps."""
+    ParameterServer.here.save(steps)
 
 
 def restored_steps() -> int | None:
-    """On a server: how many steps the checkpoint knew of that it began with; None: there was none."""
-    return Server.here.restored_steps
+    """On a server: the steps of the checkpoint that it began with; None: there was none."""
+    return ParameterServer.here.restored_steps
 
 
 class Model:
@@ -128,7 +213,7 @@ class Model:
 
 
 class Trainer:
-    """Takes steps: loss and data are here, all parameters on the servers."""
+    """A worker that takes steps: loss and data are here, all parameters on the servers."""
 
     here: ClassVar[Trainer]
 
@@ -179,16 +264,16 @@ def prepare() -> None:
 
 
 def train(steps: int) -> Report:
-    """On a trainer: take so many steps."""
+    """On a trainer: take ``steps`` steps."""
     return Trainer.here.train(steps)
 
 
 def steps_done() -> int:
-    """On a trainer: how many steps it has taken so far."""
+    """On a trainer: the number of steps so far."""
     return Trainer.here.done
 
 
 def evaluate(points: torch.Tensor) -> torch.Tensor:
-    """How probably each point is on the second spiral, by the model as it is now."""
+    """The probability that each point is on the second spiral, by the model as it is now."""
     with torch.no_grad():
         return Model()(points).sigmoid()

@@ -1,0 +1,56 @@
+"""Values to bytes and back, as tests of single parts want them: without a peer, a link or a frame of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.serialize import read_value, write_call, write_value
+
+Encoded = tuple[bytes | memoryview, Sequence[Any]]
+
+
+class _Tensors:
+    """A distributed autograd context that only remembers which tensors it was told of."""
+
+    id = 1
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def record_send(self, peer: Any, tensors: list[torch.Tensor]) -> int:
+        self.tensors += tensors
+        return 1
+
+    def record_receive(self, peer: Any, message_id: int, tensors: list[torch.Tensor]) -> None:
+        self.tensors += tensors
+
+
+def encode(value: Any, peer: Any = None, tensors: list[torch.Tensor] | None = None) -> Encoded:
+    """The payload and buffers of an answer; every tensor met is appended to ``tensors``, if given."""
+    frame = Frame(RESPONSE, recording=None if tensors is None else _Tensors(tensors))
+    write_value(frame, value, peer)
+    return frame.payload, frame.buffers
+
+
+def encode_call(value: Any, peer: Any = None) -> Encoded:
+    """The payload and buffers of a request."""
+    frame = Frame(REQUEST)
+    write_call(frame, value, peer)
+    return frame.payload, frame.buffers
+
+
+def decode(
+    payload: bytes | memoryview,
+    buffers: Sequence[Any] = (),
+    peer: Any = None,
+    tensors: list[torch.Tensor] | None = None,
+) -> Any:
+    """The value of a payload; every tensor met is appended to ``tensors``, if given."""
+    frame = Frame(RESPONSE, payload=payload, buffers=list(buffers))
+    if tensors is not None:
+        frame.recording, frame.message_id = _Tensors(tensors), 1
+    return read_value(frame, peer)
