@@ -50,7 +50,7 @@ def table(timers: Timers) -> CallTable:
 
 def send(table: CallTable, *calls: Call) -> None:
     for call in calls:
-        table.send(call, b"f", b"", b"", [])
+        table.send(call, Frame(REQUEST, function=b"f"))
 
 
 def test_a_call_is_claimed_once(table: CallTable) -> None:
