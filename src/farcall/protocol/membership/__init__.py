@@ -29,6 +29,7 @@ What a member holds of another incarnation:
 
 And of itself:
 
+    new         founds a cluster, or is of the first hour    member      -
     new         LocalJoin                                    joining     Join, again every probe_timeout_s
     joining     Decision: an offer                           -           Join again, which confirms it
     joining     Decision: why not; or an Obituary            refused     Refused
