@@ -21,7 +21,7 @@ from farcall.runtime.node import Node
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, TIMED_OUT, Counters, FunctionCounters
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
-from farcall.transport.absent import Absent
+from farcall.transport.interface import Absent
 
 __all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
 

@@ -19,8 +19,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import usable_ways
 from farcall.runtime.link.redial import Finding, Redial
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 __all__ = ["Dialling"]
 

@@ -35,8 +35,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import reading
 from farcall.runtime.link.receive import Incoming
 from farcall.runtime.link.send import Outgoing
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 _NOTHING_COMES = FrameDecoder(allocate_plainly)
 """The decoder of all dead links: one may have a quarter of a MiB, and the dead are remembered by who asks for them."""

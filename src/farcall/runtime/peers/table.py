@@ -46,8 +46,7 @@ from farcall.runtime.link.reconnect import Reconnecting
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
