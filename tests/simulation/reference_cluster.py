@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farcall.ids import ForkId, RefId
-from farcall.protocol.references import (
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import (
     Confirmed,
     CreationAnswered,
     CreationWithdrawn,
@@ -28,7 +29,6 @@ from farcall.protocol.references import (
     Message,
     NeverCreated,
     Received,
-    References,
     Send,
 )
 

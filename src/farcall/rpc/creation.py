@@ -25,7 +25,7 @@ import torch
 from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import REFUSED
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import refusal
 from farcall.rpc.owned_value import Owned
 from farcall.runtime.calls.pending import PendingCall

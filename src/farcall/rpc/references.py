@@ -25,10 +25,12 @@ import torch
 
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
-from farcall.protocol import references as protocol
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP, REFUSED, Notes
-from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
+from farcall.protocol.references import messages as protocol
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import Fork, FreeValue, Lost, NeverCreated, Send
+from farcall.protocol.references.outbox import ReleasedForks
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.rpc.creation import Creation, KeptRequest
 from farcall.rpc.deferred import DeferredMessages

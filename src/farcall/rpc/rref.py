@@ -27,7 +27,7 @@ from farcall.errors import (
     SerializationError,
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.rpc import proxy
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.creation import Creation

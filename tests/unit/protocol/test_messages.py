@@ -9,7 +9,8 @@ import pytest
 
 from farcall.errors import NetworkError
 from farcall.ids import ForkId, RefId
-from farcall.protocol import membership, messages, observing, references
+from farcall.protocol import messages, observing
+from farcall.protocol.membership import messages as membership
 from farcall.protocol.messages import (
     BlocksReleased,
     CallCancelled,
@@ -35,6 +36,7 @@ from farcall.protocol.messages import (
     decode_message,
     encode_message,
 )
+from farcall.protocol.references import messages as references
 
 FORK = references.Fork(RefId(1, 2), ForkId(1, 3), owner=4, holder=1, number=5)
 EXAMPLES = [

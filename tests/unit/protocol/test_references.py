@@ -7,7 +7,8 @@ import threading
 import msgspec
 import pytest
 
-from farcall.protocol.references import (
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import (
     Accept,
     AllDropped,
     Answer,
@@ -28,13 +29,12 @@ from farcall.protocol.references import (
     Message,
     NeverCreated,
     Received,
-    References,
     Register,
     Release,
-    ReleasedForks,
     Send,
     Withdraw,
 )
+from farcall.protocol.references.outbox import ReleasedForks
 
 OWNER, ANNA, BEN, CARL = 1, 2, 3, 4
 EVERYONE = [OWNER, ANNA, BEN, CARL]

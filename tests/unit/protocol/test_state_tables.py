@@ -6,9 +6,8 @@ import re
 
 from farcall.protocol import departure, membership
 from farcall.protocol.departure import ACTIONS, DepartureState
-from farcall.protocol.membership import State, Status
-from farcall.protocol.membership.machine import TRANSITIONS
-from farcall.protocol.membership.messages import precedence
+from farcall.protocol.membership.machine import TRANSITIONS, State
+from farcall.protocol.membership.messages import Status, precedence
 from farcall.protocol.membership.table import CHANGES
 
 

@@ -25,7 +25,7 @@ from farcall.errors import (
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
+from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
 from farcall.rpc.deferred import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async

@@ -17,7 +17,8 @@ from farcall.protocol import messages
 from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
-from farcall.protocol.membership import LinkLost, LinkRefused, Status
+from farcall.protocol.membership.events import LinkLost, LinkRefused
+from farcall.protocol.membership.messages import Status
 from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.mesh import Mesh, usable_ways

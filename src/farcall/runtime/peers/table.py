@@ -35,7 +35,7 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
-from farcall.protocol.membership import LinkGivenUp, LinkRefused
+from farcall.protocol.membership.events import LinkGivenUp, LinkRefused
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.io.loop import Loop

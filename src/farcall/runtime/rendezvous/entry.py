@@ -16,7 +16,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
-from farcall.protocol.membership import Status
+from farcall.protocol.membership.messages import Status
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
