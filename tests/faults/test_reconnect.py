@@ -420,7 +420,7 @@ def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known()
         assert reached.wait(30.0)
         (bond,) = nodes[0].reconnecting._bonds.values()
         faults.cut(count=None)
-        wait_until(lambda: nodes[0].other(1).link.outgoing.down)  # type: ignore[union-attr]
+        wait_until(lambda: nodes[0].other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         with pytest.raises(PeerDead) as caught:
             under_way.wait()
         assert caught.value.delivery == Delivery.UNKNOWN
@@ -443,7 +443,7 @@ def test_calls_that_were_never_written_say_so() -> None:
         nodes[0].reconnecting._ways_to = lambda rank: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
         nodes[1].reconnecting._stopped = True
         nodes[0].reconnecting.interrupt(1, "it is silent")
-        wait_until(lambda: nodes[0].other(1).link.outgoing.down)  # type: ignore[union-attr]
+        wait_until(lambda: nodes[0].other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         call = nodes[0].rpc_async("w1", run, (1,))
         with pytest.raises(PeerDead, match="not sent") as caught:
             call.wait()
@@ -547,7 +547,7 @@ def freeze_and_cut(rank: int, faults: Faults) -> int:
         rule = faults.cut(to="w1")
         rule.wait_hits()
         calls = [farcall.rpc_async("w1", run, (number,)) for number in range(3)]
-        wait_until(lambda: api.current_node().other(1).link.outgoing.down)  # type: ignore[union-attr]
+        wait_until(lambda: api.current_node().other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
     finally:
         os.kill(victim, signal.SIGCONT)
     assert [call.wait() for call in calls] == [0, 1, 2]

@@ -278,7 +278,7 @@ def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest
                 link = nodes[0].other(guest.me.number)
             assert link is not None
             wait_until(lambda link=link: link.broken)
-            decoders.add(id(link.link._decoder))
+            decoders.add(id(link.link.incoming._decoder))
         assert len(decoders) == 1
         for number, error in enumerate((UnknownWorker, UnknownWorker, PeerDead, PeerDead)):
             with pytest.raises(error):

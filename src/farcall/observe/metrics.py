@@ -194,7 +194,9 @@ def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
     name, link = peer.info.name, peer.link
     if isinstance(link.transport, Absent):
         return  # a member that is about to be connected
-    yield ChannelMetrics(name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.bytes_received)
+    yield ChannelMetrics(
+        name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.incoming.bytes_received
+    )
     if peer.shared_bytes_sent or peer.shared_bytes_received:
         yield ChannelMetrics(name, "shared memory", peer.shared_bytes_sent, peer.shared_bytes_received)
     devices = peer.devices

@@ -87,15 +87,14 @@ class SocketTransport(Transport):
             raise self._translated(error, "receive") from error
 
     def wait_readable(self, timeout_s: float) -> bool:
-        return self._wait(self._readable, timeout_s, "receive")
+        if self._closed:
+            raise TransportClosed(f"cannot receive: this side closed the {self.kind} connection")
+        return bool(self._readable.poll(timeout_s * 1000.0))
 
     def wait_writable(self, timeout_s: float) -> bool:
-        return self._wait(self._writable, timeout_s, "send")
-
-    def _wait(self, poller: select.poll, timeout_s: float, doing: str) -> bool:
         if self._closed:
-            raise TransportClosed(f"cannot {doing}: this side closed the {self.kind} connection")
-        return bool(poller.poll(timeout_s * 1000.0))
+            raise TransportClosed(f"cannot send: this side closed the {self.kind} connection")
+        return bool(self._writable.poll(timeout_s * 1000.0))
 
     def close_after_fork(self) -> None:
         """In a forked child: no shutdown(), which would end the parent's connection as well."""

@@ -90,11 +90,8 @@ class UnixTransport(SocketTransport):
             raise self._translated(error, "send") from error
 
     def receive_into(self, view: memoryview) -> int | None:
-        return self._receive(view, _RECEIVE_NOW)
-
-    def _receive(self, view: memoryview, flags: int) -> int | None:
         try:
-            size, ancillary, result_flags, _ = self._socket.recvmsg_into((view,), _ANCILLARY_BYTES, flags)
+            size, ancillary, result_flags, _ = self._socket.recvmsg_into((view,), _ANCILLARY_BYTES, _RECEIVE_NOW)
         except BlockingIOError:
             return None
         except OSError as error:

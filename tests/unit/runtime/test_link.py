@@ -89,7 +89,7 @@ def test_a_descriptor_is_watched_before_anybody_reads_it(monkeypatch: pytest.Mon
     near, far = memory_pair()
     end = End("late", near, start=False)
     done: list[str] = []
-    monkeypatch.setattr(end.link, "_descriptor", 99)
+    monkeypatch.setattr(type(near), "fileno", lambda _: 99)
     monkeypatch.setattr(end.loop, "watch", lambda *_: done.append("watch"))
     monkeypatch.setattr(end.loop, "call_soon", lambda *_: done.append("read"))
     end.link.start(small(1))
@@ -104,14 +104,14 @@ def test_a_dead_link_leaves_the_descriptor_it_had_alone(monkeypatch: pytest.Monk
     near, far = memory_pair()
     end = End("dead", near)
     touched: list[str] = []
-    monkeypatch.setattr(end.link, "_descriptor", 99)
+    monkeypatch.setattr(end.link.incoming, "_descriptor", 99)
     monkeypatch.setattr(end.link.outgoing, "_descriptor", 99)
     end.link.close()
     for name in ("silence", "listen", "forget", "want_write"):
         monkeypatch.setattr(end.loop, name, lambda *_, name=name: touched.append(name))
     with pytest.raises(PeerDead):
-        end.link.exchange(small(1), Never(), NEVER)
-    end.link.help_until(Never(), NEVER)
+        end.link.incoming.help_until(Never(), NEVER, small(1))
+    end.link.incoming.help_until(Never(), NEVER)
     end.link.outgoing.write()
     end.link.close()
     assert touched == []
@@ -172,13 +172,13 @@ def test_a_handler_that_fails_after_its_role_was_taken_away_disturbs_nobody(capl
     def on_frame(frame: Frame) -> None:
         readers.add(threading.get_ident())
         if frame.call_id == 0:
-            receiver.link.watch()
+            receiver.link.incoming.watch_reader()
             assert read_on.wait(PATIENCE_S)
             raise RuntimeError("a bug")
         receiver.frames.put(frame)
         read_on.set()
 
-    receiver.link._on_frame = on_frame
+    receiver.link.incoming._on_frame = on_frame
     receiver.link.start()
     try:
         for number in range(20):

@@ -130,12 +130,12 @@ def test_what_is_sent_meanwhile_comes_after_what_was_sent_before(ends: tuple[End
 
 def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) -> None:
     left, right = ends
-    right.link._read_lock.acquire()  # it does not read: the connection fills up
+    right.link.incoming._read_lock.acquire()  # it does not read: the connection fills up
     for number in range(300):
         left.link.outgoing.send(small(number, 200))
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
-    right.link._read_lock.release()
+    right.link.incoming._read_lock.release()
     right.link.interrupt("for the test")
     right.interrupted.get(timeout=PATIENCE_S)
     rejoin(ends)
@@ -144,7 +144,7 @@ def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) 
 
 def test_a_large_frame_in_the_middle_is_written_again_from_its_start(ends: tuple[End, End]) -> None:
     left, right = ends
-    right.link._read_lock.acquire()
+    right.link.incoming._read_lock.acquire()
     writer = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(7),))
     writer.start()
     while left.link.outgoing.bytes_sent < CAPACITY_BYTES:
@@ -152,7 +152,7 @@ def test_a_large_frame_in_the_middle_is_written_again_from_its_start(ends: tuple
     left.link.outgoing.send(small(8))
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
-    right.link._read_lock.release()
+    right.link.incoming._read_lock.release()
     right.link.interrupt("for the test")
     right.interrupted.get(timeout=PATIENCE_S)
     assert writer.is_alive()

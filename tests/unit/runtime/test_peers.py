@@ -31,7 +31,7 @@ class Link:
     def __init__(self, descriptors: list[int]) -> None:
         self.transport = Transport(descriptors)
         self.sent: list[bytes] = []
-        self.outgoing = self  # stands in for both halves
+        self.outgoing = self.incoming = self  # stands in for both halves
 
     def send(self, data: bytes, **_: object) -> None:
         self.sent.append(data)

@@ -92,7 +92,7 @@ class NodeDevices:
                 pairs = self.options.device_maps.get(peer.info.name, {})
                 automatic = self.options.automatic_device_maps and not pairs
                 peer.devices = DeviceLink(self, peer, pairs, automatic)
-                peer.link.look_for(DEVICE_BUSY_WAIT_S)
+                peer.link.incoming.look_for(DEVICE_BUSY_WAIT_S)
             link: DeviceLink = peer.devices
             return link
 

@@ -46,29 +46,22 @@ class BusyWait:
 
     def wait(self, attempt: Callable[[float], T], now: float, timeout_s: float) -> T:
         """``attempt(timeout_s)``, the kernel's way to wait; if that may be short, looks with ``attempt(0)`` before."""
-        expected_s = self._expected_s
-        if expected_s < self._limit_s and now >= self._resume_at:
-            found = self._look(attempt, now) or attempt(timeout_s)
-        else:
-            found = attempt(timeout_s)
-        waited_s = monotonic() - now
-        self._expected_s = expected_s + ((waited_s if waited_s < _LONG_WAIT_S else _LONG_WAIT_S) - expected_s) * 0.25
-        return found
-
-    def _look(self, attempt: Callable[[float], T], now: float) -> T | None:
-        assert _yield is not None
-        end = now + self._limit_s
-        while True:
-            found = attempt(0.0)
-            if found:
-                return found
-            before = now
-            _yield()
-            now = monotonic()
-            if now > end:
-                if now - before > _DESCHEDULED_S:
-                    self._resume_at = now + self._pause_s
-                    self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2)
-                else:
-                    self._pause_s = FIRST_PAUSE_S
-                return None
+        began = now
+        found: T | None = None
+        if self._expected_s < self._limit_s and now >= self._resume_at and _yield is not None:
+            end = now + self._limit_s
+            while not (found := attempt(0.0)):
+                before = now
+                _yield()
+                now = monotonic()
+                if now > end:
+                    if now - before > _DESCHEDULED_S:
+                        self._resume_at = now + self._pause_s
+                        self._pause_s = min(LONGEST_PAUSE_S, self._pause_s * 2)
+                    else:
+                        self._pause_s = FIRST_PAUSE_S
+                    break
+        result = found or attempt(timeout_s)
+        waited_s = min(monotonic() - began, _LONG_WAIT_S)
+        self._expected_s += (waited_s - self._expected_s) * 0.25
+        return result

@@ -162,11 +162,23 @@ class Loop:
 
     def silence(self, descriptor: int) -> None:
         """Stop reporting readability: the calling thread reads it itself for a while."""
-        self._change(descriptor, 0, READ)
+        with self._interest_lock:
+            before = self._interest.get(descriptor)
+            if before is not None and before & READ and self._wake_read >= 0:
+                self._interest[descriptor] = before & ~READ
+                self._poller.modify(descriptor, before & ~READ)
+        if not self.can_silence:
+            self.wake()
 
     def listen(self, descriptor: int) -> None:
         """Report readability again."""
-        self._change(descriptor, READ, 0)
+        with self._interest_lock:
+            before = self._interest.get(descriptor)
+            if before is not None and not before & READ and self._wake_read >= 0:
+                self._interest[descriptor] = before | READ
+                self._poller.modify(descriptor, before | READ)
+        if not self.can_silence:
+            self.wake()
 
     def want_write(self, descriptor: int, wanted: bool) -> None:
         """Report, or stop reporting, that the descriptor takes more bytes."""

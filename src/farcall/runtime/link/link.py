@@ -17,45 +17,42 @@ A link begins up, or down if its transport is `Absent`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import (
-    CARRIES_DESCRIPTOR,
-    CONTROL,
-    Allocate,
-    Frame,
-    FrameDecoder,
-    FrameError,
-    allocate_plainly,
-)
+from farcall.protocol.frames import Allocate, Frame, FrameError, allocate_plainly
+from farcall.protocol.session import Session
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.io.reader import reading
 from farcall.runtime.link.receive import Incoming
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import Absent, Transport
 
-_NOTHING_COMES = FrameDecoder(allocate_plainly)
-"""The decoder of all dead links: one may have a quarter of a MiB, and the dead are remembered by who asks for them."""
+__all__ = ["Link"]
 
 
-class Link(Incoming):
+class Link:
     """The way to one peer."""
 
     __slots__ = (
-        "_broken",
+        "__weakref__",
         "_detached",
         "_final",
+        "_loop",
         "_on_broken",
         "_on_interrupted",
         "_reason",
         "_settled",
         "_told",
+        "broken",
         "incarnation",
+        "incoming",
         "never_sent",
+        "outgoing",
         "peer",
+        "session",
+        "transport",
+        "up",
     )
 
     def __init__(
@@ -66,6 +63,7 @@ class Link(Incoming):
         on_frame: Callable[[Frame], None],
         on_broken: Callable[[str], None],
         backlog_limit_bytes: int,
+        *,
         allocate: Allocate = allocate_plainly,
         busy_wait_s: float = 0.0,
         acknowledge: Callable[[int, bool], None] | None = None,
@@ -76,9 +74,15 @@ class Link(Incoming):
 
         ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
         """
-        super().__init__(transport, loop, on_frame, allocate, busy_wait_s, acknowledge)
         self.peer: WorkerInfo = peer
         self.incarnation: str = incarnation
+        self.transport: Transport = transport
+        self.up: bool = True
+        """Is there a connection now, as far as is known?"""
+        self.session: Session = Session()
+        if acknowledge is None:
+            self.session.keep_nothing()
+        self._loop = loop
         self._on_broken = on_broken
         self._on_interrupted = on_interrupted
         self.never_sent: frozenset[int] = frozenset()
@@ -88,49 +92,52 @@ class Link(Incoming):
         self._settled = False
         self._detached = False
         self._told = False
-        self._broken: str | None = None
+        self.broken: str | None = None
+        """Why the link will not work any more, or None."""
         self.outgoing: Outgoing = Outgoing(
-            peer.name, transport, loop, backlog_limit_bytes, self._broke, self.dead, self.session.kept
+            peer.name, transport, loop, backlog_limit_bytes, on_error=self.broke, dead=self.dead, kept=self.session.kept
+        )
+        self.incoming: Incoming = Incoming(
+            self, loop, on_frame, allocate=allocate, busy_wait_s=busy_wait_s, acknowledge=acknowledge
         )
         if isinstance(transport, Absent):
-            self._up = False
+            self.up = False
             self._settled = self._detached = True
             self.session.broke()
             self.outgoing.pause()
 
     @property
-    def broken(self) -> str | None:
-        """Why the link will not work any more, or None."""
-        return self._broken
-
-    @property
     def progress(self) -> object:
         """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
         outgoing = self.outgoing
-        return self.transport, self.bytes_received, outgoing.bytes_sent if outgoing.full else 0
+        return self.transport, self.incoming.bytes_received, outgoing.bytes_sent if outgoing.queue.full else 0
+
+    def on_io_thread(self) -> bool:
+        """Is the caller the I/O thread?"""
+        return self._loop.on_thread()
 
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
-        with self._read_lock:
-            self._decode(first_bytes)
-        self._watch()
+        self.incoming.connect(self.transport, first_bytes)
+        self.incoming.watch_connection()
 
     # ------------------------------------------------------------------ breaking and going on
 
-    def _broke(self, error: Exception, transport: Transport) -> None:
+    def broke(self, error: Exception, transport: Transport) -> None:
         """Reading or writing failed. From any thread; nothing here waits."""
         self._break(transport, str(error), final=isinstance(error, FrameError))
 
-    def _ended(self, transport: Transport) -> None:
+    def ended(self, transport: Transport) -> None:
+        """The peer ended the stream."""
         self._break(transport, "the peer closed the connection")
 
     def _break(self, transport: Transport, reason: str, final: bool = False) -> None:
         """This connection cannot go on. What comes of it is settled on the I/O thread."""
-        if transport is not self.transport or self._broken is not None:
+        if transport is not self.transport or self.broken is not None:
             return
         self._final = self._final or final
-        if self._up:
-            self._up = False
+        if self.up:
+            self.up = False
             self._reason = reason
             transport.interrupt()
             self.outgoing.pause()
@@ -140,7 +147,7 @@ class Link(Incoming):
 
     def _settle(self, transport: Transport) -> None:
         """On the I/O thread, after a break: will there be another connection?"""
-        if transport is not self.transport or self._broken is not None:
+        if transport is not self.transport or self.broken is not None:
             return  # there is one already, or the link was closed
         if self._final:
             self.die(self._reason)
@@ -160,19 +167,9 @@ class Link(Incoming):
         """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""
         self._detached = True
         transport = self.transport
-        if self._descriptor is not None:
-            self._loop.forget(self._descriptor)
+        self.incoming.forget_connection()
         self.outgoing.detach()
-        with self._read_lock:
-            self._descriptor = None
-            self._descriptors.extend(transport.take_descriptors())
-            # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
-            # its descriptor with it: only those of frames that are here are wanted.
-            wanted = sum(frame.kind == CONTROL and bool(frame.flags & CARRIES_DESCRIPTOR) for frame in self._frames)
-            while len(self._descriptors) > wanted:
-                os.close(self._descriptors.pop())
-            self._decoder = FrameDecoder(self._allocate)
-            transport.close()
+        self.incoming.disconnect(transport)
         self.session.broke()
 
     def interrupt(self, reason: str) -> None:
@@ -181,7 +178,7 @@ class Link(Incoming):
 
     def break_off(self, reason: str) -> None:
         """On the I/O thread: like ``interrupt``, and when this returns all that had come is counted."""
-        if self._broken is None:
+        if self.broken is None:
             self._break(self.transport, reason)
             if not self._detached:
                 self._detach()
@@ -198,20 +195,17 @@ class Link(Incoming):
 
         Raises ``SessionError`` where that cannot be; then the transport is the caller's to close.
         """
-        with self._read_lock:
-            self.transport = transport
-            self._descriptor = transport.fileno()
-            self._decode(first_bytes)
+        self.incoming.connect(transport, first_bytes)
         self._settled = self._detached = self._final = False
-        self._up = True
-        self._watch()
+        self.up = True
+        self.incoming.watch_connection()
         self.outgoing.attach(transport, self.session, received)
 
     # ------------------------------------------------------------------ ending
 
     def die(self, reason: str) -> None:
         """On the I/O thread: there will be no other connection. ``on_broken`` is told, once."""
-        if self._told or self._broken is not None:
+        if self._told or self.broken is not None:
             return
         self._told = True
         self.never_sent = self.outgoing.queued_calls()
@@ -224,34 +218,21 @@ class Link(Incoming):
 
     def wait_closed(self, deadline: float) -> None:
         """Wait until the peer ended its side, too: closing before that could destroy what we sent last."""
-        self.outgoing.wait_while(lambda: self._up, deadline)
+        self.outgoing.queue.wait_while(lambda: self.up, deadline)
 
     def dead(self, delivery: Delivery) -> PeerDead:
         """The error for a call over this dead link."""
-        why = f"the link to {self.peer.name} is gone: {self._broken}"
+        why = f"the link to {self.peer.name} is gone: {self.broken}"
         return PeerDead(why, delivery, self.peer, self.incarnation)
 
     def close(self, reason: str = "this node closed the link") -> None:
         """Close for good. Idempotent; from any thread but one inside this link."""
-        if self._broken is None:
-            self._broken = reason
-        self._up = False
+        if self.broken is None:
+            self.broken = reason
+        self.up = False
         self.transport.interrupt()  # wakes whoever sits in a system call on it
-        if self._descriptor is not None:
-            self._loop.forget(self._descriptor)
+        self.incoming.forget_connection()
         self.outgoing.close()
         self.outgoing.forget()
         self.session.end()
-        if reading.link is self:
-            self._close_transport()
-            return
-        with self._read_lock:
-            self._close_transport()
-
-    def _close_transport(self) -> None:
-        """As the reader. From here on the descriptor's number may be that of another link."""
-        self._descriptor = None
-        self.transport.close()
-        self._decoder = _NOTHING_COMES
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        self.incoming.close(self.transport)

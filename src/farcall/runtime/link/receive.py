@@ -1,10 +1,10 @@
 """The reading half of a link: frames in, for one thread at a time; and the count of them.
 
 Owns the decoder, the read lock and the frames that are decoded and not handed out yet; these outlive a connection.
-Knows nothing of what frames mean: it gives each one to ``on_frame``. What an error of the connection means, and what
-becomes of the link, is `link.py`'s.
+Knows nothing of what frames mean: each goes to ``on_frame``. What an error of the connection means, and what becomes of
+the link, is `link.py`'s.
 
-Reading, by one thread at a time: the holder of the read lock
+One thread at a time reads, the holder of the read lock:
 - normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
   poller, so that the I/O thread sleeps on, and saves the hop between threads.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
@@ -12,13 +12,14 @@ Reading, by one thread at a time: the holder of the read lock
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from farcall.protocol.frames import Allocate, Frame, FrameDecoder, FrameError
+from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, Allocate, Frame, FrameDecoder, FrameError
 from farcall.protocol.session import Session
 from farcall.runtime.calls.executor import Task
 from farcall.runtime.io import sigint
@@ -28,6 +29,11 @@ from farcall.runtime.io.reader import reading
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
+__all__ = ["Awaited", "Incoming"]
+
+_NOTHING_COMES = FrameDecoder()
+"""The decoder of all dead links: a live one may hold a quarter of a MiB, and dead members stay in the peer table."""
+
 
 class Awaited(Protocol):
     """What a helping reader waits for."""
@@ -36,99 +42,132 @@ class Awaited(Protocol):
     def arrived(self) -> bool: ...
 
 
+class Connected(Protocol):
+    """The link, as far as its reading half is concerned."""
+
+    transport: Transport
+    up: bool
+    session: Session
+    outgoing: Outgoing
+
+    def broke(self, error: Exception, transport: Transport) -> None:
+        """Reading failed."""
+
+    def ended(self, transport: Transport) -> None:
+        """The peer ended the stream."""
+
+
 class Incoming:
     """What comes over one link."""
 
     __slots__ = (
-        "__weakref__",
         "_acknowledge",
         "_allocate",
+        "_busy_wait",
         "_decoder",
         "_descriptor",
         "_descriptors",
         "_frames",
+        "_link",
         "_loop",
         "_on_frame",
         "_read_lock",
         "_rides_along",
         "_silenced",
-        "_spin",
-        "_up",
         "bytes_received",
-        "outgoing",
-        "session",
-        "transport",
     )
-
-    outgoing: Outgoing
 
     def __init__(
         self,
-        transport: Transport,
+        link: Connected,
         loop: Loop,
         on_frame: Callable[[Frame], None],
+        *,
         allocate: Allocate,
         busy_wait_s: float,
         acknowledge: Callable[[int, bool], None] | None,
     ) -> None:
         """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed."""
-        self.transport: Transport = transport
-        self.bytes_received: int = 0
-        self.session: Session = Session()
-        if acknowledge is None:
-            self.session.keep_nothing()
-        self._acknowledge = acknowledge
-        self._rides_along = False
+        self._link = link
         self._loop = loop
         self._on_frame = on_frame
         self._allocate = allocate
+        self._acknowledge = acknowledge
+        self._rides_along = False
         self._decoder = FrameDecoder(allocate)
         self._frames: deque[Frame] = deque()
-        self._descriptor = transport.fileno()
+        self._descriptor = link.transport.fileno()
         self._descriptors: deque[int] = deque()
-        self._up = True
         self._silenced = False
-        self._spin = BusyWait(busy_wait_s)
+        self._busy_wait = BusyWait(busy_wait_s)
         self._read_lock = threading.Lock()
+        self.bytes_received: int = 0
 
-    def _broke(self, error: Exception, transport: Transport) -> None:
-        """Reading or writing failed."""
-        raise NotImplementedError
+    # ------------------------------------------------------------------ connections come and go
 
-    def _ended(self, transport: Transport) -> None:
-        """The peer ended the stream."""
-        raise NotImplementedError
+    def connect(self, transport: Transport, first_bytes: bytes) -> None:
+        """Read from ``transport`` from now on; ``first_bytes`` came behind its handshake and are frames already."""
+        with self._read_lock:
+            self._link.transport = transport
+            self._descriptor = transport.fileno()
+            while first_bytes:
+                view = self._decoder.writable()
+                chunk = first_bytes[: len(view)]
+                view[: len(chunk)] = chunk
+                first_bytes = first_bytes[len(chunk) :]
+                frames = self._decoder.received(len(chunk))
+                self._link.session.received += len(frames)
+                self._frames.extend(frames)
 
-    @property
-    def up(self) -> bool:
-        """Is there a connection now, as far as is known?"""
-        return self._up
-
-    def _decode(self, data: bytes) -> None:
-        """As the reader: frames that came with a handshake."""
-        while data:
-            view = self._decoder.writable()
-            chunk = data[: len(view)]
-            view[: len(chunk)] = chunk
-            data = data[len(chunk) :]
-            frames = self._decoder.received(len(chunk))
-            self.session.received += len(frames)
-            self._frames.extend(frames)
-
-    def _watch(self) -> None:
+    def watch_connection(self) -> None:
+        """Have the I/O thread read whatever comes, and write when there is room."""
+        loop, link = self._loop, self._link
         if self._descriptor is None:
-            self.transport.watch(
-                lambda: self._loop.call_soon(self._read), lambda: self._loop.call_soon(self.outgoing.write)
-            )
+            link.transport.watch(lambda: loop.call_soon(self._read), lambda: loop.call_soon(link.outgoing.write))
         else:
-            self._loop.watch(self._descriptor, self._on_event)
+            loop.watch(self._descriptor, self._on_event)
         if self._frames:
             # Not before: where the peer has gone already, reading closes the descriptor.
-            self._loop.call_soon(self._read)
+            loop.call_soon(self._read)
+
+    def forget_connection(self) -> None:
+        """Have the I/O thread look at the connection no more."""
+        if self._descriptor is not None:
+            self._loop.forget(self._descriptor)
+
+    def disconnect(self, transport: Transport) -> None:
+        """On the I/O thread: nobody reads from the broken connection any more, and it is closed."""
+        with self._read_lock:
+            self._descriptor = None
+            self._descriptors.extend(transport.take_descriptors())
+            # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
+            # its descriptor with it: only those of frames that are here are wanted.
+            wanted = sum(frame.kind == CONTROL and bool(frame.flags & CARRIES_DESCRIPTOR) for frame in self._frames)
+            while len(self._descriptors) > wanted:
+                os.close(self._descriptors.pop())
+            self._decoder = FrameDecoder(self._allocate)
+            transport.close()
+
+    def close(self, transport: Transport) -> None:
+        """Close the connection for good, as the reader. From here on its descriptor may be that of another link."""
+        is_reader = reading.link is self
+        if not is_reader:
+            self._read_lock.acquire()
+        try:
+            self._descriptor = None
+            transport.close()
+            self._decoder = _NOTHING_COMES
+            while self._descriptors:
+                os.close(self._descriptors.popleft())
+        finally:
+            if not is_reader:
+                self._read_lock.release()
+
+    # ------------------------------------------------------------------ reading
 
     def _on_event(self, events: int) -> None:
         if events & WRITE:
-            self.outgoing.write()
+            self._link.outgoing.write()
         if events & READ:
             self._read()
 
@@ -137,11 +176,12 @@ class Incoming:
         if not self._read_lock.acquire(False):
             return
         reading.link = self
-        transport = self.transport
+        link = self._link
+        transport = link.transport
         try:
-            if not self._deliver():
+            if self._frames and not self._deliver():
                 return
-            while self._up:
+            while link.up:
                 view = self._decoder.writable()
                 count = transport.receive_into(view)
                 if count is None or not self._take(count):
@@ -149,108 +189,79 @@ class Incoming:
                 if count < len(view) and self._descriptor is not None:
                     return  # most likely that was all; if not, the poller tells again
         except (TransportError, FrameError) as error:
-            self._broke(error, transport)
+            link.broke(error, transport)
         finally:
             self.end_reading()
 
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
+    def help_until(self, awaited: Awaited, deadline: float, request: bytes | None = None) -> None:
         """Read this link on the calling thread until ``awaited`` has arrived or ``deadline`` has passed.
 
-        Returns early, with nothing arrived, where another thread reads or the role was given up.
+        ``request``: one small frame, sent before, whose answer is awaited; the role is taken before that, or a quick
+        answer would wake the I/O thread, too. Returns early, with nothing arrived, where another thread reads or the
+        role was given up.
         """
-        mine = sigint.of_thread()
-        mine.depth += 1
+        link, loop = self._link, self._loop
+        guard = sigint.of_thread()
+        guard.depth += 1
         try:
-            if self._begin_helping():
-                self._read_until(awaited, deadline, mine)
-        finally:
-            self.end_reading()
-            mine.depth -= 1
-            if mine.held is not None:
-                sigint.deliver()
-
-    def exchange(self, data: bytes, awaited: Awaited, deadline: float) -> None:
-        """Send one small frame and read on this thread until ``awaited``, its answer, has arrived: the hot path.
-
-        Like ``send`` and ``help_until``, but the role is taken before the frame goes: otherwise a quick answer would
-        wake the I/O thread, too.
-        """
-        mine = sigint.of_thread()
-        mine.depth += 1
-        try:
-            helping = self._begin_helping()
-            self.outgoing.send(data, deadline)
+            helping = self._descriptor is not None and loop.can_silence and self._read_lock.acquire(False)
             if helping:
-                self._read_until(awaited, deadline, mine)
+                reading.link = self
+                self._silenced = True
+                descriptor = self._descriptor
+                if descriptor is not None:
+                    loop.silence(descriptor)
+            if request is not None:
+                link.outgoing.send(request, deadline)
+            if not helping or (self._frames and not self._deliver()):
+                return
+            transport, decoder = link.transport, self._decoder
+            try:
+                while not awaited.arrived and link.up:
+                    now = monotonic()
+                    remaining = deadline - now
+                    if remaining <= 0:
+                        return
+                    if remaining > WAIT_SLICE_S:
+                        remaining = WAIT_SLICE_S
+                    depth, guard.depth = guard.depth, 0  # Ctrl-C may end the wait, and nothing else in here
+                    try:
+                        if guard.held is not None:
+                            sigint.deliver()
+                        readable = self._busy_wait.wait(transport.wait_readable, now, remaining)
+                    finally:
+                        guard.depth = depth
+                    if readable:
+                        count = transport.receive_into(decoder.writable())
+                        if count is not None and not self._take(count):
+                            return
+            except (TransportError, FrameError) as error:
+                link.broke(error, transport)
         finally:
             self.end_reading()
-            mine.depth -= 1
-            if mine.held is not None:
+            guard.depth -= 1
+            if guard.held is not None:
                 sigint.deliver()
-
-    def _begin_helping(self) -> bool:
-        """Take the role of the reader if it is free, and tell the poller to leave this link alone."""
-        if self._descriptor is None or not self._loop.can_silence or not self._read_lock.acquire(False):
-            return False
-        reading.link = self
-        self._silenced = True
-        descriptor = self._descriptor
-        if descriptor is not None:
-            self._loop.silence(descriptor)
-        return True
-
-    def _read_until(self, awaited: Awaited, deadline: float, mine: sigint.SigintGuard) -> None:
-        """As the reader, and shielded: read until ``awaited`` has arrived."""
-        transport, decoder = self.transport, self._decoder
-        try:
-            if self._frames and not self._deliver():
-                return
-            while not awaited.arrived and self._up:
-                now = monotonic()
-                remaining = deadline - now
-                if remaining <= 0:
-                    return
-                if remaining > WAIT_SLICE_S:
-                    remaining = WAIT_SLICE_S
-                depth, mine.depth = mine.depth, 0  # Ctrl-C may end the wait, and nothing else in here
-                try:
-                    if mine.held is not None:
-                        sigint.deliver()
-                    readable = self._spin.wait(transport.wait_readable, now, remaining)
-                finally:
-                    mine.depth = depth
-                if readable:
-                    count = transport.receive_into(decoder.writable())
-                    if count is not None and not self._take(count):
-                        return
-        except (TransportError, FrameError) as error:
-            self._broke(error, transport)
 
     def _take(self, count: int) -> bool:
         """Decode and deliver ``count`` received bytes. False: stop reading."""
         if count == 0:
-            self._ended(self.transport)
+            self._link.ended(self._link.transport)
             return False
         self.bytes_received += count
         frames = self._decoder.received(count)
         if frames:
             self._frames.extend(frames)
-            session = self.session
+            session = self._link.session
             session.received += len(frames)
             if session.received >= session.due_at or self.bytes_received >= session.due_at_bytes:
-                self._tell_received()
+                # An acknowledgement is due. After many small frames every other one waits for a frame to ride along
+                # with: in a dialogue it costs nothing.
+                self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes
+                acknowledged = session.acknowledgement(self.bytes_received)
+                if self._acknowledge is not None:
+                    self._acknowledge(acknowledged, self._rides_along)
         return self._deliver()
-
-    def _tell_received(self) -> None:
-        """As the reader: an acknowledgement is due.
-
-        After many small frames every other one waits for a frame to ride along with: in a dialogue it costs nothing.
-        """
-        session = self.session
-        self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes
-        count = session.acknowledgement(self.bytes_received)
-        if self._acknowledge is not None:
-            self._acknowledge(count, self._rides_along)
 
     def _deliver(self) -> bool:
         """Hand out the decoded frames. False: this thread is not the reader any more."""
@@ -287,7 +298,7 @@ class Incoming:
                 return
             if self._silenced:
                 self._silenced = False
-                if self._descriptor is not None and self._up:
+                if self._descriptor is not None and self._link.up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
             if self._frames:
@@ -295,13 +306,11 @@ class Incoming:
 
     def look_for(self, limit_s: float) -> None:
         """Have threads that wait for an answer look for so long before they sleep, where looking is allowed at all."""
-        self._spin.look_for(limit_s)
+        self._busy_wait.look_for(limit_s)
 
-    def on_io_thread(self) -> bool:
-        """Is the caller the I/O thread?"""
-        return self._loop.on_thread()
+    # ------------------------------------------------------------------ user code on the thread that reads
 
-    def watch(self) -> None:
+    def watch_reader(self) -> None:
         """The reader is about to do something that may take long: if it does, another thread reads on."""
         watch = reading.watch
         if watch is None:
@@ -309,12 +318,15 @@ class Incoming:
         else:
             watch.since = monotonic()
 
-    def run_inline(self, task: Task) -> bool:
-        """As the reader, while it delivers a frame of this link: run a task that is expected to be quick.
+    def run_inline(self, task: Task) -> bool | None:
+        """Run a task that is expected to be quick, if the calling thread is the I/O thread and reads this link.
 
-        False: it was not, and another thread reads on.
+        None: it is not, and the task has not run. False: the task was slow, and another thread reads on.
         """
-        self.watch()
+        # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
+        if reading.link is not self or not self._loop.on_thread():
+            return None
+        self.watch_reader()
         watch = reading.watch
         task.run(bool(self._frames))
         return bool(watch)
@@ -322,7 +334,7 @@ class Incoming:
     def pass_on(self) -> None:
         """The reader is stuck in user code: another thread reads on. Called by the standby thread."""
         was_helping, self._silenced = self._silenced, False
-        if was_helping and self._descriptor is not None and self._up:
+        if was_helping and self._descriptor is not None and self._link.up:
             self._loop.listen(self._descriptor)
         self._read_lock.release()
         if self._frames:
@@ -332,5 +344,5 @@ class Incoming:
 
     def take_descriptor(self) -> int | None:
         """As the reader, for a frame that came with one: the oldest descriptor that nobody has taken."""
-        self._descriptors.extend(self.transport.take_descriptors())
+        self._descriptors.extend(self._link.transport.take_descriptors())
         return self._descriptors.popleft() if self._descriptors else None

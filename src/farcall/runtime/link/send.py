@@ -53,7 +53,7 @@ class _Nobodys:
 NOBODYS: Unkept = _Nobodys()
 
 
-class Outgoing(SendQueue):
+class Outgoing:
     """What one link has to send."""
 
     __slots__ = (
@@ -61,12 +61,15 @@ class Outgoing(SendQueue):
         "_dead",
         "_descriptor",
         "_kept",
+        "_loop",
+        "_name",
         "_on_error",
         "_outbox",
         "_transport",
         "_unsent",
         "_write_lock",
         "bytes_sent",
+        "queue",
     )
 
     def __init__(
@@ -75,12 +78,16 @@ class Outgoing(SendQueue):
         transport: Transport,
         loop: Loop,
         backlog_limit_bytes: int,
+        *,
         on_error: Callable[[Exception, Transport], None],
         dead: Callable[[Delivery], PeerDead],
         kept: deque[Kept],
     ) -> None:
         """``dead`` gives the error for what is sent after the end."""
-        super().__init__(name, loop, backlog_limit_bytes)
+        self._name = name
+        self._loop = loop
+        self.queue: SendQueue = SendQueue(name, loop, backlog_limit_bytes)
+        """The senders that wait, and why."""
         self.bytes_sent: int = 0
         self._transport = transport
         self._descriptor = transport.fileno()
@@ -98,10 +105,11 @@ class Outgoing(SendQueue):
         ``more``: another one follows at once from this thread; it, or ``flush``, sends both.
         ``urgent``: never wait for room (control messages).
         """
-        if self._closed:
+        queue = self.queue
+        if queue.closed:
             raise self._dead(Delivery.NOT_SENT)
-        if self._full and not urgent:
-            self.wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
+        if queue.full and not urgent:
+            queue.wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
         self._outbox.append(data)
         if not more:
             self.flush()
@@ -207,10 +215,10 @@ class Outgoing(SendQueue):
                                 Delivery.NOT_SENT,
                             )
                         sigint.pause(mine)
-                if self._closed:
+                if self.queue.closed:
                     self._write_lock.release()
                     raise self._dead(Delivery.NOT_SENT)
-                if not self._down:
+                if not self.queue.down:
                     break
                 self._write_lock.release()
                 self._wait_for_connection(deadline)
@@ -222,17 +230,17 @@ class Outgoing(SendQueue):
 
     def _wait_for_connection(self, deadline: float) -> None:
         stop_reading()
-        self.wait_while(lambda: self._down and not self._closed, deadline)
-        if self._down and not self._closed and monotonic() >= deadline:
+        self.queue.wait_while(lambda: self.queue.down and not self.queue.closed, deadline)
+        if self.queue.down and not self.queue.closed and monotonic() >= deadline:
             raise RpcTimeout(f"{self._name} could not be reached again in time", Delivery.NOT_SENT)
 
     def _unlock_after_writing(self) -> None:
-        if self._down:
+        if self.queue.down:
             pass  # what is unsent was kept; the next connection begins with it
-        elif self._unsent and not self._closed:
+        elif self._unsent and not self.queue.closed:
             self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
         else:
-            self.has_room()
+            self.queue.has_room()
         self._write_lock.release()
         self.flush()
         sigint.leave()
@@ -245,7 +253,7 @@ class Outgoing(SendQueue):
                     remaining = deadline - monotonic()
                     if remaining <= 0:
                         return False
-                    self._full = True  # who queues small frames meanwhile must not do so without bound
+                    self.queue.full = True  # who queues small frames meanwhile must not do so without bound
                     self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
             self._on_error(error, self._transport)
@@ -317,8 +325,8 @@ class Outgoing(SendQueue):
                         continue
                     self._count_queued(None if fresh else self.bytes_sent - before)
                     return
-            if self._full:
-                self.has_room()
+            if self.queue.full:
+                self.queue.has_room()
         except TransportError as error:
             self._on_error(error, self._transport)
 
@@ -332,22 +340,20 @@ class Outgoing(SendQueue):
     def _set_blocked(self, blocked: bool) -> None:
         self._blocked = blocked
         if blocked:
-            self._full = True
+            self.queue.full = True
         if self._descriptor is not None:
             self._loop.want_write(self._descriptor, blocked)
 
     def _count_queued(self, sent_bytes: int | None) -> None:
         """The kernel is full: how much is queued now, after ``sent_bytes`` of it went (None: count anew)."""
         if sent_bytes is None:
-            self._queued_bytes = _size(self._unsent) + sum(map(len, tuple(self._outbox)))
+            self.queue.set_queued(_size(self._unsent) + sum(map(len, tuple(self._outbox))))
         else:
-            self._queued_bytes = max(0, self._queued_bytes - sent_bytes)
-        if self._queued_bytes <= self._backlog_limit:
-            self.wake_waiting()
+            self.queue.set_queued(max(0, self.queue.queued_bytes - sent_bytes))
 
     def write(self) -> None:
         """On the I/O thread: the kernel has room again."""
-        if self._blocked and not self._down and self._write_lock.acquire(False):
+        if self._blocked and not self.queue.down and self._write_lock.acquire(False):
             try:
                 # Unblocked first: who appends to the outbox from now on will try to flush.
                 self._set_blocked(False)
@@ -358,10 +364,10 @@ class Outgoing(SendQueue):
 
     def pause(self) -> None:
         """The connection is broken: nothing is written until there is another one. From any thread, without a lock."""
-        self._down = True
+        self.queue.down = True
         self._blocked = True
-        self._full = True
-        self.wake_waiting()  # some of them wait for the end
+        self.queue.full = True
+        self.queue.wake_waiting()  # some of them wait for the end
 
     def detach(self) -> None:
         """On the I/O thread: the broken connection is nobody's business any more."""
@@ -369,16 +375,16 @@ class Outgoing(SendQueue):
             self.pause()
             self._descriptor = None
             self._unsent.clear()
-            self._queued_bytes = sum(map(len, tuple(self._outbox)))
+            self.queue.queued_bytes = sum(map(len, tuple(self._outbox)))
 
     def attach(self, transport: Transport, session: Session, received: int) -> None:
         """On the I/O thread: go on over ``transport``, with what the peer, which has ``received`` frames, lacks."""
         with self._write_lock:
             self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
-            self._queued_bytes += _size(self._unsent)
+            self.queue.queued_bytes += _size(self._unsent)
             self._transport = transport
             self._descriptor = transport.fileno()
-            self._down = False
+            self.queue.down = False
             self._set_blocked(False)
             sigint.enter()
             try:
@@ -386,7 +392,7 @@ class Outgoing(SendQueue):
             finally:
                 sigint.leave()
         self.flush()
-        self.wake_waiting()
+        self.queue.wake_waiting()
 
     def queued_calls(self) -> frozenset[int]:
         """The calls whose requests wait here and were never written."""
@@ -395,12 +401,12 @@ class Outgoing(SendQueue):
 
     def end_sending(self, deadline: float) -> None:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
-        if self._down:
+        if self.queue.down:
             return
         if self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))
-                if not self._closed and self._write_out(deadline):
+                if not self.queue.closed and self._write_out(deadline):
                     self._transport.end_sending()
             except _Interrupted:
                 pass  # the peer was faster
@@ -409,8 +415,8 @@ class Outgoing(SendQueue):
 
     def close(self) -> None:
         """Nothing is sent any more; whoever waits for room learns it."""
-        self._closed = True
-        self.wake_waiting()
+        self.queue.closed = True
+        self.queue.wake_waiting()
 
     def forget(self) -> None:
         """After ``close``: drop what is queued, once nobody writes."""

@@ -24,36 +24,35 @@ from farcall.transport.interface import WAIT_SLICE_S
 class SendQueue:
     """The senders of one link that wait, and why."""
 
-    __slots__ = ("_backlog_limit", "_closed", "_down", "_full", "_loop", "_name", "_queued_bytes", "_waiting")
+    __slots__ = ("_backlog_limit", "_loop", "_name", "_waiting", "closed", "down", "full", "queued_bytes")
 
     def __init__(self, name: str, loop: Loop, backlog_limit_bytes: int) -> None:
         self._name = name
         self._loop = loop
         self._backlog_limit = backlog_limit_bytes
-        self._closed = False
-        self._down = False  # there is no connection now
-        self._full = False  # the kernel takes no more at the moment, whoever writes
-        self._queued_bytes = 0
         self._waiting: deque[threading.Lock] = deque()
-
-    @property
-    def full(self) -> bool:
-        """Does the kernel take no more at the moment?"""
-        return self._full
-
-    @property
-    def down(self) -> bool:
+        self.closed: bool = False
+        self.down: bool = False
         """Is there no connection at the moment?"""
-        return self._down
+        self.full: bool = False
+        """Does the kernel take no more at the moment, whoever writes?"""
+        self.queued_bytes: int = 0
 
     def has_room(self) -> None:
         """Nothing waits for the kernel any more."""
-        if self._full:
-            self._full = False
-            self._queued_bytes = 0
+        if self.full:
+            self.full = False
+            self.queued_bytes = 0
+            self.wake_waiting()
+
+    def set_queued(self, size_bytes: int) -> None:
+        """So much is queued now; let senders go on if that is little enough."""
+        self.queued_bytes = size_bytes
+        if size_bytes <= self._backlog_limit:
             self.wake_waiting()
 
     def wake_waiting(self) -> None:
+        """Have every waiting thread look again."""
         waiting = self._waiting
         while waiting:
             try:
@@ -64,13 +63,11 @@ class SendQueue:
     def wait_for_room(self, size_bytes: int, deadline: float) -> None:
         """The kernel is full and a small frame is to be queued: wait if too much is queued already."""
         if not self._loop.on_thread() and reading.link is None:
-            self.wait_while(
-                lambda: self._full and self._queued_bytes > self._backlog_limit and not self._closed, deadline
-            )
-            if monotonic() >= deadline and self._full and self._queued_bytes > self._backlog_limit:
-                why = "cannot be reached" if self._down else "does not read"
-                raise RpcTimeout(f"{self._name} {why}: {self._queued_bytes} bytes wait to be sent", Delivery.NOT_SENT)
-        self._queued_bytes += size_bytes
+            self.wait_while(lambda: self.full and self.queued_bytes > self._backlog_limit and not self.closed, deadline)
+            if monotonic() >= deadline and self.full and self.queued_bytes > self._backlog_limit:
+                why = "cannot be reached" if self.down else "does not read"
+                raise RpcTimeout(f"{self._name} {why}: {self.queued_bytes} bytes wait to be sent", Delivery.NOT_SENT)
+        self.queued_bytes += size_bytes
 
     def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
         """Sleep while ``condition`` holds, looking again at each ``wake_waiting``, until ``deadline`` at most.

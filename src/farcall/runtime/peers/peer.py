@@ -207,7 +207,7 @@ class RemotePeer(Peer):
             data = encode_small(kind, frame.flags, frame.call_id, frame.function, frame.notes, bytes(frame.payload))
             frame.handed_over = True
             if awaited is not None:
-                self.link.exchange(data, awaited, deadline)
+                self.link.incoming.help_until(awaited, deadline, data)
             else:
                 self.link.outgoing.send(data, deadline, more)
             return
@@ -231,7 +231,7 @@ class RemotePeer(Peer):
                 if awaited is None:
                     self.link.outgoing.send(bytes(pieces[0]), deadline, more)
                 else:
-                    self.link.exchange(bytes(pieces[0]), awaited, deadline)
+                    self.link.incoming.help_until(awaited, deadline, bytes(pieces[0]))
                 return
             lent = self.devices is not None and has_devices(frame.payload)
             self._send_pieces(
@@ -253,7 +253,7 @@ class RemotePeer(Peer):
                 lending.take_back(buffers)
             raise
         if awaited is not None:
-            self.link.help_until(awaited, deadline)
+            self.link.incoming.help_until(awaited, deadline)
 
     def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, unkept: Unkept) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
@@ -268,20 +268,19 @@ class RemotePeer(Peer):
         self.link.outgoing.flush()
 
     def help_until(self, awaited: Awaited, deadline: float) -> None:
-        self.link.help_until(awaited, deadline)
+        self.link.incoming.help_until(awaited, deadline)
 
     def cancel(self, call_id: int) -> None:
         # Who does not read is not helped by more to read; but who cannot be reached gets the request later.
-        if not self.link.outgoing.full or self.link.outgoing.down:
+        if not self.link.outgoing.queue.full or self.link.outgoing.queue.down:
             self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:
-        if reading.link is self.link:
-            self.link.watch()
+        if reading.link is self.link.incoming:
+            self.link.incoming.watch_reader()
 
     def run_inline(self, task: Task) -> bool | None:
-        # Only while it reads this very link: what was kept back, and is delivered later, comes without that role.
-        return self.link.run_inline(task) if reading.link is self.link and self.link.on_io_thread() else None
+        return self.link.incoming.run_inline(task)
 
     @property
     def broken(self) -> bool:
@@ -333,7 +332,7 @@ class RemotePeer(Peer):
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
         """Map a segment of the peer's. On the thread that reads: its descriptor must go with the frame."""
         # Several offers may have come with one read: each takes the first descriptor, in the order sent.
-        descriptor = self.link.take_descriptor()
+        descriptor = self.link.incoming.take_descriptor()
         try:
             if descriptor is None:
                 raise SegmentRefused("its descriptor did not come along")

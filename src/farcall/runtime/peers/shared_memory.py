@@ -131,7 +131,7 @@ class SharedMemorySender:
         """May tickets name this segment? If the peer does not know it yet, offer it."""
         if segment_id in self._accepted:
             return True
-        if self._peer.link.outgoing.down:
+        if self._peer.link.outgoing.queue.down:
             return False
         offer = self._pool.offer(segment_id, self)
         if offer is not None:

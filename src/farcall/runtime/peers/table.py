@@ -163,11 +163,11 @@ class PeerTable:
             partial(self._on_frame, peer),
             partial(self._on_broken, peer),
             self._options.send_backlog_limit_bytes,
-            self._memory.take,
-            self._options.busy_wait_s,
-            lambda count, more: peer.control(messages.FramesReceived(count), more),
-            lambda reason: peer.known and self._reconnecting.on_interrupted(peer, reason),
-            incarnation_text(incarnation),
+            allocate=self._memory.take,
+            busy_wait_s=self._options.busy_wait_s,
+            acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
+            on_interrupted=lambda reason: peer.known and self._reconnecting.on_interrupted(peer, reason),
+            incarnation=incarnation_text(incarnation),
         )
         self._use_shared_memory(peer, transport)
         return peer
