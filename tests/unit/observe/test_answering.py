@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.kit.clock import Clock
 
 from farcall.ids import WorkerInfo
 from farcall.observe import explaining
@@ -18,7 +19,6 @@ from farcall.observe.explaining import CallState
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
 from farcall.observe.threads import outgoing_call
 from farcall.protocol.observing import Ask, Told
-from farcall.runtime.io.timers import Timers
 from farcall.runtime.peers.peer import RemotePeer
 
 POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
@@ -55,8 +55,8 @@ class FakeNode:
         self.handlers: dict[type, Callable[..., None]] = {}
         self.ending: list[Callable[[], None]] = []
         self.counts: list[Callable[[], int]] = []
-        self.timers = Timers(lambda: None)
-        self.timer = self.timers.timer
+        self.clock = Clock()
+        self.timer = self.clock.timer
 
     def on_control(self, kind: type, handle: Callable[..., None]) -> None:
         self.handlers[kind] = handle
@@ -114,10 +114,10 @@ def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
     monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
     peer = FakePeer()
     heard = ask(answering, peer)
-    node.timers.run_due(100.2)
-    assert node.timers.next_due == pytest.approx(100.3)
+    node.clock.turn_to(100.2)
+    assert node.clock.due == pytest.approx(100.3)
     assert heard == []
-    node.timers.run_due(100.4)
+    node.clock.turn_to(100.4)
     assert heard == [b""]
     assert ask(answering, peer) == [b""]
     assert len(peer.sent) == 1

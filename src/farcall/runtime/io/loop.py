@@ -258,7 +258,7 @@ class Loop:
                     others_work = hook() or others_work
             except Exception:
                 logger.exception("an I/O handler failed; please report this")
-            timeout_s = 0.0 if self._soon else min(max(0.0, timers.next_due - now), LONGEST_SLEEP_S)
+            timeout_s = 0.0 if self._soon or timers.named else min(max(0.0, timers.next_due - now), LONGEST_SLEEP_S)
             if others_work or timeout_s == 0.0:
                 found = self._poller.poll(timeout_s)
             else:
