@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.node import Node as Node
     from farcall.observe.cluster import profile as profile
-    from farcall.observe.node import Node as Node
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.rpc import functions as functions
     from farcall.rpc.future import Future as Future
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Future": "farcall.rpc.future",
     "MemberEvent": "farcall.runtime.membership.events",
-    "Node": "farcall.api",
+    "Node": "farcall.node",
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",

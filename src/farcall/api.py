@@ -1,14 +1,13 @@
-"""The functions of `torch.distributed.rpc`, over the one current node of this process.
+"""The functions of `torch.distributed.rpc`, over the current runtime of this process.
 
-Each is a few lines over a `Node`; who wants several nodes in a process uses `Node` itself. The current-node slot below
-is the only global state in farcall.
+Each is a few lines; programs that want several nodes in a process use `farcall.Node`. The slot for the current runtime
+is in `farcall.runtime.node.current`.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from farcall.errors import NotInitialized, RpcError
+from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.imports import when_imported
+from farcall.node import Node, leave
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.observe.metrics import Metrics, collect
-from farcall.observe.node import Node
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.future import Future, call_async
@@ -30,9 +29,10 @@ from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
-from farcall.runtime import node as runtime_node
 from farcall.runtime.membership.events import MemberEvent
-from farcall.runtime.node import node_of_thread
+from farcall.runtime.node import current_runtime as current_runtime
+from farcall.runtime.node import runtime_of
+from farcall.runtime.node.current import slot
 from farcall.serialize import use_rpc_pickler
 
 T = TypeVar("T")
@@ -41,30 +41,9 @@ logger: logging.Logger = logging.getLogger("farcall")
 Destination = str | int | WorkerInfo
 
 
-class _Slot:
-    """Holds the current node."""
-
-    def __init__(self) -> None:
-        self.node: Node | None = None
-        self.lock = threading.Lock()
-        self.why_none = "init_rpc has not been called in this process"
-
-
-_slot = _Slot()
 _ignore_rref_leak = True
 """If False, where references are created is recorded, and a graceful `shutdown` raises if any is never given up."""
 _collecting = threading.local()
-
-
-def current_node() -> runtime_node.Node:
-    """The node that `init_rpc` made; inside a function that a node serves, that node."""
-    node = node_of_thread() or _slot.node
-    if node is None:
-        raise NotInitialized(
-            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework by "
-            f"init_rpc? ({_slot.why_none})"
-        )
-    return node
 
 
 def init_rpc(
@@ -89,16 +68,17 @@ def init_rpc(
     """
     if isinstance(backend, int) and not isinstance(backend, Enum):
         raise TypeError(f"backend={backend!r} is a number: write rank={backend!r}")
-    with _slot.lock:
-        if _slot.node is not None:
+    with slot.lock:
+        if slot.runtime is not None:
             raise RpcError(
-                f"RPC is already initialized in this process, as {_slot.node.info.name!r}: call shutdown() first, or "
-                "use farcall.Node for more than one"
+                f"RPC is already initialized in this process, as {slot.runtime.info.name!r}: call shutdown() first, "
+                "or use farcall.Node for more than one"
             )
         node = Node(name, rank, world_size, rpc_backend_options)
         node.start()
-        node.part(NodeReferences).traced = not _ignore_rref_leak
-        _slot.node = node
+        runtime = runtime_of(node)
+        runtime.part(NodeReferences).traced = not _ignore_rref_leak
+        slot.runtime = runtime
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -109,27 +89,24 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
     `init_rpc` again afterwards.
     """
-    node = current_node()
+    runtime = current_runtime()
     try:
-        if isinstance(node, Node):
-            node.checks_leaks = not _ignore_rref_leak
-        node.shutdown(graceful, timeout)
+        leave(runtime, graceful, timeout, checks_leaks=not _ignore_rref_leak)
     finally:
-        with _slot.lock:
-            if _slot.node is node:
-                _slot.node = None
-                _slot.why_none = "it was shut down"
+        with slot.lock:
+            if slot.runtime is runtime:
+                slot.clear("it was shut down")
 
 
 def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
     """The `WorkerInfo` of a name or rank; without one, of this process itself."""
-    node = current_node()
-    return node.info if worker is None else node.peer(worker).info
+    runtime = current_runtime()
+    return runtime.info if worker is None else runtime.peer(worker).info
 
 
 def members() -> list[WorkerInfo]:
     """All workers of the cluster, by rank; in a group without a fixed size those that are there now."""
-    return current_node().workers()
+    return current_runtime().workers()
 
 
 def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
@@ -138,17 +115,17 @@ def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
     It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
     calls. Call what is returned to end that.
     """
-    return current_node().on_member(callback)
+    return current_runtime().member_events.subscribe(callback)
 
 
 def member_events() -> AsyncIterator[MemberEvent]:
     """The same as an async iterator: ``async for event in farcall.member_events()``; it ends with the node."""
-    return current_node().member_events()
+    return current_runtime().member_events.iterate()
 
 
 def metrics() -> Metrics:
     """What this worker has done so far, and what it has now: calls, latencies, bytes, queues, references."""
-    return collect(current_node())
+    return collect(current_runtime())
 
 
 def rpc_sync(
@@ -170,8 +147,8 @@ def rpc_sync(
             a function runs at most once.
     """
     if retry is not None:
-        return sync_with(retry, current_node(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
-    return call_sync(current_node(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+        return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+    return call_sync(current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -184,9 +161,9 @@ def rpc_async(
 ) -> Future[T]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
     if retry is not None:
-        future: Future[Any] = async_with(retry, current_node(), to, func, args, kwargs, timeout)
+        future: Future[Any] = async_with(retry, current_runtime(), to, func, args, kwargs, timeout)
     else:
-        future = call_async(current_node(), to, func, args, kwargs, timeout)
+        future = call_async(current_runtime(), to, func, args, kwargs, timeout)
     collected: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     if collected is not None:
         collected.append(future)
@@ -207,8 +184,8 @@ def remote(
     ``timeout`` is how long the creation may take.
     """
     if retry is not None:
-        return remote_with(retry, current_node(), to, func, args, kwargs, timeout)
-    return call_remote(current_node(), to, func, args, kwargs, timeout)
+        return remote_with(retry, current_runtime(), to, func, args, kwargs, timeout)
+    return call_remote(current_runtime(), to, func, args, kwargs, timeout)
 
 
 @contextmanager
@@ -241,12 +218,12 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 
     References that are on their way are waited for, at most ``timeout`` seconds.
     """
-    current_node().part(NodeReferences).drop_all(timeout)
+    current_runtime().part(NodeReferences).drop_all(timeout)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """How many references there are here, under the names that ``torch.distributed.rpc`` uses."""
-    references = current_node().part(NodeReferences)
+    references = current_runtime().part(NodeReferences)
     counts = references.counts()
     return {
         "num_owner_rrefs": str(counts.owners),
@@ -259,12 +236,12 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> dict[str, T]:
     """Every worker's ``obj`` by name; all workers (or all of ``worker_names``) must call this, equally often."""
-    return gather(current_node(), obj, worker_names, timeout)
+    return gather(current_runtime(), obj, worker_names, timeout)
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
     """Return when all of ``worker_names`` have called this."""
-    gather(current_node(), None, worker_names, UNSET_TIMEOUT)
+    gather(current_runtime(), None, worker_names, UNSET_TIMEOUT)
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -273,35 +250,25 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     Unlike every other argument it is passed *by reference* there: both sides look at the same memory, and a write of
     one is seen by the other.
     """
-    node = current_node()
-    return torch.empty(shape, dtype=dtype) if node.pool is None else node.pool.empty(shape, dtype)
+    return current_runtime().shared_empty(shape, dtype)
 
 
 def _set_rpc_timeout(seconds: float) -> None:
     """Change the default timeout of this process's calls."""
-    current_node().timeout_s = check_timeout(float(seconds))
+    current_runtime().timeout_s = check_timeout(float(seconds))
 
 
 def get_rpc_timeout() -> float:
     """The default timeout of this process's calls, in seconds."""
-    return current_node().timeout_s
+    return current_runtime().timeout_s
 
 
 def _leave_at_exit() -> None:
     """A program that ends without shutdown must neither hang nor crash: close what is open, wait for nobody."""
-    node = _slot.node
-    if node is not None:
-        _slot.node = None
-        node.leave_at_exit()
-
-
-def _after_fork() -> None:
-    """The child of a member is no member: its threads and connections belong to the parent."""
-    node = _slot.node
-    _slot.lock = threading.Lock()
-    if node is not None:
-        _slot.node = None
-        _slot.why_none = "this process was forked from a worker; call init_rpc here to make it a worker of its own"
+    runtime = slot.runtime
+    if runtime is not None:
+        slot.runtime = None
+        runtime.leave_at_exit()
 
 
 def _keep_out_of_graphs(rules: Any) -> None:
@@ -310,7 +277,4 @@ def _keep_out_of_graphs(rules: Any) -> None:
 
 
 when_imported("torch._dynamo.trace_rules", _keep_out_of_graphs)
-runtime_node.Current.find = current_node
 atexit.register(_leave_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from farcall.ids import ForkId, RefId
 from farcall.rpc.references import NodeReferences
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import HasRuntime, runtime_of
 
 __all__ = ["OwnedValue", "References", "UsedReference", "references", "trace_references"]
 
@@ -68,10 +68,10 @@ class References:
         return "\n".join(lines)
 
 
-def references(node: Node | None = None) -> References:
+def references(node: HasRuntime | None = None) -> References:
     """The references of ``node``, by default the current one; ``print`` shows them in words."""
-    node = node or current_node()
-    part = node.part(NodeReferences)
+    runtime = runtime_of(node)
+    part = runtime.part(NodeReferences)
     snapshot, values = part.snapshot()
     owned = []
     for entry in snapshot.owned:
@@ -89,12 +89,12 @@ def references(node: Node | None = None) -> References:
         )
         for entry in snapshot.used
     ]
-    return References(node.info.name, owned, used)
+    return References(runtime.info.name, owned, used)
 
 
-def trace_references(enabled: bool = True, node: Node | None = None) -> None:
+def trace_references(enabled: bool = True, node: HasRuntime | None = None) -> None:
     """Record where in the program each reference is created, from now on (about a microsecond for each)."""
-    (node or current_node()).part(NodeReferences).traced = enabled
+    runtime_of(node).part(NodeReferences).traced = enabled
 
 
 def _id(number: RefId | ForkId) -> str:

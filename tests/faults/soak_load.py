@@ -27,6 +27,7 @@ from tests.conftest import remains
 import farcall
 from farcall.errors import Expelled, InitError, RpcError, UnknownWorker
 from farcall.protocol.member import incarnation_text
+from farcall.runtime.node import runtime_of
 
 LARGE = 300_000
 """Elements of a tensor that goes through shared memory."""
@@ -123,11 +124,11 @@ def load(node: farcall.Node, names: list[str], seed: int, number: int, stopping:
     journal = _Here.journal
     assert journal is not None
     source = random.Random(f"{seed}/{number}")
-    others = [name for name in names if name != node.info.name]
+    others = [name for name in names if name != runtime_of(node).info.name]
     count = 0
-    while not stopping() and node.running:
+    while not stopping() and runtime_of(node).running:
         count += 1
-        call_id = f"{node.info.name}.{os.getpid()}.{number}.{count}"
+        call_id = f"{runtime_of(node).info.name}.{os.getpid()}.{number}.{count}"
         to, other = source.choice(others), source.choice(others)
         kind, timeout_s = source.randrange(KINDS), source.choice(TIMEOUTS_S)
         journal.write("calls", "begin", call_id, monotonic(), kind, to, timeout_s)
@@ -179,16 +180,18 @@ def work(rank: int, url: str, names: list[str], directory: str, seed: int, optio
 def _live(node: farcall.Node, names: list[str], directory: str, seed: int) -> None:
     assert _Here.journal is not None
     node.start()
-    _Here.journal.write("lives", node.info.name, incarnation_text(node._incarnation), monotonic())
+    _Here.journal.write(
+        "lives", runtime_of(node).info.name, incarnation_text(runtime_of(node).me.incarnation), monotonic()
+    )
     stop = Path(directory, "stop")
     for thread in start_load(node, names, seed + os.getpid(), stop.exists):
         thread.join()
     Path(directory, f"idle-{os.getpid()}").touch()
     # Everybody serves until the last call of all others has ended.
-    while node.running and not Path(directory, "leave").exists():
+    while runtime_of(node).running and not Path(directory, "leave").exists():
         sleep(0.01)
-    if not node.running:
-        node.peer(names[0])  # raises: it was expelled
+    if not runtime_of(node).running:
+        runtime_of(node).peer(names[0])  # raises: it was expelled
     node.shutdown()
 
 

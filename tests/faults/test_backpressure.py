@@ -37,7 +37,7 @@ def memory_bytes() -> int:
 
 
 def queued_bytes() -> int:
-    link = api.current_node()._remotes[1].link
+    link = api.current_runtime().links.peers.remotes[1].link
     return sum(map(len, list(link.outgoing._outbox))) + sum(map(len, list(link.outgoing._unsent)))
 
 
@@ -75,7 +75,7 @@ def flood_a_frozen_one(rank: int, port: int, transports: tuple[str, ...], with_p
         if with_pieces:
             # Another thread sits in the middle of a large message and holds the link meanwhile.
             writer.start()
-            wait_until(lambda: api.current_node()._remotes[1].link.outgoing.queue.full)
+            wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
         started = time.monotonic()
         with pytest.raises((RpcTimeout, RuntimeError), match=r"does not read|in time|timeout"):
             flood()
@@ -155,7 +155,7 @@ def one_gets_stuck(rank: int, port: int) -> bool:
         threads = [threading.Thread(target=send_much) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: api.current_node()._remotes[1].link.outgoing.queue.full)
+        wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
         started = time.monotonic()
         for number in range(100):
             assert farcall.rpc_sync("w2", max, (number, -1), timeout=5.0) == number

@@ -59,7 +59,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
     threads = [threading.Thread(target=note, args=(wait,)) for wait in waits]
     for thread in threads:
         thread.start()
-    wait_until(lambda: os.path.exists(path) and len(api.current_node().calls) == 3)
+    wait_until(lambda: os.path.exists(path) and len(api.current_runtime().calls) == 3)
     killed_at[0] = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
@@ -91,7 +91,7 @@ def gather_without_one(rank: int) -> str:
 
 
 def is_serving() -> bool:
-    return len(api.current_node().server.active) > 1
+    return len(api.current_runtime().server.active) > 1
 
 
 def test_barrier_with_one_that_died_names_it() -> None:
@@ -232,7 +232,7 @@ def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple
     from farcall.runtime.link import mesh
 
     if rank == 1:
-        mesh.dial_member = lambda *args: os._exit(0)  # type: ignore[assignment]
+        mesh.Mesh._dial = lambda *args: os._exit(0)  # type: ignore[method-assign, assignment]
     started = time.monotonic()
     with pytest.raises(MissingPeers) as caught:
         farcall.init_rpc(

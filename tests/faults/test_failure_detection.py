@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import Member, start_processes, temporary_file_url
 
 BOUND_S = 40.0
@@ -32,7 +33,7 @@ def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], repor
         file.write("up")
     while os.path.exists(f"{report}/{rank + 1}"):
         sleep(0.01)
-        if not node.running:
+        if not runtime_of(node).running:
             try:
                 node.rpc_sync("w0", int, ("1",))
             except Expelled as error:
@@ -103,9 +104,6 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
 
 def _wait_for_death(name: str) -> str:
     """On a worker: how ``name`` ends, as it learns it."""
-    from farcall.runtime.node import current_node
-
-    node = current_node()
     heard: list[str] = []
     done = threading.Event()
 
@@ -114,7 +112,7 @@ def _wait_for_death(name: str) -> str:
             heard.append(event.kind)
             done.set()
 
-    unsubscribe = node.on_member(hear)
+    unsubscribe = farcall.on_member(hear)
     assert done.wait(BOUND_S)
     unsubscribe()
     return heard[0]
@@ -145,7 +143,7 @@ def test_a_stopped_member_is_declared_dead_and_learns_it(is_static: bool, tmp_pa
         found.signal("w2", signal.SIGCONT)
         wait_until(lambda: os.path.exists(f"{found.report}/expelled-2"))
         assert found.node.rpc_sync("w1", int, ("7",)) == 7
-        assert found.node.running
+        assert runtime_of(found.node).running
 
 
 def test_events_can_be_iterated_over(tmp_path: Any) -> None:
@@ -173,7 +171,7 @@ def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
         old.to_here()
         found.signal("w2", signal.SIGKILL)
         found.others[1].process.join()
-        options = farcall.RpcBackendOptions(init_method=found.node.options.init_method)
+        options = farcall.RpcBackendOptions(init_method=runtime_of(found.node).options.init_method)
         with farcall.Node("w2", 2, options=options) as new:
             wait_until(lambda: found.events.count(("joined", "w2")) == 1)
             assert ("dead", "w2") in found.events
@@ -193,14 +191,15 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
         node.start()
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
-    incarnation = nodes[1].me.incarnation
-    nodes[0].reconnecting.condemn(1, "for the test")
-    wait_until(lambda: nodes[0].is_gone("w1", nodes[1].me.incarnation))
-    record = nodes[0].watch.member_of(incarnation)
+    incarnation = runtime_of(nodes[1]).me.incarnation
+    here = runtime_of(nodes[0])
+    here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "for the test"))
+    wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
+    record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None
-    nodes[0].call_soon(lambda: nodes[0]._acquaintances.on_suspected(record, False))
+    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.peers.on_suspected(record, False))
     wait_until(lambda: ("dead", "w1") in events)
-    wait_until(lambda: not nodes[1].running)
+    wait_until(lambda: not runtime_of(nodes[1]).running)
     with pytest.raises(Expelled, match="w0 could not reach it"):
         nodes[1].rpc_sync("w2", int, ("1",))
     assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
@@ -217,12 +216,12 @@ def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
     came: list[Any] = []
 
     def connect() -> None:
-        wait_until(lambda: stays.is_gone("ends", ends.me.incarnation))
-        stays.call_soon(lambda: stays._acquaintances._dialling.dial(ends.membership.me))
-        wait_until(lambda: ends._acquaintances._strangers)
-        came.extend(ends._acquaintances._strangers.values())
+        wait_until(lambda: runtime_of(stays).is_gone("ends", runtime_of(ends).me.incarnation))
+        runtime_of(stays).call_soon(lambda: runtime_of(stays).connector.dial(runtime_of(ends).membership.me))
+        wait_until(lambda: runtime_of(ends).links.peers._strangers)
+        came.extend(runtime_of(ends).links.peers._strangers.values())
 
-    ends.on_end(connect)
+    runtime_of(ends).hooks.ended.append(connect)
     ends.shutdown(graceful=False)
     assert [peer.link.transport.closed for peer in came] == [True]
     stays.shutdown(graceful=False)
@@ -235,8 +234,8 @@ def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(farcall.Node.start, nodes))
         leaves = pool.submit(nodes[0].shutdown)
-        wait_until(lambda: nodes[0]._leaving.entered)  # it waits for w1, which stays
-        nodes[0].call_soon(lambda: nodes[0]._on_expelled("for the test"))
+        wait_until(lambda: runtime_of(nodes[0]).leaving.entered)  # it waits for w1, which stays
+        runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0])._on_expelled("for the test"))
         with pytest.raises(Expelled):
             leaves.result(BOUND_S)
         nodes[1].shutdown(graceful=False)
@@ -247,9 +246,9 @@ def test_the_shutdown_of_one_that_was_expelled_waits_for_its_end() -> None:
     node = farcall.Node("w0", 0, options=farcall.RpcBackendOptions(init_method=url))
     node.start()
     may_end = threading.Event()
-    node.on_end(may_end.wait)  # type: ignore[arg-type]
-    node.call_soon(lambda: node._on_expelled("for the test"))
-    wait_until(lambda: not node.running)
+    runtime_of(node).hooks.ended.append(may_end.wait)  # type: ignore[arg-type]
+    runtime_of(node).call_soon(lambda: runtime_of(node)._on_expelled("for the test"))
+    wait_until(lambda: not runtime_of(node).running)
     with pytest.raises(Expelled):
         node.rpc_sync("w0", int, ("1",))
     leaves = threading.Thread(target=node.shutdown)

@@ -129,7 +129,7 @@ def die_with_a_child_alive(rank: int, done: Connection) -> float:
         if os.fork() == 0:
             hold(done)
         done.close()
-        wait_until(lambda: api.current_node().server.active)
+        wait_until(lambda: api.current_runtime().server.active)
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(PeerDead):

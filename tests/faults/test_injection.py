@@ -18,6 +18,7 @@ import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.rpc.references import NodeReferences
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import free_port, run_cluster
 from farcall.testing.faults import Faults
 from farcall.testing.transports import receive_exactly, send_all, wait_for_end
@@ -128,7 +129,7 @@ def test_without_rules_all_is_as_ever(transport):
         for _ in range(4):  # inline first, then in a segment, then in one that is known
             assert nodes[0].rpc_sync("w2", total, (torch.ones(LARGE),)) == LARGE
             assert nodes[2].rpc_sync("w0", double, (torch.ones(LARGE),)).sum() == 2 * LARGE
-        lending = nodes[0].other(2).lending
+        lending = runtime_of(nodes[0]).other(2).lending
         assert (lending is not None and lending.is_used) == (transport == "unix")  # descriptors passed, too
         rref = nodes[1].remote("w2", torch.full, ((3,), 7.0))
         assert torch.equal(rref.to_here(), torch.full((3,), 7.0))
@@ -230,8 +231,8 @@ def test_memory_of_dropped_messages_is_given_back():
                 nodes[0].rpc_async("w1", double, (tensor,))
                 rule.wait_hits()
         for node in nodes:
-            assert node.pool is not None
-            wait_until(lambda node=node: node.pool.live_bytes == 0)
+            assert runtime_of(node).pool is not None
+            wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
         assert nodes[0].rpc_sync("w1", double, (tensor,)).sum() == 2 * LARGE
         leave_at_once(nodes)
 
@@ -246,17 +247,17 @@ def test_references_in_a_lost_message_are_not_held_for_ever(fault):
         rref.to_here()
         with getattr(faults, fault)(kind="call", to="w2"), pytest.raises((RpcTimeout, NetworkError)):
             nodes[0].rpc_sync("w2", keep, (rref,), timeout=SHORT_S)
-        references = nodes[0].part(NodeReferences)
+        references = runtime_of(nodes[0]).part(NodeReferences)
         wait_until(lambda: references.counts().pending_children == 0)
         assert ran == [1]
         del rref
-        wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+        wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
 
 
 def gradient(node: farcall.Node, tensor: torch.Tensor, disturbed: Callable[[], None] = lambda: None) -> torch.Tensor:
     """The gradient of the sum of twice ``tensor``, doubled by w1."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farcall.api._slot.node", node)
+        patch.setattr("farcall.runtime.node.current.slot.runtime", runtime_of(node))
         with dist_autograd.context() as context_id:
             disturbed()
             loss = node.rpc_sync("w1", double, (tensor,)).sum()
@@ -313,7 +314,7 @@ def test_a_creation_that_is_not_sent_surfaces_at_first_use(to):
             rref.to_here()
         with pytest.raises(ReferenceLost, match="RRef creation"):
             rref._serialize()
-        assert nodes[0].part(NodeReferences).pending_values() == 0
+        assert runtime_of(nodes[0]).part(NodeReferences).pending_values() == 0
         assert ran == []
 
 
@@ -323,7 +324,7 @@ def test_a_creation_that_was_late_is_an_error_at_its_owner_too():
         with pytest.raises(RpcTimeout):
             rref._get_future().wait()
         may_end.set()
-        wait_until(lambda: nodes[0].part(NodeReferences).pending_values() == 0)
+        wait_until(lambda: runtime_of(nodes[0]).part(NodeReferences).pending_values() == 0)
         with pytest.raises(RpcTimeout, match="RRef creation"):
             rref.to_here()
 
@@ -341,7 +342,7 @@ def test_failed_sends_of_control_messages_are_made_good(attempts):
         assert kept.to_here() == 5
         del rref, kept
         ran.clear()
-        wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+        wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
 
 
 @pytest.mark.parametrize("to", ["w1", "w0"])
@@ -397,7 +398,7 @@ def test_a_duplicate_is_told_apart_where_farcall_promises_that():
             ran.remove(1)
             assert len(ran) == 1  # the creation ran once
             assert ran.pop().to_here() == 1
-            wait_until(lambda: nodes[1].part(NodeReferences).counts().owned == 0)
+            wait_until(lambda: runtime_of(nodes[1]).part(NodeReferences).counts().owned == 0)
             assert rule.hits > 4
 
 
@@ -414,8 +415,8 @@ def test_leases_are_not_duplicated():
         for _ in range(8):
             assert nodes[0].rpc_sync("w1", double, (torch.ones(LARGE),)).sum() == 2 * LARGE
         for node in nodes:
-            assert node.pool is not None
-            wait_until(lambda node=node: node.pool.live_bytes == 0)
+            assert runtime_of(node).pool is not None
+            wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
 
 
 # ---------------------------------------------------------------------- connections
@@ -429,7 +430,7 @@ def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
         with pytest.raises(PeerDead):
             call.wait()
         may_end.set()
-        wait_until(lambda: nodes[1].peer("w0").broken)
+        wait_until(lambda: runtime_of(nodes[1]).peer("w0").broken)
         with pytest.raises(PeerDead):
             nodes[1].rpc_sync("w0", run, (1,))
         assert nodes[0].rpc_sync("w2", run, (2,)) == 2
@@ -460,8 +461,8 @@ def test_a_half_open_connection_is_silent_until_it_heals():
             assert ran == []
             assert not there.done()
             assert not back.done()
-            assert not nodes[0].peer("w1").broken
-            assert not nodes[1].peer("w0").broken
+            assert not runtime_of(nodes[0]).peer("w1").broken
+            assert not runtime_of(nodes[1]).peer("w0").broken
         assert (there.wait(), back.wait()) == (1, 2)
 
 

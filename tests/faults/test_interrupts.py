@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import NotInitialized
-from farcall.runtime.node import Node
+from farcall.node import Node
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
 
 LONG_S = 30.0
@@ -65,7 +65,7 @@ def no_thread_of_ours() -> bool:
 
 
 def calls_pending(count: int) -> bool:
-    return len(api.current_node().calls) == count
+    return len(api.current_runtime().calls) == count
 
 
 # --- while waiting for an answer

@@ -56,7 +56,7 @@ def call_the_dead(rank: int, ready: str) -> None:
         Path(ready).touch()
         time.sleep(60)  # killed in the middle of it
         return
-    pool = api.current_node().pool
+    pool = api.current_runtime().pool
     assert pool is not None
     tensor = torch.ones(1 << 20)
     for _ in range(3):

@@ -12,6 +12,7 @@ from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import Expelled, PeerDead
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import temporary_file_url
 from farcall.testing.faults import Faults
 
@@ -33,8 +34,9 @@ class Team:
         self.faults = faults
         self.events: list[tuple[str, str, str]] = []
         for node in nodes:
+            me = node.get_worker_info().name
             node.on_member(
-                lambda event, name=node.info.name: self.events.append((name, event.kind, event.worker.name))  # type: ignore[misc]
+                lambda event, name=me: self.events.append((name, event.kind, event.worker.name))  # type: ignore[misc]
             )
 
     def deaths(self) -> list[tuple[str, str, str]]:
@@ -91,18 +93,18 @@ def test_who_is_silent_to_all_is_dead_and_learns_it() -> None:
         assert found.nodes[0].rpc_sync("w1", int, ("7",)) == 7
         for rule in rules:
             rule.lift()
-        wait_until(lambda: not found.nodes[2].running)
+        wait_until(lambda: not runtime_of(found.nodes[2]).running)
         with pytest.raises(Expelled):
             found.nodes[2].rpc_sync("w0", int, ("7",))
-        assert found.nodes[0].running
-        assert found.nodes[1].running
+        assert runtime_of(found.nodes[0]).running
+        assert runtime_of(found.nodes[1]).running
 
 
 @pytest.mark.parametrize("kind", ["Join", "Decision", "JoinAnswer"])
 def test_who_is_not_answered_asks_again(kind: str) -> None:
     with team() as found:
         rule = found.faults.drop(kind=kind, count=1)
-        url = found.nodes[0].options.init_method
+        url = runtime_of(found.nodes[0]).options.init_method
         options = farcall.RpcBackendOptions(init_method=url, **OPTIONS)
         since = monotonic()
         with found.faults.installed(), farcall.Node("late", 7, options=options) as late:

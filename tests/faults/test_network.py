@@ -14,6 +14,7 @@ from tests.waiting import wait_until
 import farcall
 from farcall.cli.team import Team
 from farcall.errors import RpcError
+from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 40.0
@@ -73,7 +74,7 @@ class Seat:
         return ran
 
     def running(self) -> bool:
-        return self.node.running
+        return runtime_of(self.node).running
 
     def reset(self, to: str) -> None:
         """Have the connection to ``to`` end for both sides."""

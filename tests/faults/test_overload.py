@@ -24,7 +24,7 @@ from farcall.errors import Cancelled, Delivery, NetworkError, Overloaded, PeerDe
 from farcall.rpc.owner_methods import fetch
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls import executor
-from farcall.runtime.node import current_node
+from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import work_for
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.testing.cluster import free_port
@@ -88,7 +88,7 @@ def run(name: str, *_: Any) -> str:
 
 def call_on(to: str, name: str) -> str:
     ran[f"through {name}"] += 1
-    return current_node().rpc_sync(to, run, (name,))  # type: ignore[attr-defined, no-any-return]
+    return farcall.rpc_sync(to, run, (name,))
 
 
 def double(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,10 +104,10 @@ def small_team(when: str, size: int = 2, faults: Faults | None = None, **more: A
 @contextmanager
 def full(node: farcall.Node, by: farcall.Node) -> Iterator[None]:
     """Fill the queue of ``node``; at the end its function is let go, and all that was queued has run."""
-    futures = [by.rpc_async(node.info, block)]
+    futures = [by.rpc_async(runtime_of(node).info, block)]
     wait_until(lambda: ran["block"] == 1)
-    futures += [by.rpc_async(node.info, queue, ("queued",)) for _ in range(LIMIT)]
-    wait_until(lambda: node.executor.waiting == LIMIT)
+    futures += [by.rpc_async(runtime_of(node).info, queue, ("queued",)) for _ in range(LIMIT)]
+    wait_until(lambda: runtime_of(node).executor.waiting == LIMIT)
     yield
     opened.set()
     assert [future.wait() for future in futures] == [None, *["queued"] * LIMIT]
@@ -152,7 +152,7 @@ class Background:
 
 def no_references(node: farcall.Node) -> bool:
     gc.collect()
-    counts = node.part(NodeReferences).counts()
+    counts = runtime_of(node).part(NodeReferences).counts()
     return counts.owned == counts.users == counts.pending_children == 0
 
 
@@ -309,7 +309,7 @@ def test_a_backward_pass_goes_round_what_was_refused(creating: bool) -> None:
 
 @contextmanager
 def dist_autograd_context(node: farcall.Node) -> Iterator[int]:
-    node._own_thread()  # which node's contexts these are
+    work_for(runtime_of(node))  # which node's contexts these are
     try:
         with dist_autograd.context() as context_id:
             yield context_id
@@ -330,14 +330,15 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
     with small_team("fail") as nodes:
         mine = nodes[0].remote("w0", run, ("mine",))
         kept: list[Any] = []
-        take = nodes[1].arrivals.take_forks
+        references = nodes[1].part(NodeReferences)
+        take = references.take_forks
         with full(nodes[1], nodes[0]):
-            nodes[1].arrivals.take_forks = lambda peer, message, notes: kept.append((peer, message))
+            references.take_forks = lambda peer, message, notes: kept.append((peer, message))
             future = nodes[0].rpc_async("w1", run, ("a", mine))
             wait_until(lambda: kept)
-            nodes[1].arrivals.take_forks = take
+            references.take_forks = take
         assert len(kept) == 1
-        nodes[1].call_soon(lambda: nodes[1].arrivals.redeliver(*kept.pop()))  # there is room by now
+        nodes[1].call_soon(lambda: nodes[1].dispatcher.redeliver(*kept.pop()))  # there is room by now
         with pytest.raises(Overloaded):
             future.wait()
         assert "a" not in ran
@@ -350,11 +351,11 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
 
 def told(caller: farcall.Node, callee: farcall.Node) -> Any:
     """Has the callee said to the caller that it is full?"""
-    return caller.peer(callee.info).full
+    return runtime_of(caller).peer(runtime_of(callee).info).full
 
 
 def held(caller: farcall.Node) -> int:
-    return len(caller.calls._held)
+    return len(runtime_of(caller).calls._held)
 
 
 @contextmanager
@@ -363,7 +364,9 @@ def full_and_told(nodes: list[farcall.Node]) -> Iterator[None]:
     with full(nodes[1], nodes[0]):
         late = nodes[0].rpc_async("w1", queue, ("late",))
         wait_until(lambda: told(nodes[0], nodes[1]))
-        wait_until(lambda: nodes[1].executor.waiting == LIMIT + 1)  # what the word was sent for is queued behind it
+        wait_until(
+            lambda: runtime_of(nodes[1]).executor.waiting == LIMIT + 1
+        )  # what the word was sent for is queued behind it
         yield
     assert late.wait() == "late"
     wait_until(lambda: not told(nodes[0], nodes[1]))
@@ -500,7 +503,7 @@ def test_a_coroutine_is_never_held() -> None:
 
 
 def run_backward(node: farcall.Node, context_id: int, value: torch.Tensor) -> None:
-    node._own_thread()
+    work_for(runtime_of(node))
     dist_autograd.backward(context_id, [value.sum()])
 
 
@@ -525,8 +528,7 @@ def test_control_messages_and_gradients_pass_a_full_queue() -> None:
 
 def ping(to: str, back: str, depth: int, name: str) -> str:
     if depth:
-        node: Any = current_node()
-        node.rpc_sync(to, ping, (back, to, depth - 1, name))
+        farcall.rpc_sync(to, ping, (back, to, depth - 1, name))
     ran[name] += 1
     return name
 
@@ -536,7 +538,7 @@ def test_two_full_ones_that_call_each_other_get_on() -> None:
     with small_team("wait", max_queued_calls=1, rpc_timeout=LONG_S) as nodes:
 
         def flood(node: farcall.Node, to: str) -> None:
-            me = node.info.name
+            me = runtime_of(node).info.name
             futures = [node.rpc_async(to, ping, (me, to, 3, f"{me}-{i}")) for i in range(25)]
             assert [future.wait() for future in futures] == [f"{me}-{i}" for i in range(25)]
 

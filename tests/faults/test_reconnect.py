@@ -35,7 +35,7 @@ from farcall.errors import (
 )
 from farcall.ids import WorkerInfo
 from farcall.rpc.references import NodeReferences
-from farcall.runtime.node import current_node
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 from farcall.testing.faults import Faults
 
@@ -100,12 +100,12 @@ def wait_for_the_test() -> str:
 def cut_often(faults: Faults, nodes: list[farcall.Node]) -> None:
     """Cut the connection of two nodes CUTS times, each time after something has come over it in both directions."""
     source = random.Random(faults.seed)
-    sessions = [next(iter(node._remotes.values())).link.session for node in nodes]
+    sessions = [next(iter(runtime_of(node).links.peers.remotes.values())).link.session for node in nodes]
     for _ in range(CUTS):
         before = [session.received for session in sessions]
         wait_until(lambda: all(session.received > count for session, count in zip(sessions, before, strict=True)))  # noqa: B023
         time.sleep(source.uniform(0.0, 0.02))  # a pace, not a wait: the cut may come at any point
-        with faults.cut(sender=source.choice(nodes).info.name) as rule:
+        with faults.cut(sender=source.choice(nodes).get_worker_info().name) as rule:
             rule.wait_hits()
 
 
@@ -159,9 +159,9 @@ def test_every_small_call_ends_with_its_result_and_runs_once(transport: str) -> 
         under_load(faults, nodes, work)
         assert dict(ran) == dict.fromkeys(asked, 1)
         for node in nodes:
-            if node.pool is not None:
-                wait_until(lambda node=node: node.pool.live_bytes == 0)
-            (peer,) = node._remotes.values()
+            if runtime_of(node).pool is not None:
+                wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
+            (peer,) = runtime_of(node).links.peers.remotes.values()
             assert peer.link.session.received > len(asked) // 4
 
 
@@ -228,14 +228,13 @@ def test_a_large_value_that_is_lost_on_its_way_is_fetched_again() -> None:
 
 
 def with_a_reference(elements: int) -> tuple[torch.Tensor, Any]:
-    node = current_node()
-    return torch.ones(elements), node.remote(node.info.name, run, (1,))  # type: ignore[attr-defined]
+    return torch.ones(elements), farcall.remote(farcall.get_worker_info(), run, (1,))
 
 
 def nothing_is_held(nodes: list[farcall.Node]) -> None:
     gc.collect()  # errors that a test has caught hold frames, and those hold references
     for node in nodes:
-        counts = node.part(NodeReferences).counts
+        counts = runtime_of(node).part(NodeReferences).counts
         wait_until(lambda counts=counts: counts().owners == 0 and counts().forks == 0)
 
 
@@ -244,7 +243,7 @@ def test_references_come_back_to_nothing() -> None:
 
     def work(node: farcall.Node, to: str, number: int) -> None:
         rref = node.remote(to, make, (number, 10 + TICKETED * (number % 2)))
-        mine = node.remote(node.info.name, run, (number,))
+        mine = node.remote(runtime_of(node).info.name, run, (number,))
         assert node.rpc_sync(to, read, (mine,)) == number
         assert float(rref.to_here()[0]) == number
 
@@ -260,7 +259,7 @@ def read(rref: farcall.RRef[int]) -> int:
 def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
     faults = Faults()
     with team(faults) as nodes:
-        peer = nodes[0].other(1)
+        peer = runtime_of(nodes[0]).other(1)
         assert peer is not None
         for _ in range(30):  # descriptors are on their way when the connection is cut; so are tensors without a segment
             rule = faults.cut(sender="w0")
@@ -271,8 +270,8 @@ def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
         for _ in range(3):
             assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
         wait_until(lambda: peer.lending.is_used)
-        assert nodes[0].pool is not None
-        wait_until(lambda: nodes[0].pool.live_bytes == 0)
+        assert runtime_of(nodes[0]).pool is not None
+        wait_until(lambda: runtime_of(nodes[0]).pool.live_bytes == 0)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -330,7 +329,7 @@ def test_calls_made_meanwhile_wait_and_those_under_way_go_on() -> None:
             with pytest.raises(RpcTimeout) as caught:
                 nodes[0].rpc_sync("w1", total, (99, torch.ones(LARGE)), timeout=0.2)
             assert caught.value.delivery in (Delivery.NOT_SENT, Delivery.UNKNOWN)
-            assert not nodes[0].peer("w1").broken
+            assert not runtime_of(nodes[0]).peer("w1").broken
             assert nodes[0].rpc_sync("w2", run, (5,)) == 5
         may_end.set()
         assert before.wait() == "done"
@@ -343,12 +342,15 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
     faults = Faults()
     heard: list[str] = []
     with team([faults, None]) as nodes:
-        nodes[0].reconnecting.lost_hooks.append(lambda info, reason: heard.append(f"lost {info.name}: {reason}"))
-        nodes[0].reconnecting.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
+        runtime_of(nodes[0]).connector.lost_hooks.append(
+            lambda info, reason: heard.append(f"lost {info.name}: {reason}")
+        )
+        runtime_of(nodes[0]).connector.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
         with faults.half_open(sender="w0") as rule:
             rule.wait_hits()
             calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
-            nodes[0].reconnecting.interrupt(1, "it is silent")  # w1 dialled, and has noticed nothing
+            # w1 dialled, and has noticed nothing
+            runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
             assert [call.wait() for call in calls] == [1, 2]
         wait_until(lambda: len(heard) == 2)
         assert heard == ["lost w1: it is silent", "back w1"]
@@ -376,12 +378,12 @@ def test_a_connection_that_falls_silent_is_replaced_and_nobody_is_dead(who: int,
 
 
 def test_who_has_no_way_to_ask_waits_to_be_dialled() -> None:
-    def no_way(peer: object) -> list[str]:
+    def no_way(incarnation: int) -> list[str]:
         return []  # not over what it listens on
 
     with team([None, None]) as nodes:
-        nodes[0].reconnecting._ways_to = no_way
-        nodes[0].reconnecting.interrupt(1, "for the test")
+        runtime_of(nodes[0]).links.peers.ways_to = no_way
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("for the test")
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
@@ -390,9 +392,9 @@ def test_connections_that_break_one_after_another_are_no_death(who: int) -> None
     """Nothing comes over them, so it is one trouble; one of the two may hear of each break from the other first."""
     back: list[WorkerInfo] = []
     with team([None, None]) as nodes:
-        nodes[who].reconnecting.back_hooks.append(back.append)
+        runtime_of(nodes[who]).connector.back_hooks.append(back.append)
         for number in range(5):
-            nodes[who].reconnecting.interrupt(1 - who, "for the test")
+            runtime_of(nodes[who]).links.peers.remotes[1 - who].link.interrupt("for the test")
             wait_until(lambda: len(back) == number + 1)  # noqa: B023
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
@@ -401,8 +403,9 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
     with team([None, None, None], 3) as nodes:
         pending = nodes[1].rpc_async("w0", wait_for_the_test)
         assert reached.wait(30.0)
-        nodes[0].reconnecting.condemn(1, "it was late")
-        wait_until(lambda: nodes[0].peer("w1").broken)
+        here = runtime_of(nodes[0])
+        here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "it was late"))
+        wait_until(lambda: runtime_of(nodes[0]).peer("w1").broken)
         with pytest.raises(PeerDead, match="was late"):
             nodes[0].rpc_sync("w1", run, (1,))
         with pytest.raises(PeerDead):  # it dials again, and is refused
@@ -418,15 +421,15 @@ def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known()
     with team(faults, reconnect_s=1.0, probe_interval_s=0.2, probe_timeout_s=0.1) as nodes:
         under_way = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(30.0)
-        (bond,) = nodes[0].reconnecting._bonds.values()
+        (tie,) = runtime_of(nodes[0]).connector._ties.values()
         faults.cut(count=None)
-        wait_until(lambda: nodes[0].other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
+        wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         with pytest.raises(PeerDead) as caught:
             under_way.wait()
         assert caught.value.delivery == Delivery.UNKNOWN
         # Since the last connection over which a frame came before it was cut, too: that was another trouble.
-        assert 0.9 < time.monotonic() - bond.lost_at < 1.0 + AT_ONCE_S
-        wait_until(lambda: nodes[1].peer("w0").broken)
+        assert 0.9 < time.monotonic() - tie.bond.lost_at < 1.0 + AT_ONCE_S
+        wait_until(lambda: runtime_of(nodes[1]).peer("w0").broken)
         for call in (lambda: nodes[0].rpc_sync("w1", run, (1,)), lambda: nodes[1].rpc_sync("w0", run, (1,))):
             with pytest.raises(PeerDead) as caught:
                 call()
@@ -440,10 +443,10 @@ def test_calls_that_were_never_written_say_so() -> None:
     with team([faults, None], reconnect_s=1.0) as nodes, faults.half_open(sender="w0", count=None) as silence:
         silence.wait_hits()
         # A new connection is silent as well; w1, which has noticed nothing, is not asked: its address leads nowhere.
-        nodes[0].reconnecting._ways_to = lambda rank: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
-        nodes[1].reconnecting._stopped = True
-        nodes[0].reconnecting.interrupt(1, "it is silent")
-        wait_until(lambda: nodes[0].other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
+        runtime_of(nodes[0]).links.peers.ways_to = lambda incarnation: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
+        runtime_of(nodes[1]).connector._stopped = True
+        runtime_of(nodes[0]).links.peers.remotes[1].link.interrupt("it is silent")
+        wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         call = nodes[0].rpc_async("w1", run, (1,))
         with pytest.raises(PeerDead, match="not sent") as caught:
             call.wait()
@@ -487,7 +490,7 @@ def test_a_member_killed_while_there_is_no_connection_is_noticed(tmp_path: Path,
 
 
 def be_replaced(rank: int, faults: Faults) -> str | None:
-    node = api.current_node()
+    node = api.current_runtime()
     if rank == 1:
         time.sleep(300.0)
     victim = farcall.rpc_sync("w1", os.getpid)
@@ -547,7 +550,7 @@ def freeze_and_cut(rank: int, faults: Faults) -> int:
         rule = faults.cut(to="w1")
         rule.wait_hits()
         calls = [farcall.rpc_async("w1", run, (number,)) for number in range(3)]
-        wait_until(lambda: api.current_node().other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
+        wait_until(lambda: api.current_runtime().other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
     finally:
         os.kill(victim, signal.SIGCONT)
     assert [call.wait() for call in calls] == [0, 1, 2]

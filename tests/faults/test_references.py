@@ -163,7 +163,7 @@ def outlive_an_owner(rank: int) -> list[float]:
 
 
 def is_waited_for(count: int) -> bool:
-    node = farcall.api.current_node()
+    node = farcall.api.current_runtime()
     return len(node.server.active) > count
 
 

@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.rpc.retry import Pauses
-from farcall.runtime.node import current_node
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
 
@@ -47,7 +47,7 @@ def large(name: str) -> torch.Tensor:
 
 def call_on(to: str, name: str) -> str:
     ran[f"through {name}"] += 1
-    return current_node().rpc_sync(to, run, (name,))  # type: ignore[attr-defined, no-any-return]
+    return farcall.rpc_sync(to, run, (name,))
 
 
 def ways(node: farcall.Node, name: str, **more: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_a_pause_does_not_outlive_its_node() -> None:
         future = nodes[0].rpc_async("w1", run, ("a",), retry=slow)
         rref = nodes[0].remote("w1", run, ("b",), retry=slow)
         rule.wait_hits(2)
-        wait_until(lambda: len(nodes[0].part(Pauses)._waiting) == 2)
+        wait_until(lambda: len(runtime_of(nodes[0]).part(Pauses)._waiting) == 2)
         for node in nodes:
             node.shutdown(graceful=False)
         with pytest.raises(Cancelled, match="shut down"):

@@ -25,6 +25,7 @@ from tests.faults.soak_load import Outcome, double, execute, journal, start_load
 
 import farcall
 from farcall.protocol.member import incarnation_text
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import Member, temporary_file_url
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
@@ -178,7 +179,7 @@ class Soak:
 
     def _incarnation(self, worker: Worker) -> str | None:
         try:
-            peer = self.node.peer(worker.name)
+            peer = runtime_of(self.node).peer(worker.name)
         except farcall.errors.UnknownWorker:
             return None
         incarnation = incarnation_text(peer.incarnation)
@@ -196,7 +197,7 @@ def soak(directory: str) -> Iterator[Soak]:
     here = journal(directory)
     node = farcall.Node(NAMES[0], 0, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
     node.start()
-    here.write("lives", node.info.name, incarnation_text(node._incarnation), monotonic())
+    here.write("lives", runtime_of(node).info.name, incarnation_text(runtime_of(node).me.incarnation), monotonic())
     workers = [Worker(rank, url, directory) for rank in range(1, len(NAMES))]
     try:
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come")

@@ -20,11 +20,11 @@ LONG_S = 30.0
 
 
 def addresses() -> list[str]:
-    return list(api.current_node()._foundation.door.addresses)
+    return list(api.current_runtime().resources.door.addresses)
 
 
 def guests() -> int:
-    return len(api.current_node()._foundation.door._guests)
+    return len(api.current_runtime().resources.door._guests)
 
 
 def connect(address: str) -> socket.socket:
@@ -137,7 +137,7 @@ def descriptors() -> int:
 
 def time_is_up() -> None:
     """As if ten seconds had passed."""
-    door = api.current_node()._foundation.door
+    door = api.current_runtime().resources.listener
     for guest in list(door._guests):
         guest.deadline = 0.0
     door._timer.at(0.0)

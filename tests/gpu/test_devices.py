@@ -18,7 +18,7 @@ import farcall.autograd as autograd
 from farcall.errors import PeerDead, RpcTimeout, SerializationError
 from farcall.nn import RemoteModule
 from farcall.optim import DistributedOptimizer
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime, runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster, start_processes, temporary_file_url
 
 CUDA = torch.device("cuda", 0)
@@ -28,11 +28,11 @@ SLOW_CYCLES = 200_000_000  # about 0.1 s
 
 
 def way(to: str) -> Any:
-    return current_node().peer(to).devices._ways.get(0)
+    return current_runtime().peer(to).devices._ways.get(0)
 
 
 def lent() -> int:
-    devices = current_node().devices
+    devices = current_runtime().devices
     return 0 if devices is None else devices.stats().lent
 
 
@@ -40,7 +40,7 @@ def share(to: str) -> None:
     """Until device memory goes to ``to`` without the host, and back."""
 
     def is_shared() -> bool:
-        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_node().info.name))
+        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_runtime().info.name))
         return way(to) is True and bool(back)
 
     wait_until(is_shared)
@@ -146,7 +146,7 @@ def both_members(rank: int, url: str) -> None:
         def is_refused() -> bool:
             (back,) = nodes[0].rpc_sync("w1", echo, (x,))
             assert torch.equal(back, x)
-            return nodes[0].peer("w1").devices._ways.get(0) is False
+            return runtime_of(nodes[0]).peer("w1").devices._ways.get(0) is False
 
         wait_until(is_refused)
 
@@ -176,8 +176,8 @@ def large(rank: int) -> None:
     x = torch.randint(0, 255, (100 * MEBIBYTE + 3,), device=CUDA, dtype=torch.uint8)
     (back,) = farcall.rpc_sync("w1", echo, args=(x,))
     assert torch.equal(x, back)
-    assert current_node().devices is not None
-    assert current_node().devices.stats().total == 0, "nothing was shared"
+    assert current_runtime().devices is not None
+    assert current_runtime().devices.stats().total == 0, "nothing was shared"
 
 
 def test_large_tensors_go_through_the_host_in_chunks() -> None:
@@ -191,7 +191,7 @@ def beyond_limit(rank: int) -> None:
     x = torch.randint(0, 255, (300 * MEBIBYTE,), device=CUDA, dtype=torch.uint8)
     (back,) = farcall.rpc_sync("w1", echo, args=(x,))
     assert torch.equal(x, back)
-    assert current_node().devices.stats().total <= 128 * MEBIBYTE  # type: ignore[union-attr]
+    assert current_runtime().devices.stats().total <= 128 * MEBIBYTE  # type: ignore[union-attr]
 
 
 def test_what_the_pool_has_no_room_for_goes_through_the_host() -> None:
@@ -498,7 +498,7 @@ def unread(rank: int) -> None:
 
 
 def lent_after_all() -> int:
-    return lent() + len(current_node().server.active) - 1
+    return lent() + len(current_runtime().server.active) - 1
 
 
 def test_what_nobody_reads_is_given_back() -> None:

@@ -16,7 +16,7 @@ from tests.gpu.test_devices import CUDA, MAPS, lent, share
 from tests.waiting import wait_until
 
 import farcall
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime
 from farcall.testing.cluster import run_cluster
 
 SENDS = int(os.environ.get("FARCALL_STRESS_SENDS", "10000"))
@@ -83,7 +83,7 @@ def stressed(rank: int) -> dict[str, Any] | None:
     wrong = [(number, sizes[number], *right) for number, right in enumerate(found) if not all(right)]
     assert not wrong, f"not what was sent (number, size, there, back): {wrong}"
     wait_until(lambda: lent() == 0)
-    devices = current_node().devices
+    devices = current_runtime().devices
     assert devices is not None
     assert devices.stats().total <= 512 << 20
     grown = torch.cuda.memory_reserved() - reserved

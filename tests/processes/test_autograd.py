@@ -412,8 +412,8 @@ class HeldUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         Held.in_backward.set()
-        node = farcall.api.current_node()
-        wait_until(lambda: node._leaving.entered, "shutdown to begin")
+        node = farcall.api.current_runtime()
+        wait_until(lambda: node.leaving.entered, "shutdown to begin")
         return gradient
 
 

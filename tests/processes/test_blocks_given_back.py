@@ -48,7 +48,7 @@ def overwrite_kept() -> None:
 def _values(rank: int) -> Any:
     if rank:
         return None
-    pool = farcall.api.current_node().pool
+    pool = farcall.api.current_runtime().pool
     for number in range(20):
         sent = torch.full((SIZE,), float(number))
         echoed = farcall.rpc_sync("w1", echo, (sent,))
@@ -81,7 +81,7 @@ def test_blocks_given_back_keep_value_semantics_and_are_not_lost() -> None:
 def _without_a_copy(rank: int) -> Any:
     if rank:
         return None
-    pool = farcall.api.current_node().pool
+    pool = farcall.api.current_runtime().pool
     sent = torch.ones(SIZE)
     for _ in range(3):  # the first one only introduces the segment
         farcall.rpc_sync("w1", echo, (sent,))

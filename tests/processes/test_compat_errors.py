@@ -14,7 +14,7 @@ START = """
 import gc, tempfile, warnings
 import torch
 import torch.distributed.rpc as rpc
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 
 def start():
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tempfile.mktemp()}")
@@ -72,6 +72,6 @@ def test_a_node_is_gone_after_its_shutdown(tmp_path: Path) -> None:
             rpc.rpc_sync("alone", torch.ones, args=(2,))
             rpc.shutdown()
         gc.collect()
-        print(sum(type(thing).__mro__.count(Node) for thing in gc.get_objects()))
+        print(sum(type(thing).__mro__.count(Runtime) for thing in gc.get_objects()))
     """
     assert run(tmp_path, program).stdout.split() == ["0"]

@@ -19,8 +19,10 @@ import farcall
 from farcall import api
 from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
-from farcall.runtime.peers import table as acquaintances
+from farcall.runtime.node import runtime_of
+from farcall.runtime.peers import table as peer_table
 from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -85,7 +87,7 @@ def test_a_taken_name_and_a_taken_rank_are_refused(url: str) -> None:
 
 def _all_meet(rank: int, url: str, size: int) -> list[str]:
     farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
-    node = api.current_node()
+    node = api.current_runtime()
     wait_until(lambda: len(node.workers()) == size)
     farcall.rpc_sync(f"w{(rank + 1) % size}", int, ("7",))
     api._barrier([f"w{other}" for other in range(size)])
@@ -108,7 +110,7 @@ SECRET = "a secret of this test"
 
 def tcp_address(node: farcall.Node) -> str:
     """The url by which others can join through ``node``."""
-    (address,) = [way for way in node.membership.me.addresses if way.startswith("tcp://")]
+    (address,) = [way for way in runtime_of(node).membership.me.addresses if way.startswith("tcp://")]
     return address.replace("tcp://", "farcall://")
 
 
@@ -217,17 +219,17 @@ def _half(value: torch.Tensor) -> torch.Tensor:
 def test_autograd_with_a_rank_of_any_size(url: str) -> None:
     with team(1, url) as nodes, member("far", 2**31 - 1, url) as far:
         value = torch.ones(2, requires_grad=True)
-        contexts = far.part(Recorder).contexts
+        contexts = runtime_of(far).part(Recorder).contexts
         context = contexts.new_context()
         contexts.backward(context.id, [far.rpc_sync("w0", _half, (value,)).sum()])
         assert contexts.get_gradients(context.id)[value].tolist() == [0.5, 0.5]
         contexts.release_everywhere(context.id)
-        wait_until(lambda: not nodes[0].part(Recorder).contexts.ids())
+        wait_until(lambda: not runtime_of(nodes[0]).part(Recorder).contexts.ids())
 
 
 def test_a_backward_pass_through_one_that_is_gone_names_it(url: str) -> None:
     with team(1, url) as nodes:
-        contexts = nodes[0].part(Recorder).contexts
+        contexts = runtime_of(nodes[0]).part(Recorder).contexts
         with member("far", 7, url) as far:
             value = torch.ones(2, requires_grad=True)
             context = contexts.new_context()
@@ -269,13 +271,13 @@ def test_who_is_called_all_the_time_can_leave(url: str) -> None:
 
 
 def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    monkeypatch.setattr(peer_table, "MAX_GONE", 2)
     with team(1, url) as nodes:
         decoders = set()
         for number in range(4):
             with member(f"n{number}", 10 + number, url) as guest:
                 assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
-                link = nodes[0].other(guest.me.number)
+                link = runtime_of(nodes[0]).other(runtime_of(guest).me.number)
             assert link is not None
             wait_until(lambda link=link: link.broken)
             decoders.add(id(link.link.incoming._decoder))
@@ -319,7 +321,7 @@ def test_callbacks_and_iterators_tell_who_comes_and_goes(url: str) -> None:
 def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str) -> None:
     with member("stays", 7, url) as stays:
         with this_process(url):
-            node = api.current_node()
+            node = api.current_runtime()
             node.call_soon(lambda: node._on_expelled("for the test"))
             wait_until(lambda: not node.running)
             with pytest.raises(Expelled, match="for the test"):
@@ -357,7 +359,7 @@ def test_many_come_and_go_at_once(url: str) -> None:
 
 def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> None:
     with team(3, url) as nodes:
-        entry, me = nodes[1]._entry, nodes[1].membership.me
+        entry, me = runtime_of(nodes[1])._entry, runtime_of(nodes[1]).membership.me
         assert entry is not None
         contacts = entry.contacts
         assert contacts is not None
@@ -365,10 +367,11 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])
 
 
-def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:
+def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
-        late = member("w1", 1, url)
-        group = (("w0", nodes[0]._incarnation), ("w1", late._incarnation))
+        late, incarnation = member("w1", 1, url), new_incarnation(7)
+        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda random_bits: incarnation)
+        group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()
         with late:
@@ -385,10 +388,10 @@ def test_barriers_go_on_with_one_that_left_and_came_back(again: str, url: str) -
                 done.result()
         rank = int(again[1:])
         stays = nodes[1 - rank]
-        old = stays.peer(again)
+        old = runtime_of(stays).peer(again)
         nodes[rank].shutdown()
         with member(again, rank, url) as new:
-            wait_until(lambda: stays.peer(again) is not old)
+            wait_until(lambda: runtime_of(stays).peer(again) is not old)
             for _ in range(2):
                 for done in [pool.submit(node.barrier, ["w0", "w1"], BOUND_S) for node in (stays, new)]:
                     done.result()
@@ -396,6 +399,6 @@ def test_barriers_go_on_with_one_that_left_and_came_back(again: str, url: str) -
 
 def test_a_gather_with_a_former_life_of_its_leader_is_told_so(url: str) -> None:
     with team(2, url) as nodes:
-        group = (("w0", 1), ("w1", nodes[1]._incarnation))
+        group = (("w0", 1), ("w1", runtime_of(nodes[1]).me.incarnation))
         with pytest.raises(PeerDead, match="anew"):
             nodes[1].rpc_sync("w0", _contribute, (group, 0, "w1", 1, BOUND_S))

@@ -16,7 +16,8 @@ from farcall.errors import RpcTimeout
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import RpcBackendOptions
 from farcall.protocol.hello import Resume
-from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.link.connector import Connector
+from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 30.0
@@ -70,7 +71,7 @@ def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> Non
         assert [(one.peers_lost, one.members["dead"]) for one in found] == [(0, 0), (0, 0)]
         assert found[0].frames_sent_again >= 1  # the request was cut
         for node, peer in zip(nodes, ("w1", "w0"), strict=True):
-            assert node.event_log.latest()[-1][1:3] == ("reconnected", peer)
+            assert runtime_of(node).event_log.latest()[-1][1:3] == ("reconnected", peer)
 
 
 def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
 ) -> None:
     """Its key proves no member, whatever it says it wants."""
     asked: list[object] = []
-    monkeypatch.setattr(Reconnecting, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
+    monkeypatch.setattr(Connector, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
     monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
     monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):

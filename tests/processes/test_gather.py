@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
@@ -191,12 +192,12 @@ def test_two_nodes_in_one_process() -> None:
         assert node.rpc_sync(other, whoami) == other
         assert node.rpc_async(other, add, (1,), {"right": 2}).wait() == 3
         # Inside a function, the module's own calls come from the node that serves it.
-        assert node.rpc_sync(other, ask, (node.info.name,)) == node.info.name
+        assert node.rpc_sync(other, ask, (node.get_worker_info().name,)) == node.get_worker_info().name
         assert float(node.rpc_sync(other, torch.sum, (torch.ones(100_000),))) == 100_000
     gathered: dict[str, Any] = {}
     in_threads(
         [
-            lambda node=node: gathered.update({node.info.name: node.all_gather(node.info.id)})  # type: ignore[misc]
+            lambda node=node: gathered.update({node.get_worker_info().name: node.all_gather(node.get_worker_info().id)})  # type: ignore[misc]
             for node in (first, second)
         ]
     )
@@ -210,7 +211,7 @@ def test_two_nodes_in_one_process() -> None:
 def test_one_of_two_nodes_leaves_at_once() -> None:
     first, second = started_nodes(2)
     pending = first.rpc_async("n1", Gate.wait, ("of two",), timeout=0)
-    wait_until(lambda: second.server.awaited, "the arrival of the call")
+    wait_until(lambda: runtime_of(second).server.awaited, "the arrival of the call")
     Gate.open("of two")
     assert pending.wait() == "of two"
     second.shutdown(graceful=False)

@@ -18,6 +18,7 @@ import torch
 import farcall
 from farcall import api
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, UnknownWorker
+from farcall.runtime.node.current import slot
 from farcall.testing.cluster import finish, free_port, run_cluster, start_processes, temporary_file_url
 
 LONG_S = 30.0
@@ -120,7 +121,7 @@ def share_the_port(rank: int, port: int, order: str) -> list[float]:
             value = torch.tensor([float(rank + 1)])
             torch.distributed.all_reduce(value)
             sums.append(value.item())
-        if api._slot.node is not None:
+        if slot.runtime is not None:
             see_everybody(2)
     return sums
 
@@ -137,8 +138,8 @@ def test_port_is_shared_with_a_process_group(order: str) -> None:
 
 def describe_ways(rank: int) -> list[str]:
     see_everybody(2)
-    node = api.current_node()
-    peer = node._remotes[1 - rank]
+    node = api.current_runtime()
+    peer = node.links.peers.remotes[1 - rank]
     return [peer.link.transport.kind, "shared" if peer.lending is not None and peer.lending.is_used else "inline"]
 
 
@@ -227,7 +228,7 @@ def advertise(rank: int, port: int, how: str) -> list[str]:
         f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(url, advertise=host, transports=("tcp",))
     )
     see_everybody(2)
-    found = [member.addresses[0] for member in api.current_node().membership.members]
+    found = [member.addresses[0] for member in api.current_runtime().membership.members]
     farcall.shutdown()
     return found
 

@@ -20,11 +20,13 @@ import farcall
 from farcall import autograd
 from farcall.errors import HandshakeRefused, NetworkError
 from farcall.observe.metrics import Metrics
+from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.observe.presence import find_nodes
 from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
+from farcall.runtime.node import current_runtime
 from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
@@ -79,6 +81,13 @@ class Cluster:
         return Observer.find(options=RpcBackendOptions(runtime_directory=str(self.directory)))
 
 
+def stop(member: Member) -> None:
+    """Stop a process and wait until each of its threads is: on a busy machine one may run on for a moment."""
+    member.kill(signal.SIGSTOP)
+    tasks = Path(f"/proc/{member.pid}/task")
+    _wait_for(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in tasks.glob("*/stat")))
+
+
 # ---------------------------------------------------------------------- from inside
 
 
@@ -118,9 +127,7 @@ def test_what_happened_is_counted() -> None:
 
 def scraped(rank: int) -> str:
     farcall.rpc_sync(f"w{1 - rank}", echo, args=(1,))
-    node = farcall.api._slot.node
-    assert node is not None
-    port = node.metrics_port
+    port = current_runtime().part(Observability).metrics_port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:
         return str(answer.read().decode())
 
@@ -236,7 +243,7 @@ def test_an_observer_can_only_ask(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Path) -> None:
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
-        cluster.members[2].kill(signal.SIGSTOP)
+        stop(cluster.members[2])
         try:
             heard = observer.metrics(timeout_s=0.5)
         finally:
@@ -248,7 +255,7 @@ def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Pa
 
 def test_a_member_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     with Cluster(2, tmp_path) as cluster:
-        cluster.members[0].kill(signal.SIGSTOP)
+        stop(cluster.members[0])
         try:
             with cluster.observer() as observer:
                 assert observer.member == "w1"

@@ -36,7 +36,7 @@ def slow(name: str) -> str:
 
 def wait_until_overloaded(when: str) -> None:
     """On w0: both others were told that the queue is full, or somebody was refused."""
-    node = api.current_node()
+    node = api.current_runtime()
     refused: list[Any] = []
     if when == "fail":
         refuse = node.dispatcher.refuse

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 import farcall
 import farcall.autograd as autograd
 from farcall.observe.profile import THREAD
-from farcall.runtime.node import current_node
+from farcall.runtime.node import current_runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
@@ -367,10 +367,10 @@ def worker_gone(rank: int, url: str) -> tuple[list[str], list[str]] | None:
     if rank == 0:
         with farcall.profile() as prof:
             farcall.rpc_sync("w1", twice, (torch.ones(2),))
-            wait_until(lambda: current_node().peer("w2").broken, "w2 has left")
+            wait_until(lambda: current_runtime().peer("w2").broken, "w2 has left")
         found = ([event.name for event in prof.events()], list(prof.missing))
     else:
-        wait_until(lambda: current_node().peer("w0").broken, "w0 is done")
+        wait_until(lambda: current_runtime().peer("w0").broken, "w0 is done")
     farcall.shutdown(graceful=False)
     return found
 

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 import farcall
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import run_cluster, temporary_file_url
 
 released = threading.Event()
@@ -95,19 +96,19 @@ def test_a_request_that_was_kept_back_blocks_nobody() -> None:
     options = farcall.RpcBackendOptions(init_method=url)
     with farcall.Node("w0", 0, options=options) as callee, farcall.Node("w1", 1, options=options) as caller:
         seen: list[Any] = []
-        accept_now = callee.server.accept
+        accept_now = runtime_of(callee).server.accept
 
         def accept(peer: Any, frame: Any) -> None:
             seen.append((peer, frame))
             accept_now(peer, frame)
 
-        callee.server.accept = accept  # type: ignore[method-assign]
+        runtime_of(callee).server.accept = accept  # type: ignore[method-assign]
         for _ in range(20):
             caller.rpc_sync("w0", quick_at_first)
         may_be_slow.set()
         peer, frame = seen[-1]
         again = msgspec.structs.replace(frame, call_id=1 << 40)
-        callee.call_soon(lambda: callee.dispatcher.redeliver(peer, again))
+        runtime_of(callee).call_soon(lambda: runtime_of(callee).dispatcher.redeliver(peer, again))
         assert entered.wait(30)
         try:
             assert caller.rpc_sync("w0", int, ("7",), timeout=10) == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,7 +22,10 @@ import torch.distributed as dist
 import farcall.options
 from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.runtime.rendezvous.rendezvous import Membership, join
+from farcall.protocol.member import Member, new_incarnation
+from farcall.runtime.rendezvous import static
+from farcall.runtime.rendezvous.agreement import Membership
+from farcall.runtime.rendezvous.store import find_meeting_place
 
 SOURCE = Path(farcall.options.__file__).parents[1]
 GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
@@ -43,6 +47,13 @@ def _first_store() -> None:
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
+
+
+def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, addresses: list[str]) -> Membership:
+    """Meet the others as ``name``."""
+    place = find_meeting_place(rank, world_size, options.init_method)
+    me = Member(name, place.rank, new_incarnation(secrets.randbits(62)), tuple(addresses))
+    return static.join(place, me, options)
 
 
 @pytest.fixture
@@ -145,11 +156,14 @@ PRELUDE = """
 import os, sys, time, datetime
 import torch, torch.distributed as dist
 from farcall.options import RpcBackendOptions
-from farcall.runtime.rendezvous.rendezvous import join
+from farcall.protocol.member import Member
+from farcall.runtime.rendezvous.static import join
+from farcall.runtime.rendezvous.store import find_meeting_place
 rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
 def meet(name=None):
     options = RpcBackendOptions(0, start_timeout_s=30)
-    return join(name or f"w{rank}", -1, None, options, [])
+    place = find_meeting_place(-1, None, options.init_method)
+    return join(place, Member(name or f"w{rank}", place.rank, os.getpid()), options)
 def group():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     one = torch.ones(1); dist.all_reduce(one); assert one.item() == size

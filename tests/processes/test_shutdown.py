@@ -19,7 +19,9 @@ from tests.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout, ShutdownTimeout
-from farcall.runtime.node import Node
+from farcall.node import Node
+from farcall.runtime.node import runtime_of
+from farcall.runtime.node.current import slot
 from farcall.testing.cluster import context, finish, free_port, run_cluster, start_cluster, start_processes
 
 LONG_S = 30.0
@@ -31,7 +33,7 @@ def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
 
 
 def is_leaving() -> bool:
-    return api.current_node().state == "leaving"
+    return api.current_runtime().state == "leaving"
 
 
 def wait_until_leaving() -> None:
@@ -89,9 +91,9 @@ def test_work_that_makes_more_work_is_waited_for_although_nobody_waits_for_it() 
 
 def slow_until_both_leave() -> None:
     wait_until_leaving()
-    wait_until(lambda: not api.current_node().calls and api.current_node()._leaving.entered)
+    wait_until(lambda: not api.current_runtime().calls and api.current_runtime().leaving.entered)
     # Its report "busy" has gone out: what matters is what happens when this function ends.
-    wait_until(lambda: api.current_node()._leaving._machine._sequence > 0)
+    wait_until(lambda: api.current_runtime().leaving._machine._sequence > 0)
 
 
 def leave_as_soon_as_served(rank: int, port: int) -> float:
@@ -134,7 +136,7 @@ def call_in_a_thread_that_times_out(rank: int, port: int) -> float:
     thread = threading.Thread(target=call)
     if rank == 0:
         thread.start()
-        wait_until(lambda: len(api.current_node().calls) == 1)
+        wait_until(lambda: len(api.current_runtime().calls) == 1)
     started = time.monotonic()
     farcall.shutdown()
     seconds = time.monotonic() - started
@@ -212,7 +214,7 @@ def leave_alone(rank: int, port: int) -> list[str]:
         assert len({farcall.rpc_sync(other, os.getpid) for other in (1, 2)}) == 2
         farcall.shutdown(graceful=False)
         return seen
-    wait_until(lambda: api.current_node()._remotes[0].link.broken is not None)
+    wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)
     with pytest.raises(PeerDead):
         farcall.rpc_sync("w0", os.getpid)
     seen.append(farcall.rpc_sync(3 - rank, farcall.get_worker_info).name)
@@ -259,7 +261,7 @@ def stuck_callers(rank: int, port: int, path: str) -> list[str]:
     threads = [threading.Thread(target=note(wait), daemon=True) for wait in waits]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(api.current_node().calls) == len(waits))
+    wait_until(lambda: len(api.current_runtime().calls) == len(waits))
     farcall.shutdown(graceful=False)
     for thread in threads:
         thread.join(LONG_S)
@@ -280,7 +282,7 @@ def hammer_while_ending(rank: int, port: int, to: str) -> int:
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=0))
     farcall._barrier(["w0", "w1"])
     if rank == 1:
-        wait_until(lambda: api.current_node()._remotes[0].link.broken is not None)
+        wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)
         farcall.shutdown(graceful=False)
         return 0
     calls = [0] * 4
@@ -321,7 +323,7 @@ def leave_from_within(rank: int, port: int) -> None:
             farcall.rpc_sync("w1", shut_down_inside_a_function)
         farcall.shutdown(graceful=False)
     else:
-        wait_until(lambda: api._slot.node is None)
+        wait_until(lambda: slot.runtime is None)
 
 
 def test_function_may_end_the_node_it_runs_on() -> None:
@@ -382,7 +384,7 @@ def two_nodes_in_one_process(port: int, graceful: bool) -> None:
     value = torch.arange(1 << 18)
     for to in (0, 1):
         for _ in range(3):
-            result = call_sync(nodes[1 - to], to, torch.add, (value, 1), None, LONG_S)
+            result = call_sync(runtime_of(nodes[1 - to]), to, torch.add, (value, 1), None, LONG_S)
     assert torch.equal(result, value + 1)
     ending = [threading.Thread(target=node.shutdown, args=(graceful,)) for node in nodes]
     for thread in ending:

@@ -17,13 +17,14 @@ import pytest
 
 import farcall
 from farcall.errors import RpcTimeout
-from farcall.observe import explaining
+from farcall.observe import answering
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.observe.snapshot import WorkerSnapshot, find_troubles
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.troubles import find_troubles
 from farcall.options import RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls
-from farcall.runtime.link import listener as doors
+from farcall.runtime.link import dialler
 from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
 ANSWER_S = 30.0
@@ -116,13 +117,13 @@ def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.M
     options = RpcBackendOptions(init_method=temporary_file_url(), runtime_directory=str(tmp_path / "run"))
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
     shown: list[str] = []
-    prove = doors.prove
+    prove = dialler.prove
 
     def look_first(*args: Any) -> Any:
         shown.append(_command(tmp_path / "run", "stacks").stdout)
         return prove(*args)
 
-    monkeypatch.setattr(doors, "prove", look_first)
+    monkeypatch.setattr(dialler, "prove", look_first)
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:
@@ -201,7 +202,7 @@ def blocked(rank: int, done: str) -> None:
 def _be_patient() -> None:
     """A machine that is busy with other things must not make a test fail: wait for the callee's word."""
     calls.EXPLAIN_S = ANSWER_S
-    explaining.bound_s = lambda timeout_s: ANSWER_S
+    answering.explaining_s = lambda timeout_s: ANSWER_S
 
 
 def sleep_until_opened() -> None:

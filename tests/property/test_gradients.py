@@ -15,6 +15,7 @@ from tests.unit.autograd.cluster import Network
 
 from farcall.autograd.passes import Gradient
 from farcall.errors import RpcError
+from farcall.serialize import RECORDING
 
 SHAPE = (2, 2)
 
@@ -171,9 +172,9 @@ class Program:
         """Every send heard exactly once in each pass."""
         sends = sum(len(w.retrieve(self.context_id).sends) for w in self.network.workers if w.is_valid(self.context_id))
         heard = Counter(
-            (letter.pass_id, letter.message_id)
-            for source, target, letter in self.network.log
-            if isinstance(letter, Gradient) and letter.context_id == self.context_id and source != target
+            (message.pass_id, message.message_id)
+            for source, target, message in self.network.log
+            if isinstance(message, Gradient) and message.context_id == self.context_id and source != target
         )
         assert all(count == 1 for count in heard.values())
         assert len(heard) <= sends * times
@@ -188,7 +189,7 @@ def build(seed: int, world_size: int, steps: int, contexts: int = 1) -> tuple[Ne
     for number in range(contexts):
         context = network.workers[0].new_context()
         programs.append(Program(network, random.Random(seed + number), steps, context.id, f"program{number}"))
-        network.workers[0].exchange_current(None)
+        RECORDING.set(None)
     return network, programs
 
 

@@ -49,6 +49,25 @@ UNDERSCORED = [
     "_use_rpc_pickler",
     "_wait_all",
 ]
+OF_NODE = [
+    "all_gather",
+    "barrier",
+    "checks_leaks",
+    "dashboard_url",
+    "get_worker_info",
+    "member_events",
+    "metrics",
+    "metrics_port",
+    "on_member",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shared_empty",
+    "shutdown",
+    "snapshot",
+    "start",
+    "workers",
+]
 MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 
@@ -62,6 +81,14 @@ def test_the_names() -> None:
 def test_each_can_be_had(name: str) -> None:
     found = getattr(farcall, name)
     assert isinstance(found, ModuleType) if name in MODULES else callable(found)
+
+
+def test_a_node_shows_what_is_documented_of_it() -> None:
+    assert [name for name in dir(farcall.Node) if not name.startswith("_")] == OF_NODE
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    listed = re.search(r"::: farcall\.node\.Node\n    options:\n      members: \[([^]]*)\]", page)
+    assert listed is not None
+    assert sorted(name.strip() for name in listed[1].split(",")) == OF_NODE
 
 
 def test_other_names_are_refused() -> None:

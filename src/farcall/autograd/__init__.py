@@ -5,9 +5,10 @@
         farcall.autograd.backward(context_id, [loss])
         gradients = farcall.autograd.get_gradients(context_id)
 
-`functions` records what crosses workers, `engine` runs one worker's part of the graph, `passes` joins that part to the
-protocol, `context` and `contexts` hold it all by id: none of these knows sockets, they speak to a `Port`. `recorder`
-and `port` tie them to a node; `scope` is what programs call.
+`functions` ties tensors that cross workers into graphs, `engine` runs one worker's part of a graph (`nodes`: a single
+node, `replicas`: DistributedDataParallel), `passes` joins that part to the protocol, `contexts` holds it all by id.
+None of these knows sockets: they speak to a `Port`, which is the `recorder` of a node. `scope` has the functions for
+programs.
 """
 
 from farcall.autograd.scope import (

@@ -1,58 +1,263 @@
-"""A node's table of contexts, and which of them each thread is in.
+"""Distributed autograd contexts at one worker: their sends and receives, passes and gradients, and the table of them.
 
-This is what the runtime talks to: it records messages that leave and arrive, takes delivered letters, and
-runs `backward`. A context is created by the thread that opens it, and on other workers by the first call or
-letter that names it. It does not know how letters travel: that is the `Port`'s business.
+A context is made by the thread that opens it, and on other workers by the first call or message that names it. Calls
+that leave and arrive are recorded in it; passes come from here (`backward`) or from elsewhere (`deliver`). Gradients
+for a pass that this worker has not joined yet are kept until it joins, those of a pass that is over are dropped. How
+messages travel is the `Port`'s business.
 
-Which context code is in is a context variable, so each thread and each coroutine has its own.
+Threads: the thread or coroutine that is in a context (`RECORDING`, a context variable), any that sends or reads a
+message of it, the I/O thread when a peer is lost, and those that run passes. A context's lock guards all its tables;
+nothing is sent and no graph runs under it. It is reentrant, as the table's is: garbage may be collected under it, and
+a destructor may make a call that is recorded here. No thread takes a context's lock and then the table's.
 
-Invariant: a context that was released here does not come back, whatever still arrives for it.
+Invariants: under the context's lock, a receive is either part of a pass's snapshot or answers that pass by itself. A
+context that was released here does not come back, whatever still arrives for it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
-from farcall.autograd.context import Context
 from farcall.autograd.engine import add_gradients
-from farcall.autograd.functions import Edge, SendFunction, make_receive
-from farcall.autograd.marks import BACKWARD_NAME, is_profiled, record_function
-from farcall.autograd.passes import Gradient, Letter, LocalPass, Port
+from farcall.autograd.functions import Edge, Node, SendFunction, make_receive, root_edges
+from farcall.autograd.passes import Event, Gradient, LocalPass, Message, Port
 from farcall.autograd.replicas import watch_replicas
 from farcall.errors import RpcError
-from farcall.protocol.gradients import AbortPass, PassFailed, ReleaseContext, StartPass, WorkerLost
+from farcall.protocol.gradients import (
+    AbortPass,
+    BackwardPass,
+    Begin,
+    PartFailed,
+    PassFailed,
+    PassId,
+    ReleaseContext,
+    StartPass,
+    WorkerLost,
+)
+from farcall.runtime.observing.profiling import is_profiled
 from farcall.serialize.recording import RECORDING, Recording
 
-__all__ = ["Contexts"]
+__all__ = ["Context", "Contexts"]
 
 _RELEASED_KEPT = 4096
 _ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
 _RANK_SHIFT = 48
+_BACKWARD_NAME = "torch::distributed::autograd::backward"  # what profilers show of a pass at its origin
+
+
+class Context:
+    """One distributed autograd context at one worker.
+
+    Mutable, under its lock: the sends and receives recorded, the passes joined, the gradients of leaves, and
+    ``released``, after which nothing is recorded any more.
+    """
+
+    def __init__(self, context_id: int, contexts: Contexts) -> None:
+        self.id = context_id
+        self.contexts = contexts
+        self.released: bool = False
+        self.lock: threading.RLock = threading.RLock()
+        self.sends: dict[int, SendFunction] = {}
+        self.receives: dict[int, Node] = {}
+        self.declined: list[tuple[int, int]] = []  # (sender, message id) of messages that arrived and are not used
+        self.known_workers: set[int] = set()  # workers that were told of this context from here
+        self.peers: set[int] = set()  # these, and the senders of what arrived
+        self.passes: dict[PassId, LocalPass] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._early: dict[PassId, list[Event]] = {}  # for passes that this worker has not joined yet
+        self._over_below: dict[int, int] = {}  # by origin: all its passes with smaller numbers are over
+        self._given_up: set[PassId] = set()
+        self._next_number = 0
+
+    # The names that programs written for torch.distributed.autograd use.
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        with self.lock:
+            return dict(self.sends)
+
+    def _recv_functions(self) -> dict[int, Node]:
+        with self.lock:
+            return dict(self.receives)
+
+    def _known_worker_ids(self) -> set[int]:
+        with self.lock:
+            return set(self.known_workers)
+
+    def __repr__(self) -> str:
+        return f"<Context {self.id}: {len(self.sends)} sends, {len(self.receives)} receives>"
+
+    # --- as a `Recording`: called while messages are written and read -------------------------------------------
+
+    def admits(self, peer: Any) -> bool:
+        """Whether messages to ``peer`` belong to this context: not after it ended, nor where gradients are off."""
+        return not self.released and torch.is_grad_enabled() and self.contexts.port.knows(peer)
+
+    def record_send(self, peer: Any, tensors: Sequence[torch.Tensor]) -> int:
+        """Record a message that leaves; return the id to send with it, 0 if no tensor needs a gradient.
+
+        Nothing is recorded in a context that was released meanwhile.
+        """
+        send = None
+        if torch.is_grad_enabled():
+            needing = [tensor for tensor in tensors if tensor.requires_grad]
+            if needing:
+                send = SendFunction(self.contexts.next_message_id(), peer.number, needing)
+        with self.lock:
+            if self.released:
+                return 0
+            self.known_workers.add(peer.number)
+            self.peers.add(peer.number)
+            if send is None:
+                return 0
+            self.sends[send.message_id] = send
+        return send.message_id
+
+    def withdraw_send(self, message_id: int) -> None:
+        """Forget a message that did not leave after all: no receive would ever answer for it."""
+        with self.lock:
+            send = self.sends.pop(message_id, None)
+            passes = list(self.passes.values())
+        if send is not None:
+            for local in passes:
+                local.post(Gradient(self.id, local.machine.pass_id, message_id, None))
+
+    def record_receive(self, peer: Any, message_id: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
+        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        if not needing:
+            self.decline_receive(peer, message_id)
+            return
+        node = make_receive(self.id, peer.number, message_id, needing)
+        with self.lock:
+            if self.released:
+                return
+            self.peers.add(peer.number)
+            self.receives[message_id] = node
+            passes = list(self.passes.values())
+        for local in passes:
+            local.answer_late(message_id, peer.number)
+
+    def decline_receive(self, peer: Any, message_id: int) -> None:
+        """Note that a message will never be used here: its sender hears "none" in every pass."""
+        with self.lock:
+            self.peers.add(peer.number)
+            self.declined.append((peer.number, message_id))
+            passes = list(self.passes.values())
+        for local in passes:
+            local.answer_late(message_id, peer.number)
+
+    def enter(self) -> Recording | None:
+        """Put this thread into the context; return the one it was in, to be set again afterwards."""
+        previous = RECORDING.get()
+        RECORDING.set(self)
+        return previous
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def originate(self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None) -> LocalPass:
+        """Make a pass that starts here."""
+        me = self.contexts.port.worker_id
+        with self.lock:
+            pass_id = PassId(me, self._next_number)
+            self._next_number += 1
+            over_below = pass_id.number
+            for known, other in self.passes.items():
+                if known.origin == me and known.number < over_below and not other.machine.ended:
+                    over_below = known.number
+            self._forget_passes(me, over_below)
+            local = self.passes[pass_id] = LocalPass(
+                self,
+                BackwardPass(self.id, pass_id, me, None, deadline),
+                Begin(frozenset(self.peers), frozenset(), retain_graph, over_below),
+                roots=roots,
+            )
+        return local
+
+    def take(self, message: Gradient | StartPass | AbortPass | Any, sender: int) -> LocalPass | None:
+        """Put a message into the inbox of its pass, which StartPass makes; return the pass, None if there is none."""
+        pass_id = message.pass_id
+        with self.lock:
+            local = self.passes.get(pass_id)
+            if local is not None:
+                local.inbox.put((message, sender))
+                return local
+            if pass_id in self._given_up or pass_id.number < self._over_below.get(pass_id.origin, 0):
+                return None
+            if type(message) is StartPass:
+                self._forget_passes(pass_id.origin, message.over_below)
+                local = self.passes[pass_id] = LocalPass(
+                    self,
+                    BackwardPass(self.id, pass_id, self.contexts.port.worker_id, sender),
+                    Begin(frozenset(self.peers), frozenset(message.covered), message.retain_graph, message.over_below),
+                    profile=message.profile,
+                )
+                for event in self._early.pop(pass_id, ()):
+                    local.inbox.put(event)
+                local.working.release()  # to be claimed as after any other message
+            elif type(message) is AbortPass:
+                self._given_up.add(pass_id)
+                self._early.pop(pass_id, None)
+            elif type(message) is Gradient:
+                self._early.setdefault(pass_id, []).append((message, sender))
+            return local
+
+    def _forget_passes(self, origin: int, over_below: int) -> None:
+        if over_below <= self._over_below.get(origin, 0):
+            return
+        self._over_below[origin] = over_below
+        for pass_id in (*self.passes, *self._early, *self._given_up):
+            if pass_id.origin == origin and pass_id.number < over_below:
+                self.passes.pop(pass_id, None)
+                self._early.pop(pass_id, None)
+                self._given_up.discard(pass_id)
+
+    def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add a pass's leaf gradients."""
+        with self.lock:
+            for leaf, gradient in gradients.items():
+                known = self.gradients.get(leaf)
+                self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
+
+    def clear(self) -> list[LocalPass]:
+        """Let go of the graph and of everything else; return the passes that run, to be ended by the caller."""
+        with self.lock:
+            self.released = True
+            dropped = self.passes, self.sends, self.receives, self._early, self.gradients
+            self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
+        # The graph dies when this returns, not under the lock: its destructors may take long.
+        return [local for local in dropped[0].values() if not local.machine.ended]
 
 
 class Contexts:
-    """All contexts of a node."""
+    """All contexts of a node, by id."""
 
     def __init__(self, port: Port, first_number: int = 0) -> None:
         """``first_number``: where to begin to count; at random where another one may have had this worker's rank."""
         self.port = port
-        watch_replicas()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
-        self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: letters may still be on their way
+        self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: messages may still be on their way
         self._first_id = port.origin << _ID_BITS
-        self._next_context_id = self._first_id + first_number + 1  # 0 is no context,
-        self._next_message_id = self._first_id + first_number + 1  # and no message
+        first = self._first_id + first_number + 1  # 0 is no context, and no message
+        self._next_context_id = count(first).__next__
+        self.next_message_id = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
-        self._backward_lock = threading.Lock()
-        self.backward_calls: int = 0
+        self._backward_calls: dict[object, None] = {}
+
+    @property
+    def backward_calls(self) -> int:
         """How many threads of this worker are inside `backward`."""
+        return len(self._backward_calls)
 
     # --- which context ------------------------------------------------------------------------------------
 
@@ -63,10 +268,8 @@ class Contexts:
                 "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
                 "work in it"
             )
-        with self._lock:
-            context = Context(self._next_context_id, self)
-            self._next_context_id += 1
-            self._contexts[context.id] = context
+        context = self.admit(self._next_context_id())
+        assert context is not None, "a new id was released before"
         RECORDING.set(context)
         return context
 
@@ -80,12 +283,6 @@ class Contexts:
         if context is None:
             raise RpcError("this thread is in no autograd context; use: with farcall.autograd.context() as context_id")
         return context
-
-    def exchange_current(self, context: Recording | None) -> Recording | None:
-        """Put this thread into ``context``; return where it was, to be put back afterwards."""
-        previous = RECORDING.get()
-        RECORDING.set(context)
-        return previous
 
     def retrieve(self, context_id: int) -> Context:
         context = self._contexts.get(context_id)
@@ -101,19 +298,14 @@ class Contexts:
         return self._contexts.get(context_id)
 
     def admit(self, context_id: int) -> Context | None:
-        """For a call that came with a context: that context, made if need be; None if it was released already."""
+        """The context of that id, made if need be; None if it was released already, or its opener is gone."""
         context = self._contexts.get(context_id)
         if context is None:
+            watch_replicas()  # before the graph of a context can reach one
             with self._lock:
                 if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None
                 context = self._contexts.setdefault(context_id, Context(context_id, self))
-        return context
-
-    def find_or_create(self, context_id: int) -> Context:
-        """Like `admit`, where the caller knows that the context was not released."""
-        context = self.admit(context_id)
-        assert context is not None
         return context
 
     def is_valid(self, context_id: int) -> bool:
@@ -124,7 +316,7 @@ class Contexts:
         return self._first_id | ((1 << _RANK_SHIFT) - 1)
 
     def release(self, context_id: int) -> frozenset[int]:
-        """Forget a context here, ending its passes; return the workers to be told to do the same."""
+        """Forget a context here, ending its passes; return the other workers that know it from here."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
             # Also one that is not known yet: the call that would bring it may still be queued here.
@@ -137,19 +329,20 @@ class Contexts:
             RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
         for local in context.clear():
-            local.give_up(f"Could not find autograd context with id: {context_id}; its `with` block has ended")
-        return frozenset(context.peers - {self.port.worker_id})
+            local.post(PartFailed(f"Could not find autograd context with id: {context_id}; its `with` block has ended"))
+        return frozenset(context.peers)
 
     def release_everywhere(self, context_id: int, told_by: int = -1) -> None:
-        """Forget a context here and at all that know it from here, who do the same."""
+        """Forget a context here and at all workers that know it from here, which do the same.
+
+        They hear of it with the next message, since nothing waits for it: an own one would wake them up twice a step.
+        """
         workers = self.release(context_id)
         if workers & self._gone:
-            workers |= self.port.workers()  # somebody may know the context only from one that is dead
-        for worker_id in workers - self._gone - {self.port.worker_id, told_by}:
-            try:
-                self.port.send(worker_id, [ReleaseContext(context_id)])
-            except RpcError:
-                pass  # it is gone, and its contexts with it
+            workers |= self.port.workers()  # a worker may know the context only from one that is dead
+        for worker_id in workers:
+            if worker_id != self.port.worker_id and worker_id != told_by and worker_id not in self._gone:
+                self.port.send_later(worker_id, ReleaseContext(context_id))
 
     def ids(self) -> list[int]:
         """The contexts there are here."""
@@ -158,125 +351,45 @@ class Contexts:
     def debug_info(self) -> dict[str, str]:
         """Counts, under the names that torch.distributed.autograd gives them."""
         contexts = list(self._contexts.values())
-        running = sum(context.running_passes() for context in contexts)
+        running = sum(not local.machine.ended for context in contexts for local in list(context.passes.values()))
         return {"num_current_backward_passes": str(running), "num_autograd_contexts": str(len(contexts))}
 
-    # --- recording ----------------------------------------------------------------------------------------
+    # --- messages and deaths ------------------------------------------------------------------------------
 
-    def attach_send(self, context: Context, to_worker: int, tensors: Iterable[torch.Tensor]) -> int | None:
-        """Record a message that leaves; return the id to send with it, None if no tensor needs a gradient.
+    def deliver(self, from_worker: int, messages: Sequence[Message]) -> list[LocalPass]:
+        """Take messages that arrived together; return the passes that the caller must have run.
 
-        Nothing is recorded in a context that was released meanwhile.
+        Runs no graph, so the thread that reads may call it.
         """
-        needing = [tensor for tensor in tensors if tensor.requires_grad] if torch.is_grad_enabled() else []
-        send = None
-        if needing:
-            with self._lock:
-                message_id = self._next_message_id
-                self._next_message_id += 1
-            send = SendFunction(message_id, to_worker, needing)
-        with context.lock:
-            if context.released:
-                return None
-            context.known_workers.add(to_worker)
-            context.peers.add(to_worker)
-            if send is None:
-                return None
-            context.sends[send.message_id] = send
-        return send.message_id
-
-    def detach_send(self, context: Context, message_id: int) -> None:
-        """Forget a message that did not leave after all: nobody would ever answer for it."""
-        with context.lock:
-            send = context.sends.pop(message_id, None)
-            passes = list(context.passes.values())
-        if send is not None:
-            for local in passes:
-                local.hear(message_id, None)
-                local.wake()
-
-    def attach_receive(
-        self, context: Context, from_worker: int, message_id: int, tensors: Iterable[torch.Tensor]
-    ) -> None:
-        """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
-        needing = [tensor for tensor in tensors if tensor.requires_grad]
-        if not needing:
-            self.decline(context, from_worker, message_id)
-            return
-        node = make_receive(context.id, from_worker, message_id, needing)
-        with context.lock:
-            if context.released:
-                return
-            context.peers.add(from_worker)
-            context.receives[message_id] = node
-            passes = list(context.passes.values())
-        self._answer_none(passes, context.id, from_worker, message_id)
-
-    def decline(self, context: Context, from_worker: int, message_id: int) -> None:
-        """Say that a message with this id will never be used here: its sender hears "none" in every pass."""
-        with context.lock:
-            context.peers.add(from_worker)
-            context.declined.append((from_worker, message_id))
-            passes = list(context.passes.values())
-        self._answer_none(passes, context.id, from_worker, message_id)
-
-    def _answer_none(self, passes: list[LocalPass], context_id: int, worker_id: int, message_id: int) -> None:
-        for local in passes:
-            local.answer_late(Gradient(context_id, local.machine.pass_id, message_id, None), worker_id)
-
-    # --- letters ------------------------------------------------------------------------------------------
-
-    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
-        if worker_id == self.port.worker_id:
-            self.deliver(worker_id, letters)
-        else:
-            self.port.send(worker_id, letters)
-
-    def deliver(self, from_worker: int, letters: Sequence[Letter]) -> None:
-        """Take letters that arrived together. Runs no graph, so the thread that reads may call it."""
-        new: list[LocalPass] = []
-        heard: list[LocalPass] = []
-        for letter in letters:
-            context = self._contexts.get(letter.context_id)
-            if isinstance(letter, ReleaseContext):
-                self.release_everywhere(letter.context_id, from_worker)
-            elif isinstance(letter, StartPass):
-                if context is None:
-                    if letter.context_id in self._released:
-                        reason = f"Could not find autograd context with id: {letter.context_id}"
-                        self.send(
-                            letter.pass_id.origin,
-                            [PassFailed(letter.context_id, letter.pass_id, self.port.worker_id, reason)],
-                        )
-                        continue
-                    # The call that will bring the context here has not arrived yet.
-                    context = self.admit(letter.context_id)
-                    if context is None:
-                        continue
-                joined = context.join(letter, from_worker)
-                if joined is not None:
-                    new.append(joined)
-            elif context is None:
+        claimed: list[LocalPass] = []
+        touched: dict[LocalPass, None] = {}
+        for message in messages:
+            context_id = message.context_id
+            if type(message) is ReleaseContext:
+                self.release_everywhere(context_id, from_worker)
                 continue
-            elif isinstance(letter, Gradient):
-                local = context.hear(letter)
+            context = self._contexts.get(context_id)
+            if context is None and type(message) is StartPass:
+                if context_id in self._released:
+                    reason = f"Could not find autograd context with id: {context_id}"
+                    failed = PassFailed(context_id, message.pass_id, self.port.worker_id, reason)
+                    self.port.send(message.pass_id.origin, [failed])
+                else:  # the call that will bring the context here has not arrived yet
+                    context = self.admit(context_id)
+            if context is not None:
+                local = context.take(message, from_worker)
                 if local is not None:
-                    heard.append(local)
-            elif isinstance(letter, AbortPass):
-                context.give_up(letter, from_worker)
-            else:
-                known = context.passes.get(letter.pass_id)
-                if known is not None:
-                    known.react(letter, from_worker)
-        for local in new:
-            local.start()
-        for local in heard:
-            local.wake()
+                    touched[local] = None
+        # Only now: a pass that is claimed with its start alone would run before its gradients are in the inbox.
+        for local in touched:
+            if local.working.acquire(False):
+                claimed.append(local)
+        return claimed
 
     def worker_lost(self, worker_id: int, reason: str, origin: int) -> None:
         """Fail the passes that cannot end without that worker, and release the contexts that it opened.
 
-        ``origin`` is what the ids of its contexts begin with.
+        ``origin``: the first bits of the ids of its contexts.
         """
         with self._lock:
             self._gone.add(worker_id)
@@ -286,7 +399,7 @@ class Contexts:
                 self.release(context.id)
                 continue
             for local in list(context.passes.values()):
-                local.react(WorkerLost(worker_id, reason))
+                local.post(WorkerLost(worker_id, reason))
 
     def worker_joined(self, origin: int) -> None:
         """A new worker, perhaps with the rank, and by chance the ``origin``, of one that is gone."""
@@ -308,52 +421,20 @@ class Contexts:
         timeout_s: float | None = None,
     ) -> None:
         """Run a pass from ``roots``; returns when all workers have their gradients in place."""
-        edges = _checked_roots(context_id, roots)
+        edges = root_edges(context_id, roots)
         context = self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s
-        with self._backward_lock:
-            self.backward_calls += 1
+        call = object()
+        self._backward_calls[call] = None
         try:
             local = context.originate(edges, retain_graph, deadline)
             if is_profiled():
-                with record_function(BACKWARD_NAME):
-                    local.run_here()
+                with record_function(_BACKWARD_NAME):
+                    local.run_to_end()
             else:
-                local.run_here()
+                local.run_to_end()
         finally:
-            with self._backward_lock:
-                self.backward_calls -= 1
+            del self._backward_calls[call]
             self.port.pass_ended()
         if local.failure is not None:
             raise local.failure
-
-
-def _checked_roots(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
-    if (
-        not isinstance(context_id, int)
-        or not isinstance(roots, list | tuple)
-        or not all(isinstance(root, torch.Tensor) for root in roots)
-    ):
-        raise TypeError(
-            "backward(): incompatible function arguments: expected a context id (int) and a list of tensors, "
-            f"not {type(context_id).__name__} and {type(roots).__name__}"
-        )
-    if not roots:
-        raise RpcError("No tensors provided for gradient computation: roots is empty")
-    edges: dict[Edge, torch.Tensor] = {}
-    for number, root in enumerate(roots):
-        if not root.requires_grad:
-            raise RpcError(
-                f"requires_grad not set on root {number}: no gradient can start there; was it computed in this "
-                "context, from tensors that require gradients?"
-            )
-        if root.numel() != 1:
-            raise RpcError(
-                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: add it up "
-                "or average it first"
-            )
-        if root.grad_fn is None:
-            raise RpcError(f"root {number} does not have a valid gradient function: it is a leaf, not a result")
-        edge = (root.grad_fn, root.output_nr)
-        edges[edge] = add_gradients(edges.get(edge), torch.ones_like(root, requires_grad=False))
-    return edges

@@ -1,20 +1,21 @@
-"""One worker's part of the graph, run on torch's own engine as its sources are heard.
+"""One worker's part of the graph of one pass, run on torch's own engine as its sources are heard.
 
-Where all sources have been heard, `run_whole` walks the graph once and makes a single engine call. Where
-some are still to come (and may depend on what this worker sends first), `Phases` runs the part that is
-ready: the nodes all of whose inputs have been heard. The engine can stop at a node (it hands out what
-arrives there, after that tensor's hooks), but it cannot compute a gradient for an edge without visiting the
-edge's far end, where hooks would see a partial gradient. So a node with an edge into the part that is not
-ready is taken out: the engine stops at it, `run_node` calls it by itself, and what leaves it waits in a
-buffer.
+The sources are the roots and the recorded sends; the sinks are leaves and recorded receives. Where all sources have
+been heard before the first run, one walk finds the sinks and a single engine call does the rest. Where some are still
+to come (and may depend on what this worker sends first), the part that is *ready* runs: the nodes all of whose inputs
+have been heard. The engine can stop at a node (it hands out what arrives there, after that tensor's hooks), but it
+cannot compute a gradient for an edge without visiting the edge's far end, where hooks would see a partial gradient.
+So a node with an edge into the part that is not ready is taken out: the engine stops there, `run_node` calls the node
+alone, and its results wait in a buffer.
 
-It knows nothing of messages or threads. Invariant: within a pass each node runs once, each hook sees its
-whole gradient once, and no `.grad` is touched.
+Knows nothing of messages or threads. Invariant: within a pass each node runs once, each hook sees its whole gradient
+once, and no `.grad` is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat, starmap
 from typing import Any
 
 import torch
@@ -24,15 +25,16 @@ from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, is_watch
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_node
 from farcall.protocol.gradients import Wavefront
 
-__all__ = ["Gradients", "Leaves", "Phases", "add_gradients", "run_whole"]
+__all__ = ["Answers", "LocalGraph", "add_gradients", "in_own_memory"]
 
-Leaves = dict[Node, torch.Tensor]  # what arrived at each leaf's accumulator
+Leaves = dict[Node, torch.Tensor]  # by accumulator
+Answers = dict[Node, Gradients | None]  # by receive; None: no gradient will come
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
 def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
-    """The sum, never in place: either may be somebody else's tensor too."""
+    """The sum, never in place: either tensor may be in use elsewhere."""
     if first is None:
         return second
     if first.layout is not second.layout and second.layout is torch.strided:
@@ -40,14 +42,34 @@ def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Ten
     return first + second
 
 
+def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """``gradients``, dense, of which none shares memory with another; as torch does for ``.grad``."""
+    taken: set[int] = set()
+    for leaf, gradient in gradients.items():
+        parts: tuple[torch.Tensor, ...] = ()
+        if gradient.layout is torch.strided:
+            parts = (gradient,)
+        elif gradient.layout is torch.sparse_coo:
+            parts = (gradient._values(), gradient._indices())
+        is_own = bool(parts) and parts[0].data_ptr() not in taken
+        for part in parts:
+            is_own = is_own and part.is_contiguous()
+        if is_own:
+            taken.add(parts[0].data_ptr())
+        elif gradient.layout is torch.strided:
+            gradients[leaf] = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            gradients[leaf] = gradient.clone()  # the other layouts take no format; their parts are copied densely
+    return gradients
+
+
 def _run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
     """Gradients that arrive at ``inputs``. torch.autograd.grad does the same and takes 25 us longer."""
-    outputs = tuple(GradientEdge(node, index) for node, index in roots)
-    wanted = tuple(GradientEdge(node, index) for node, index in inputs)
-    if not wanted:
-        return ()
+    wanted = tuple(starmap(GradientEdge, inputs))
+    if not wanted or not roots:
+        return (None,) * len(wanted)
     result: tuple[torch.Tensor | None, ...] = _run_backward(
-        outputs,
+        tuple(starmap(GradientEdge, roots)),
         tuple(roots.values()),
         keep_graph,
         False,
@@ -58,158 +80,189 @@ def _run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple
     return result
 
 
-def _is_hooked(leaf: Node) -> bool:
-    return bool(leaf.variable._backward_hooks)
+class LocalGraph:
+    """One worker's part of the graph of one pass.
 
-
-def run_whole(roots: Roots, context_id: int, keep_graph: bool, leaves: Leaves) -> dict[Node, Gradients]:
-    """Run everything that ``roots`` reach, add to ``leaves``, and return the gradients by receive."""
-    reached: dict[Edge, None] = {}  # ordered, so that sums come in the same order in each run
-    seen: set[Node] = set()
-    stack: list[Node] = []
-    frontier: Iterable[Edge] = roots
-    while True:
-        for edge in frontier:
-            node = edge[0]
-            if node is None or node in seen:
-                continue
-            kind = type(node)
-            if kind is ACCUMULATE or kind is RECEIVE:
-                reached[edge] = None
-                continue
-            if kind is CHECKPOINT:
-                phases = Phases([list(roots)], context_id, keep_graph, leaves)
-                phases.hear(list(roots), list(roots.values()))
-                return phases.run()
-            seen.add(node)
-            stack.append(node)
-        if not stack:
-            break
-        frontier = stack.pop().next_functions
-    answers: dict[Node, Gradients] = {}
-    for (node, index), gradient in zip(reached, _run_engine(roots, reached, keep_graph), strict=True):
-        _hand_over(node, index, gradient, context_id, leaves, answers)
-    return answers
-
-
-def _hand_over(
-    node: Node,
-    index: int,
-    gradient: torch.Tensor | None,
-    context_id: int,
-    leaves: Leaves,
-    answers: dict[Node, Gradients],
-) -> None:
-    """Store what arrived at a leaf or a receive."""
-    if gradient is None:
-        return
-    if type(node) is ACCUMULATE:
-        leaves[node] = add_gradients(leaves.get(node), gradient)
-    elif node.context_id == context_id:
-        # A tensor received in another context is a constant here: its sender does not wait for this pass.
-        if node not in answers:
-            answers[node] = _none_of(node)
-        answers[node][index] = gradient
-
-
-def _none_of(receive: Node) -> Gradients:
-    return [None] * receive.output_count
-
-
-class Phases:
-    """The local graph of a pass whose sources are heard one after the other."""
+    Mutable: ``unheard``, the sends that wait for their gradients; ``unanswered``, the receives that owe an answer;
+    ``leaves``, the gradients of leaves so far; inside, gradients on their way in ``_buffers``.
+    """
 
     __slots__ = (
         "_buffers",
         "_context_id",
         "_edges",
+        "_front",
+        "_heard",
         "_keep_graph",
         "_leaf_count",
         "_leaf_masks",
-        "_leaves",
         "_ready",
-        "_wavefront",
-        "dead",
+        "leaves",
+        "unanswered",
         "unheard",
     )
 
-    def __init__(self, sources: Iterable[Sequence[Edge]], context_id: int, keep_graph: bool, leaves: Leaves) -> None:
+    def __init__(
+        self,
+        roots: Roots,
+        sends: Mapping[int, Sequence[Edge]],
+        receives: Iterable[Node],
+        *,
+        context_id: int,
+        keep_graph: bool,
+    ) -> None:
+        self.leaves: Leaves = {}
+        self.unheard: dict[int, Sequence[Edge]] = dict(sends)
+        self.unanswered: dict[Node, None] = dict.fromkeys(receives)
         self._context_id = context_id
         self._keep_graph = keep_graph
-        self._leaves = leaves
-        self._edges: dict[Node, tuple[Edge, ...]] = {}
         self._buffers: Roots = {}
+        self._heard: list[tuple[Node, bool]] = []  # far ends of source edges, and whether a gradient came
+        self._front: Wavefront[Node] | None = None
+        self._edges: dict[Node, tuple[Edge, ...]] = {}
         self._ready: list[Node] = []
         self._leaf_masks: dict[Node, int] = {}
         self._leaf_count = 0
-        self.dead: list[Node] = []  # receives that will see no gradient, since last taken
-        everything = list(sources)
-        self.unheard: int = len(everything)
-        targets = [edge[0] for source in everything for edge in source]
-        self._wavefront: Wavefront[Node] = Wavefront(targets, self._next_nodes)
+        self._take(roots, roots.values())
 
-    def _next_nodes(self, node: Node) -> list[Node]:
-        kind = type(node)
-        edges: tuple[Edge, ...] = () if kind is ACCUMULATE or kind is RECEIVE else node.next_functions
-        self._edges[node] = edges
-        return [child for child, _ in edges if child is not None]
+    def hear(self, message_id: int, gradients: Gradients | None) -> None:
+        """Take in the gradients of a send; None stands for no gradient at all."""
+        edges = self.unheard.pop(message_id, None)
+        if edges is not None:
+            self._take(edges, repeat(None, len(edges)) if gradients is None else gradients)
 
-    def __contains__(self, node: Node) -> bool:
-        """Whether any source reaches ``node``."""
-        return node in self._edges
-
-    def hear(self, edges: Sequence[Edge], gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Take in what a source was given; None stands for no gradient at all."""
-        self.unheard -= 1
-        if gradients is None:
-            gradients = [None] * len(edges)
-        settled: list[tuple[Node, bool]] = []
+    def _take(self, edges: Iterable[Edge], gradients: Iterable[torch.Tensor | None]) -> None:
         for edge, gradient in zip(edges, gradients, strict=True):
-            settled.append((edge[0], gradient is not None))
+            self._heard.append((edge[0], gradient is not None))
             if gradient is not None:
                 self._feed(edge, gradient)
-        live, dead = self._wavefront.settle(settled)
-        self._ready += live
-        self.dead += [node for node in dead if type(node) is RECEIVE]
 
     def _feed(self, edge: Edge, gradient: torch.Tensor) -> None:
         node = edge[0]
-        if type(node) is ACCUMULATE and not _is_hooked(node):
-            self._leaves[node] = add_gradients(self._leaves.get(node), gradient)
+        if type(node) is ACCUMULATE and not node.variable._backward_hooks:
+            # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+            known = self.leaves.get(node)
+            self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
         else:
-            self._buffers[edge] = add_gradients(self._buffers.get(edge), gradient)
+            known = self._buffers.get(edge)
+            self._buffers[edge] = gradient if known is None else add_gradients(known, gradient)
 
-    def is_due(self) -> bool:
-        """Whether running now moves something: a receive can answer, or nothing more will be heard."""
-        if not self._ready:
-            return False
-        return not self.unheard or any(type(node) is RECEIVE for node in self._ready)
+    def run(self) -> Answers:
+        """Run what is ready; return the answers of the receives that this decides."""
+        answers: Answers = {}
+        if self._front is None and (self.unheard or not self._run_whole(answers)):
+            self._walk(answers)
+        if self._front is not None:
+            live, dead = self._front.settle(self._heard)
+            self._heard = []
+            for node in dead:
+                if node in self.unanswered:
+                    answers[node] = None
+            is_due = not self.unheard
+            for node in live:
+                # An accumulator without hooks has nothing to run: its gradients are in `leaves` already.
+                if type(node) is not ACCUMULATE or node.variable._backward_hooks:
+                    self._ready.append(node)
+                    is_due = is_due or type(node) is RECEIVE
+            # A run that lets no receive answer moves nothing while more is to come: one larger run later is cheaper.
+            if is_due and self._ready:
+                ready, self._ready = self._ready, []
+                self._run_ready(ready, answers)
+                for node in ready:
+                    # Reached by a live source, and yet without a gradient: some function returned None for it.
+                    if node in self.unanswered:
+                        answers.setdefault(node, None)
+        if not self.unheard:
+            for node in self.unanswered:
+                answers.setdefault(node, None)
+        for node in answers:
+            self.unanswered.pop(node, None)
+        return answers
 
-    def run(self) -> dict[Node, Gradients]:
-        """Run what is ready; return the gradients of the receives among it."""
-        ready: list[Node] = [n for n in self._ready if type(n) is not ACCUMULATE or _is_hooked(n)]
-        self._ready = []
-        if all(type(node) is RECEIVE and not is_watched(node) for node in ready):
-            return self._pass_on(ready)
-        level, alone = self._plan(ready)
-        answers: dict[Node, Gradients] = {}
+    def _run_whole(self, answers: Answers) -> bool:
+        """All sources are heard, so no node has to wait. False: a node must be called alone, and nothing was run."""
+        sinks: dict[Edge, None] = {}  # ordered, so that sums come in the same order in each run
+        seen: set[Node] = set()
+        stack: list[Node] = []
+        frontier: Iterable[Edge] = self._buffers
+        while True:
+            for edge in frontier:
+                node = edge[0]
+                if node is None or node in seen:
+                    continue
+                kind = type(node)
+                if kind is ACCUMULATE or kind is RECEIVE:
+                    sinks[edge] = None
+                    continue
+                if kind is CHECKPOINT:
+                    return False
+                seen.add(node)
+                stack.append(node)
+            if not stack:
+                break
+            frontier = stack.pop().next_functions
+        for (node, index), gradient in zip(sinks, _run_engine(self._buffers, sinks, self._keep_graph), strict=True):
+            if gradient is not None:
+                self._hand_over(node, index, gradient, answers)
+        return True
+
+    def _hand_over(self, node: Node, index: int, gradient: torch.Tensor, answers: Answers) -> None:
+        """Store what arrived at a leaf or a receive."""
+        if type(node) is ACCUMULATE:
+            known = self.leaves.get(node)
+            self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
+        elif node.context_id == self._context_id:
+            # A tensor received in another context is a constant here: its sender does not wait for this pass.
+            gradients = answers.get(node)
+            if gradients is None:
+                gradients = answers[node] = [None] * node.output_count
+            gradients[index] = gradient
+
+    # --- some sources are heard later ---------------------------------------------------------------------
+
+    def _walk(self, answers: Answers) -> None:
+        """Find the nodes that the sources reach, and what each waits for; unreached receives answer at once."""
+        edges = self._edges
+        following: dict[Node, list[Node]] = {}
+        targets = [node for node, _ in self._heard]
+        for source in self.unheard.values():
+            for node, _ in source:
+                targets.append(node)
+        stack = list(targets)
+        while stack:
+            node = stack.pop()
+            if node in edges:
+                continue
+            kind = type(node)
+            edges[node] = () if kind is ACCUMULATE or kind is RECEIVE else node.next_functions
+            following[node] = after = []
+            for child, _ in edges[node]:
+                if child is not None:
+                    after.append(child)
+                    stack.append(child)
+        self._front = Wavefront(targets, following)
+        for node in self.unanswered:
+            if node not in edges:
+                answers[node] = None
+
+    def _run_ready(self, ready: list[Node], answers: Answers) -> None:
+        buffers = self._buffers
         for node in ready:
-            if type(node) is RECEIVE:
-                answers[node] = _none_of(node)
+            if type(node) is not RECEIVE or is_watched(node):
+                break
+        else:
+            # Tensors that were received and sent on as they were: the engine would do nothing.
+            here = set(ready)
+            for edge in list(buffers):
+                if edge[0] in here:
+                    self._hand_over(*edge, buffers.pop(edge), answers)
+            return
+        level, alone = self._plan(ready)
         by_level: dict[int, list[Node]] = {}
         for node in ready:
             by_level.setdefault(level[node], []).append(node)
         for number in sorted(by_level):
             self._run_level(by_level[number], level, alone, answers)
-        return {node: found for node, found in answers.items() if node.context_id == self._context_id}
-
-    def _pass_on(self, receives: list[Node]) -> dict[Node, Gradients]:
-        """Of tensors that were received and sent on as they were: the engine would do nothing."""
-        answers = {node: _none_of(node) for node in receives if node.context_id == self._context_id}
-        for edge in list(self._buffers):
-            if edge[0] in answers:
-                answers[edge[0]][edge[1]] = self._buffers.pop(edge)
-        return answers
 
     def _plan(self, ready: list[Node]) -> tuple[dict[Node, int], set[Node]]:
         """Which nodes must be called alone, and after how many of those each node comes.
@@ -219,10 +272,13 @@ class Phases:
         its level leads to as well: asking the engine for that leaf would make it run through the lone node.
         """
         level = dict.fromkeys(ready, 0)
-        alone = {node for node in ready if type(node) is CHECKPOINT}
+        alone: set[Node] = set()
         for node in ready:
+            if type(node) is CHECKPOINT:
+                alone.add(node)
             for child, _ in self._edges[node]:
-                if child is not None and child not in level and not self._is_plain_leaf(child):
+                is_open = child is not None and child not in level
+                if is_open and (type(child) is not ACCUMULATE or child.variable._backward_hooks):
                     alone.add(node)
         if not alone:
             return level, alone
@@ -253,10 +309,6 @@ class Phases:
                 return True
         return False
 
-    @staticmethod
-    def _is_plain_leaf(node: Node) -> bool:
-        return type(node) is ACCUMULATE and not _is_hooked(node)
-
     def _leaf_mask(self, start: Node) -> int:
         """The leaves that ``start`` leads to, one bit each."""
         masks = self._leaf_masks
@@ -281,47 +333,43 @@ class Phases:
             masks[node] = mask
         return masks[start]
 
-    def _run_level(
-        self, nodes: list[Node], level: dict[Node, int], alone: set[Node], answers: dict[Node, Gradients]
-    ) -> None:
+    def _run_level(self, nodes: list[Node], level: dict[Node, int], alone: set[Node], answers: Answers) -> None:
         roots: Roots = {}
         wanted: dict[Edge, None] = {}
         here = set(nodes)
-        for edge in [edge for edge in self._buffers if edge[0] in here]:
-            roots[edge] = self._buffers.pop(edge)
+        for edge in list(self._buffers):
+            if edge[0] in here:
+                roots[edge] = self._buffers.pop(edge)
         for node in nodes:
             kind = type(node)
-            if kind is RECEIVE:
-                wanted.update(((node, index), None) for index in range(node.output_count))
-            elif kind is ACCUMULATE:
+            if kind is ACCUMULATE:
                 wanted[node, 0] = None
-            elif node in alone:
-                wanted.update(((node, index), None) for index in range(len(node._input_metadata)))
+            elif kind is RECEIVE or node in alone:
+                for index in range(node.output_count if kind is RECEIVE else len(node._input_metadata)):
+                    wanted[node, index] = None
             else:
                 for edge in self._edges[node]:
                     if edge[0] is not None and edge[0] not in level:
                         wanted[edge] = None
-        if not roots:
-            return
         arrived: dict[Node, Gradients] = {}
         for (node, index), gradient in zip(wanted, _run_engine(roots, wanted, self._keep_graph), strict=True):
             if node in alone:
                 arrived.setdefault(node, []).append(gradient)
-            else:
-                _hand_over(node, index, gradient, self._context_id, self._leaves, answers)
+            elif gradient is not None:
+                self._hand_over(node, index, gradient, answers)
         for node in nodes:
             if node in alone and any(gradient is not None for gradient in arrived[node]):
-                for edge, gradient in run_node(node, arrived[node], self._run_inner):
-                    self._feed(edge, gradient)
+                for edge, result in run_node(node, arrived[node], self._run_inner):
+                    self._feed(edge, result)
 
     def _run_inner(self, roots: Roots, inputs: Sequence[Edge]) -> Gradients:
         """Run a graph that exists only for the moment (a recomputed one); its other leaves are the pass's."""
-        inner: Leaves = {}
-        if run_whole(roots, self._context_id, False, inner):
+        inner = LocalGraph(roots, {}, (), context_id=self._context_id, keep_graph=False)
+        if inner.run():
             raise RuntimeError(
                 "torch.utils.checkpoint with use_reentrant=True cannot contain remote calls; pass use_reentrant=False"
             )
-        found = [inner.pop(node, None) for node, _ in inputs]
-        for node, gradient in inner.items():
-            self._leaves[node] = add_gradients(self._leaves.get(node), gradient)
+        found = [inner.leaves.pop(node, None) for node, _ in inputs]
+        for node, gradient in inner.leaves.items():
+            self.leaves[node] = add_gradients(self.leaves.get(node), gradient)
         return found

@@ -1,12 +1,11 @@
-"""How tensors that cross workers are tied into autograd graphs.
+"""Sends and receives: how tensors that cross workers are tied into autograd graphs.
 
-A `SendFunction` is a source: it remembers the edges of the tensors that left, so that their gradients can
-be fed in when they come back. A receive is a node made by torch: its outputs are the tensors that arrived,
-and the gradients that reach it go to the sender. The engine never runs a receive's `backward`: it stops
-there.
+A `SendFunction` is a source: it keeps the edges of the tensors that left, so that their gradients can be fed in when
+they come back. A receive is a node made by torch: its outputs are the tensors that arrived, and the gradients that
+reach it go to the sender. The engine never runs a receive's `backward`: it stops there.
 
-Invariant: no user tensor is kept here, only graph nodes; a send keeps its part of the graph alive until its
-context is released.
+Invariant: graph nodes are kept here, no tensors of the user; a send keeps its part of the graph alive until its context
+is released.
 """
 
 from __future__ import annotations
@@ -19,9 +18,25 @@ from weakref import ref
 import torch
 from torch.autograd.function import FunctionCtx
 
-from farcall.autograd.marks import SEND_NAME
+from farcall.errors import RpcError
 
-__all__ = ["ACCUMULATE", "RECEIVE", "Edge", "Node", "SendFunction", "gradient_edge", "is_watched", "make_receive"]
+__all__ = [
+    "ACCUMULATE",
+    "RECEIVE",
+    "RECEIVE_NAME",
+    "SEND_NAME",
+    "Edge",
+    "Node",
+    "SendFunction",
+    "gradient_edge",
+    "is_watched",
+    "make_receive",
+    "root_edges",
+]
+
+# The names that programs and profilers written for torch.distributed.autograd look for.
+SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
+RECEIVE_NAME: Final = "torch::distributed::autograd::RecvRpcBackward"
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
@@ -39,7 +54,7 @@ class SendFunction:
     def __init__(self, message_id: int, to_worker: int, needing: Sequence[torch.Tensor]) -> None:
         self.message_id: int = message_id
         self.to_worker: int = to_worker
-        self.next_functions: tuple[Edge, ...] = tuple([gradient_edge(tensor) for tensor in needing])
+        self.next_functions: tuple[Edge, ...] = tuple(map(gradient_edge, needing))
         self._owners = None if _NODES_LIVE_ALONE else [_owner(tensor) for tensor in needing]
 
     def name(self) -> str:
@@ -61,15 +76,47 @@ def gradient_edge(tensor: torch.Tensor) -> Edge:
 
 def _above(tensor: torch.Tensor) -> Node:
     """A node that gradients pass on their way to ``tensor``, and that keeps alive all that is below it."""
-    with torch.enable_grad():
-        # Sparse tensors have no views.
-        return (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return _above(tensor)
+    # Sparse tensors have no views.
+    return (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
 
 
 def _owner(tensor: torch.Tensor) -> Node:
-    """What keeps the graph of ``tensor`` alive."""
+    """The node that keeps the graph of ``tensor`` alive."""
     node = tensor.grad_fn
     return _above(tensor) if isinstance(node, torch._C._FunctionBase) else node
+
+
+def root_edges(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
+    """The edges of the roots of a pass, each with its first gradient, 1; or an error that says what cannot be."""
+    is_list = isinstance(roots, list | tuple)
+    if not isinstance(context_id, int) or not is_list or not all(map(torch.is_tensor, roots)):
+        raise TypeError(
+            "backward(): incompatible function arguments: expected a context id (int) and a list of tensors, "
+            f"not {type(context_id).__name__} and {type(roots).__name__}"
+        )
+    if not roots:
+        raise RpcError("No tensors provided for gradient computation: roots is empty")
+    edges: dict[Edge, torch.Tensor] = {}
+    for number, root in enumerate(roots):
+        if not root.requires_grad:
+            raise RpcError(
+                f"requires_grad not set on root {number}: no gradient can start there; was it computed in this "
+                "context, from tensors that require gradients?"
+            )
+        if root.numel() != 1:
+            raise RpcError(
+                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: add it up "
+                "or average it first"
+            )
+        if root.grad_fn is None:
+            raise RpcError(f"root {number} does not have a valid gradient function: it is a leaf, not a result")
+        edge = (root.grad_fn, root.output_nr)
+        one = torch.ones_like(root, requires_grad=False)
+        edges[edge] = edges[edge] + one if edge in edges else one
+    return edges
 
 
 def _receive_forward(
@@ -98,21 +145,21 @@ _Receive: Any = _function_class(
     {"forward": staticmethod(_receive_forward), "backward": staticmethod(_receive_backward)},
 )
 
-# Without what Function.apply does in Python for functorch and default arguments, none of which concerns us.
+# Function.apply of C: the one of Python also sees to functorch and default arguments, which receives do not have.
 _apply_receive: Any = super(torch.autograd.Function, _Receive).apply
 
 # A function's outputs need a gradient only if an input does. Nothing is ever accumulated here.
 _ANCHOR: Final = torch.empty(0, requires_grad=True)
 
-RECEIVE: Final[type] = _Receive._backward_cls
-ACCUMULATE: Final[type] = type(gradient_edge(_ANCHOR)[0])
+RECEIVE: Final[Any] = _Receive._backward_cls
+ACCUMULATE: Final[Any] = type(gradient_edge(_ANCHOR)[0])
 
 
 class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
-    """Hooks of a tensor that arrived.
+    """The hooks of a tensor that arrived.
 
-    torch runs the hooks of all outputs of a node, with None for those that got nothing. Which tensors came
-    with the same message is not the user's affair, so such calls are left out.
+    torch runs the hooks of all outputs of a node, with None for those that got nothing. A program cannot know which
+    tensors came with the same message, so such calls are left out.
     """
 
     def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:
@@ -138,7 +185,7 @@ def make_receive(context_id: int, from_worker: int, message_id: int, tensors: Se
 
 
 def is_watched(receive: Node) -> bool:
-    """Whether anything is to happen when gradients reach this receive: a hook, or a tensor that keeps its gradient."""
+    """Whether a hook is to see the gradients of this receive, or a tensor is to keep one."""
     for hooks, weak_tensor in receive.outputs:
         if hooks:
             return True

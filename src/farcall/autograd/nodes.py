@@ -1,12 +1,11 @@
 """Calling a single node of an autograd graph outside torch's engine.
 
-It does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python
-function expects, results cut to the edges that need them and fitted to dtype and shape. Tensor hooks are
-not its business: the engine has run them when it stopped at the node.
+Does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python function
+expects, results cut to the edges that need them and fitted to dtype and shape. Tensor hooks are left out: the engine
+has run them when it stopped at the node.
 
-`torch.utils.checkpoint` with use_reentrant=True is run this way always: it starts a backward pass of its
-own, which torch allows only outside `inputs=` passes, and which would add to `.grad` whatever its
-recomputed part reaches.
+`torch.utils.checkpoint` with use_reentrant=True always runs this way: it starts a backward pass of its own, which torch
+allows only outside `inputs=` passes, and which would add the gradients of its recomputed part to `.grad`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from farcall.autograd.functions import Edge, Node, gradient_edge
 
-__all__ = ["CHECKPOINT", "Gradients", "Roots", "post_hooks", "run_node"]
+__all__ = ["CHECKPOINT", "Gradients", "Roots", "hooks_of", "run_node"]
 
 Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
@@ -31,12 +30,12 @@ CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
 
 
 def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[tuple[Edge, torch.Tensor]]:
-    """Call ``node``; yield what goes along each of its edges. ``run_inner`` runs a recomputed graph."""
+    """Call ``node``; yield the gradient for each of its edges. ``run_inner`` runs a recomputed graph."""
     with torch.no_grad():
-        for hook in _hooks(node.register_prehook):
+        for hook in hooks_of(node.register_prehook):
             gradients = _replaced(gradients, hook(tuple(gradients)))
         results = _call(node, gradients, run_inner)
-        for hook in _hooks(node.register_hook):
+        for hook in hooks_of(node.register_hook):
             results = _replaced(results, hook(tuple(results), tuple(gradients)))
         edges = node.next_functions
         for edge, gradient in zip(edges, results, strict=True):
@@ -44,14 +43,10 @@ def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[
                 yield edge, _fitted(gradient, edge)
 
 
-def post_hooks(node: Node) -> list[Hook]:
-    """The Python hooks that run after ``node``."""
-    return _hooks(node.register_hook)
-
-
-def _hooks(register: Callable[[Hook], Any]) -> list[Hook]:
+def hooks_of(register: Callable[[Hook], Any]) -> list[Hook]:
+    """The Python hooks that were registered by ``register``, a method of a node."""
     # torch has no way to list a node's hooks, but the handle of a new one leads to all of them.
-    handle = register(_hooks)
+    handle = register(hooks_of)
     found = handle.hooks_dict_ref()
     handle.remove()
     return list(found.values()) if found else []
@@ -85,7 +80,7 @@ def _as_list(results: Any) -> Gradients:
 
 
 def _fitted(gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
-    """What the engine does between two nodes: the gradient takes the dtype and the shape of its tensor."""
+    """``gradient`` with the dtype and the shape of its tensor, as the engine hands it from node to node."""
     meta = edge[0]._input_metadata[edge[1]]
     if gradient.dtype is not meta.dtype:
         gradient = gradient.to(meta.dtype)
@@ -95,7 +90,7 @@ def _fitted(gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
 
 
 class _Divert(torch.autograd.Function):
-    """Stands before recomputed outputs, so that we run their graph and not the pass that meets it."""
+    """A stand-in for recomputed outputs: ``run_inner`` runs their graph, not the pass that the checkpoint starts."""
 
     @staticmethod
     def forward(

@@ -1,55 +1,131 @@
-"""A node's distributed autograd: its contexts, joined to its calls, its letters and the deaths of its peers.
+"""Distributed autograd at a node: its contexts, joined to calls, links, threads and the deaths of peers.
 
-One per node, made when the first context is opened here or the first message of one arrives. `attach_to` makes a node
-able to do so without anything being made yet.
+Messages between contexts travel in frames of their own kind. A frame is never answered, and nothing on its way waits
+for a thread that runs user functions: the thread that reads it hands it to the contexts. What may be late
+(`send_later`) travels with the next frame to that worker, or after HELD_BACK_S.
+
+    flags  payload of a frame
+    0      msgpack: what steers a pass, and no gradient; small, and nothing is unpickled
+    1      pickle: the former, and gradients; tensor memory travels beside it
+
+Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
+
+Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
+peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/reader.py`):
+if it is slow after all, another thread takes the role over.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+import threading
+from collections.abc import Sequence
+from queue import Empty
+from time import monotonic, perf_counter
+from typing import Final
 
+import msgspec
 import torch
 
 from farcall.autograd.contexts import Contexts
-from farcall.autograd.gradient_messages import GRADIENTS, decode_letters
-from farcall.autograd.passes import Task
-from farcall.autograd.port import NodePort, origin_of
-from farcall.errors import RpcError
-from farcall.protocol.frames import REQUEST, Frame
-from farcall.protocol.notes import Notes
-from farcall.runtime.node import Node
+from farcall.autograd.passes import Event, Gradient, LocalPass, Message
+from farcall.errors import Delivery, PeerDead, RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol import gradients as protocol
+from farcall.protocol.frames import LETTER, REQUEST, Frame
+from farcall.protocol.gradients import PassId
+from farcall.protocol.messages import ProtocolError
+from farcall.protocol.notes import Notes, ProfileWanted
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node import Runtime
+from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
 from farcall.runtime.peers.peer import Peer
+from farcall.serialize import read_value, withdraw, write_value
 
-__all__ = ["Recorder", "attach_to"]
+__all__ = ["GRADIENTS", "Recorder", "decode_messages", "encode_messages"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+GRADIENTS: Final = 1
+"""The subject of these frames, in the place of the call id."""
+QUICK_S: Final = 1e-3
+"""A part of a pass that took less than this is expected to be as quick the next time."""
+HELD_BACK_S: Final = 0.05
+"""The longest that a message waits for another one to travel with."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
+
+
+def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
+    """The frame of ``messages``."""
+    steering: list[protocol.Message] = []
+    carried: list[tuple[int, int, int, int, list[torch.Tensor | None] | None]] = []
+    for message in messages:
+        if type(message) is Gradient:
+            # As a plain tuple: naming a class costs more than all the rest of a small gradient.
+            pass_id = message.pass_id
+            carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, message.gradients))
+        else:
+            steering.append(message)  # type: ignore[arg-type]
+    written = _encoder.encode(steering) if steering else b""
+    if not carried:
+        return Frame(LETTER, 0, GRADIENTS, payload=written)
+    frame = Frame(LETTER, 1, GRADIENTS)
+    write_value(frame, (written, carried), peer)
+    return frame
+
+
+def decode_messages(frame: Frame, peer: Peer) -> list[Message]:
+    """The messages in a frame, or ``ProtocolError``."""
+    steering, carried = read_value(frame, peer) if frame.flags else (frame.payload, ())
+    try:
+        messages: list[Message] = [] if carried and not steering else [*_decoder.decode(steering)]
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"cannot read gradient messages of {len(steering)} bytes: {error}") from error
+    for context_id, origin, number, message_id, gradients in carried:
+        messages.append(Gradient(context_id, PassId(origin, number), message_id, gradients))
+    frame.buffers = ()  # the reader, further up the stack, holds the frame
+    return messages
+
 
 class Recorder:
-    """Distributed autograd at one node; ``node.part(Recorder)``."""
+    """Distributed autograd at one node, ``node.part(Recorder)``: its contexts, and the `Port` that they speak to.
 
-    def __init__(self, node: Node) -> None:
+    Mutable: ``_held_back``, messages by worker that travel with the next frame; ``_quick``, by the worker whose
+    message set a graph off, whether that was quick; ``_gone``, the names of lost workers. Any thread touches all
+    three: the first under its lock, the others by one atomic operation at a time.
+    """
+
+    def __init__(self, node: Runtime) -> None:
         self.node = node
-        self._port = NodePort(node)
-        self.in_order: Callable[[Task], None] = self._port.in_order
-        self.contexts: Contexts = Contexts(self._port, 0 if node.is_static else secrets.randbits(31))
-        node.on_peer_joined(lambda peer: self.contexts.worker_joined(origin_of(peer)))
-        node.on_peer_gone(self._on_peer_gone)
-        node.on_end(self.close)
-        node.wait_for(lambda: self.contexts.backward_calls)
+        self.worker_id: int = node.me.number
+        self.origin: int = _origin_of(node.me)
+        self.knows = node.is_peer
+        self._held_back: dict[int, list[Message]] = {}
+        self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
+        self._flush_timer = node.timer(self._flush_held_back)
+        self._quick: dict[int, bool] = {}
+        self._gone: dict[int, WorkerInfo] = {}
+        self.contexts: Contexts = Contexts(self, 0 if node.is_static else secrets.randbits(31))
+        node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
+        node.hooks.peer_gone.append(self._on_peer_gone)
+        node.hooks.ended.append(self._close)
+        node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
+        node.hooks.letters[GRADIENTS] = self.take_frame
+        node.dispatcher.find_recording = self.find_context
 
-    def take_letter(self, peer: Peer, frame: Frame) -> None:
-        """On the thread that reads."""
+    # --- for programs -------------------------------------------------------------------------------------
 
-        def deliver() -> None:
-            try:
-                self.contexts.deliver(peer.number, decode_letters(frame, peer))
-            except RpcError as error:
-                logger.warning("%s: a letter from %s went wrong: %s", self.node.info.name, peer.info.name, error)
-
-        self._port.take_letter(peer, deliver)
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Run a pass within the timeout of this node's calls."""
+        devices, timeout_s = self.node.devices, self.node.timeout_s or None
+        if devices is None:
+            self.contexts.backward(context_id, roots, retain_graph, timeout_s)
+        else:
+            # All work of autograd is on the default streams: that orders it.
+            devices.on_default_streams(lambda: self.contexts.backward(context_id, roots, retain_graph, timeout_s))
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of a context; those on devices are ready on the current streams."""
@@ -62,6 +138,8 @@ class Recorder:
                     gradient.record_stream(torch.cuda.current_stream(gradient.device))
         return gradients
 
+    # --- what arrives -------------------------------------------------------------------------------------
+
     def find_context(self, frame: Frame, notes: Notes) -> None:
         """Give ``frame`` the context that its notes name."""
         contexts = self.contexts
@@ -71,19 +149,160 @@ class Recorder:
         if recording is not None:
             frame.recording, frame.message_id = recording, notes.message_id
 
-    def close(self) -> None:
+    def take_frame(self, peer: Peer, frame: Frame) -> None:
+        """On the thread that reads: hand the messages to the contexts, then see to the passes that they set off."""
+        devices = self.node.devices
+        if devices is None:
+            passes = self._deliver(peer, frame)
+        else:
+            passes = []
+            devices.on_default_streams(lambda: passes.extend(self._deliver(peer, frame)))
+        for local in passes:
+            work = _Work(self, peer.number, local)
+            is_last = local is passes[-1]
+            kept = peer.run_inline(work) if is_last and self._quick.get(peer.number) else None
+            if kept is None:
+                self.node.executor.submit(work)
+            elif not kept:
+                self._quick[peer.number] = False
+
+    def _deliver(self, peer: Peer, frame: Frame) -> list[LocalPass]:
+        try:
+            return self.contexts.deliver(peer.number, decode_messages(frame, peer))
+        except RpcError as error:
+            name = self.node.info.name
+            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
+            return []
+
+    def _on_peer_gone(self, peer: Peer) -> None:
+        # On the I/O thread; what follows may send messages, and waits for nobody.
+        self._gone[peer.number] = peer.info
+        self._held_back.pop(peer.number, None)
+        self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", _origin_of(peer))
+
+    def _close(self) -> None:
         """The node ends: let go of every graph."""
         for context_id in self.contexts.ids():
             self.contexts.release(context_id)
 
-    def _on_peer_gone(self, peer: Peer) -> None:
-        # On the I/O thread; what follows may send letters, and waits for nobody.
-        self._port.peer_gone(peer)
-        self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", origin_of(peer))
+    # --- as a `Port` ----------------------------------------------------------------------------------------
+
+    def send(self, worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
+        if worker_id == self.worker_id:
+            for local in self.contexts.deliver(worker_id, messages):
+                self.submit(local)
+            return
+        node = self.node
+        peer = node.numbered(worker_id)
+        if peer is None:
+            gone = self._gone.get(worker_id)
+            raise PeerDead(f"{gone.name if gone else 'that worker'} is gone", Delivery.NOT_SENT, gone)
+        with self._held_back_lock:
+            held_back = self._held_back.pop(worker_id, None)
+        if held_back is not None:
+            messages = [*messages, *held_back]
+        elif not messages:
+            return  # another thread was faster
+        frame = encode_messages(messages, peer)
+        # Bounded: a peer that takes no bytes must fail the pass and not hang it.
+        deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
+        if awaited is not None and awaited.machine.deadline is not None:
+            deadline = awaited.machine.deadline
+        try:
+            peer.send(frame, deadline, awaited=awaited)
+        except BaseException:
+            withdraw(frame)
+            raise
+
+    def send_later(self, worker_id: int, message: Message) -> None:
+        with self._held_back_lock:
+            self._held_back.setdefault(worker_id, []).append(message)
+        if self._flush_timer.due == NEVER:
+            # Once for all that gather until then: in a training loop most travel with a frame of the next step.
+            self._flush_timer.at(monotonic() + HELD_BACK_S)
+
+    def _flush_held_back(self, now: float) -> float:
+        """On the I/O thread: send what found no frame to travel with."""
+        for worker_id in list(self._held_back):
+            try:
+                self.send(worker_id, ())
+            except RpcError:
+                pass  # the worker is gone, and its contexts with it
+        return NEVER
+
+    def submit(self, local: LocalPass) -> None:
+        self.node.executor.submit(_Work(self, -1, local))
+
+    def wait(self, local: LocalPass) -> Event | None:
+        node, deadline = self.node, local.machine.deadline or NEVER
+        others = local.machine.peers - {self.worker_id}
+        with node.calls.waiting():
+            if len(others) == 1 and monotonic() < deadline:
+                # All that is to come comes over one link: reading it here saves a hop between threads.
+                local.flush(awaited=local)
+                peer = node.numbered(*others)
+                if peer is not None and not local.arrived:
+                    peer.help_until(local, deadline)
+            else:
+                local.flush()
+            try:
+                return local.inbox.get(timeout=None if deadline == NEVER else max(0.0, deadline - monotonic()))
+            except Empty:
+                return None
+
+    def workers(self) -> frozenset[int]:
+        return frozenset(self.node.members())
+
+    def info(self, worker_id: int) -> WorkerInfo | None:
+        peer = self.node.numbered(worker_id)
+        return self._gone.get(worker_id) if peer is None else peer.info
+
+    def now(self) -> float:
+        return monotonic()
+
+    def pass_ended(self) -> None:
+        self.node.something_ended()
+
+    def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
+        peer = self.node.numbered(worker_id)
+        # Of one that is gone there is nothing to record; the message to it fails the pass.
+        return None if peer is None else PROFILING.begin_call(self.node, peer, "backward", None, run)
+
+    def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
+        return PROFILING.begin_run(self.node.info, wanted)
 
 
-def attach_to(node: Node) -> None:
-    """Make ``node`` take part in other workers' contexts."""
-    node.on_letter(GRADIENTS, lambda peer, frame: node.part(Recorder).take_letter(peer, frame))
+class _Work:
+    """A worker's part in a pass, as a task of the executor."""
 
-    node.dispatcher.find_recording = lambda frame, notes: node.part(Recorder).find_context(frame, notes)
+    __slots__ = ("_local", "_recorder", "_sender")
+
+    quick = False
+
+    def __init__(self, recorder: Recorder, sender: int, local: LocalPass) -> None:
+        self._recorder = recorder
+        self._sender = sender
+        self._local = local
+
+    def run(self, more: bool) -> None:
+        started = perf_counter()
+        devices = self._recorder.node.devices
+        if devices is None:
+            self._local.run()
+        else:
+            devices.on_default_streams(self._local.run)
+        self._recorder._quick[self._sender] = perf_counter() - started < QUICK_S
+
+    def drop(self) -> None:
+        pass  # the node has ended, and every context with it
+
+
+def _origin_of(peer: Peer) -> int:
+    """The first bits of the ids of a worker's contexts: its rank, then 16 bits that tell incarnations apart.
+
+    Two incarnations that share an origin by chance begin to count at different numbers.
+    """
+    rank = peer.info.id
+    if peer.number == rank:
+        return rank << 16  # in a group of fixed size, where a rank is never given away again
+    return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)

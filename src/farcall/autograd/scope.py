@@ -1,7 +1,7 @@
-"""What programs call: contexts, backward passes and gradients, at the current node.
+"""The functions of ``farcall.autograd``: contexts, backward passes and gradients, at the current node.
 
-Public as ``farcall.autograd``. Each function is a few lines over the node's contexts; the names with an underscore are
-those that programs written for ``torch.distributed.autograd`` use to look inside.
+Each is a few lines over the node's contexts. The names with an underscore are those by which programs written for
+``torch.distributed.autograd`` look inside.
 """
 
 from __future__ import annotations
@@ -12,34 +12,33 @@ from typing import Any
 
 import torch
 
-from farcall.autograd.context import Context
-from farcall.autograd.contexts import Contexts
+from farcall.autograd.contexts import Context, Contexts
 from farcall.autograd.recorder import Recorder
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import HasRuntime, current_runtime, runtime_of
 from farcall.serialize import RECORDING
 
 __all__ = ["backward", "context", "get_gradients"]
 
 
 def _contexts() -> Contexts:
-    return current_node().part(Recorder).contexts
+    return current_runtime().part(Recorder).contexts
 
 
 class context:
-    """``with context() as context_id:`` records the calls made inside, by this thread and by what it calls.
+    """``with context() as context_id:`` records the calls made inside, by this thread and by the functions it calls.
 
-    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving,
-    the context is forgotten on every worker that knows it, and with it its gradients. Contexts of one thread do
-    not nest; those of different threads and coroutines are independent.
+    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, every
+    worker that knows the context forgets it, and its gradients. Contexts of one thread do not nest; those of different
+    threads and coroutines are independent.
     """
 
-    def __init__(self, node: Node | None = None) -> None:
+    def __init__(self, node: HasRuntime | None = None) -> None:
         self._node = node
         self._context: Context | None = None
 
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
-        self._contexts = (self._node or current_node()).part(Recorder).contexts
+        self._contexts = runtime_of(self._node).part(Recorder).contexts
         self._context = self._contexts.new_context()
         return self._context.id
 
@@ -47,34 +46,31 @@ class context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._context is not None
-        self._contexts.release_everywhere(self._context.id)
         RECORDING.set(self._outside)
+        self._contexts.release_everywhere(self._context.id)
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Run a backward pass from ``roots`` over all workers; their gradients are in the context when this returns.
+    """Run a backward pass from ``roots`` over all workers; the gradients are in the context when this returns.
 
     The gradient of each parameter lives in the context of the worker that owns it, see `get_gradients`; no ``.grad`` is
-    touched. Several passes in one context add up. Results that do not reach a root are no obstacle, and need not be
-    waited for.
+    touched. Several passes in one context add up. Results that do not reach a root are no obstacle.
 
     Args:
-        context_id: of the context in which the roots were computed.
-        roots: scalar tensors of this worker that need a gradient, in a list.
+        context_id: the context in which the roots were computed.
+        roots: a list of scalar tensors of this worker that need a gradient.
         retain_graph: keep the graph for another pass.
 
     Raises:
         RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
-    node = current_node()
-    recorder = node.part(Recorder)
-    recorder.in_order(lambda: recorder.contexts.backward(context_id, roots, retain_graph, node.timeout_s or None))
+    current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that this worker has in a context, by the tensor they belong to."""
-    return current_node().part(Recorder).get_gradients(context_id)
+    """The gradients that this worker has in a context, by tensor."""
+    return current_runtime().part(Recorder).get_gradients(context_id)
 
 
 def _new_context() -> Context:

@@ -111,7 +111,8 @@ class SegmentMap:
         self._leases: dict[int, Lease] = {}
         self._by_start: dict[tuple[int, int], Lease] = {}
         self._returning: dict[int, GivenBack] = {}
-        self._released: deque[tuple[int, int]] = deque()
+        self.released: deque[tuple[int, int]] = deque()
+        """Blocks that nobody here uses any more, to be told; looked at before each frame."""
         self._announced = False
         self._closed = False
 
@@ -180,18 +181,13 @@ class SegmentMap:
         # The flag first: whoever appends after this sees it down and announces; whoever appended before is
         # drained.
         self._announced = False
-        released = self._released
+        released = self.released
         taken = []
         while True:
             try:
                 taken.append(released.popleft())
             except IndexError:
                 return taken
-
-    @property
-    def has_releases(self) -> bool:
-        """Whether ``take_releases`` would return some: a cheap look before each frame."""
-        return bool(self._released)
 
     def close(self) -> None:
         """Forget the segments. Views that still exist stay valid; their end is nobody's business any more."""
@@ -201,7 +197,7 @@ class SegmentMap:
         self._leases.clear()
         self._by_start.clear()
         self._returning.clear()
-        self._released.clear()
+        self.released.clear()
 
     def _on_death(self, lease: Lease) -> None:
         if self._leases.pop(id(lease), None) is None:
@@ -216,8 +212,8 @@ class SegmentMap:
         self._release(segment_id, offset, size)
 
     def _release(self, segment_id: int, offset: int, size: int) -> None:
-        self._released.append((segment_id, offset))
-        urgent = size >= _URGENT_BYTES or len(self._released) % _URGENT_COUNT == 0
+        self.released.append((segment_id, offset))
+        urgent = size >= _URGENT_BYTES or len(self.released) % _URGENT_COUNT == 0
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):
             self._announced = True

@@ -1,4 +1,4 @@
-"""The commands and their options. Each command is a few lines over the module that does the work."""
+"""The commands and their options. Each command is a few lines over a module of its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which versions these are.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the versions.")
     ] = False,
 ) -> None:
     """Remote procedure calls for PyTorch."""
@@ -51,7 +51,7 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=40, help="How many training steps in all; even.")] = 1200,
+    steps: Annotated[int, typer.Option(min=40, help="Number of training steps; even.")] = 1200,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the files; by default a new one, farcall-demo.")
     ] = None,
@@ -67,21 +67,20 @@ def demo(
 )
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A program, or -m and a module; what follows are its own arguments.")],
+    script: Annotated[str, typer.Argument(help="A program, or -m and a module; further arguments are its own.")],
     workers: Annotated[
-        int | None, typer.Option(min=1, help="So many processes, told by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.")
+        int | None,
+        typer.Option(min=1, help="Number of processes, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."),
     ] = None,
     restart: Annotated[
         int,
-        typer.Option(
-            min=0, help="Start a worker that fails again, so many times; the group has no fixed size (no WORLD_SIZE)."
-        ),
+        typer.Option(min=0, help="Restarts of each failing worker; the group has no fixed size (no WORLD_SIZE)."),
     ] = 0,
 ) -> None:
     """Run a program with farcall in the place of torch.distributed.rpc."""
     program = [script, *context.args]
     if workers is None and restart:
-        raise typer.BadParameter("needs --workers: who runs one process restarts it", param_hint="--restart")
+        raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
         os.execv(sys.executable, [sys.executable, "-m", "farcall", *program])
     from farcall.cli.run import run_cluster
@@ -92,7 +91,7 @@ def run(
 _Connect = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="A worker of a cluster elsewhere; needs FARCALL_SECRET.")
 ]
-_Cluster = Annotated[str, typer.Option(help="Which cluster on this host: how its id, or a worker's name, begins.")]
+_Cluster = Annotated[str, typer.Option(help="A cluster on this host: the beginning of its id, or of a worker's name.")]
 
 
 @contextmanager
@@ -115,10 +114,10 @@ def stacks(
     cluster: _Cluster = "",
     full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
     between: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two looks: who has not moved is stuck.")
+        float, typer.Option(min=0.05, help="Seconds between two looks: threads that have not moved are stuck.")
     ] = 0.3,
 ) -> None:
-    """Who waits for whom, on which line; exits with 1 if something is stuck for good."""
+    """Show calls that wait for each other, and their lines; exits with 1 if something is stuck for good."""
     from farcall.cli.stacks import show
 
     with _observer(connect, cluster) as observer:
@@ -131,9 +130,9 @@ def top(
     connect: _Connect = "",
     cluster: _Cluster = "",
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end: for scripts.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end, for scripts.")] = False,
 ) -> None:
-    """Workers, calls per second, latencies, bytes, queues and references, live."""
+    """Show workers, calls per second, latencies, bytes, queues and references, live."""
     from farcall.cli.live import show_once, watch
 
     with _observer(connect, cluster) as observer:
@@ -151,11 +150,11 @@ def dashboard(
     connect: _Connect = "",
     cluster: _Cluster = "",
     host: Annotated[
-        str, typer.Option(help="Where to serve it. Anything but loopback asks for FARCALL_SECRET.")
+        str, typer.Option(help="Address to serve on; all but loopback ask for FARCALL_SECRET.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any free one.")] = 0,
 ) -> None:
-    """A page for the browser: workers, calls, latencies, who calls whom, what waits and what went wrong, live."""
+    """Serve a live page for the browser: workers, calls, latencies, callers and callees, waiting calls and errors."""
     from farcall.cli.live import serve_dashboard
 
     with _observer(connect, cluster) as observer:
@@ -164,8 +163,8 @@ def dashboard(
 
 @app.command()
 def trace(
-    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long to record.")] = 5.0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to; compressed if it ends with .gz.")] = Path(
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Duration of the recording.")] = 5.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file; compressed if it ends with .gz.")] = Path(
         "trace.json"
     ),
     shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of arguments.")] = False,
@@ -174,11 +173,11 @@ def trace(
     connect: _Connect = "",
     cluster: _Cluster = "",
 ) -> None:
-    """Record what all workers of a running cluster do, into one trace for Perfetto."""
+    """Record all workers of a running cluster into one trace for Perfetto."""
     from farcall.cli.live import write_trace
-    from farcall.observe import capture
+    from farcall.observe.capture import Detail
 
-    options = capture.SHAPES * shapes | capture.MEMORY * memory | capture.STACKS * stacks
+    options = Detail.SHAPES * shapes | Detail.MEMORY * memory | Detail.STACKS * stacks
     with _observer(connect, cluster) as observer:
         write_trace(_console(), observer, seconds, output, options)
 
@@ -194,7 +193,7 @@ def _torchscript() -> None:
 
 @torchscript.command()
 def build() -> None:
-    """Build it now, about a minute, instead of when it is first needed; once for each torch."""
+    """Build the extension now, in about a minute, instead of at its first use; once for each torch."""
     from farcall.errors import RpcError
     from farcall.torchscript import extension
 
@@ -207,22 +206,21 @@ def build() -> None:
 
 @app.command()
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: a glance, no proof.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: an impression, no proof.")] = False,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Only cases whose name matches this regular expression.")
     ] = "",
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="How often everything is measured; 5, or 2 with --quick.")
-    ] = None,
-    json: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("farcall-bench.json"),
-    plot: Annotated[Path, typer.Option(help="Where the picture goes (SVG).")] = Path("farcall-bench.svg"),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of rounds; 5, or 2 with --quick.")] = None,
+    json: Annotated[Path, typer.Option(help="File for the figures.")] = Path("farcall-bench.json"),
+    plot: Annotated[Path, typer.Option(help="File for the picture (SVG).")] = Path("farcall-bench.svg"),
     stock: Annotated[bool, typer.Option(help="Measure torch.distributed.rpc too.")] = True,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a promise is broken.")] = False,
 ) -> None:
     """Measure farcall, stock torch.distributed.rpc and the floor in one run."""
-    from farcall.cli.bench import driver, report
+    from farcall.cli.bench import report
     from farcall.cli.bench.cases import CASES
     from farcall.cli.bench.contenders import CONTENDERS
+    from farcall.cli.bench.driver import Driver
     from farcall.cli.bench.results import judge
 
     try:
@@ -236,7 +234,8 @@ def bench(
     rounds = rounds or (2 if quick else 5)
     console = _console()
     with Console(stderr=True).status("starting") as status:
-        results = driver.run(cases, contenders, rounds, 0.1 if quick else 0.4, status.update)
+        driver = Driver(contenders=contenders, rounds=rounds, budget_s=0.1 if quick else 0.4, on_progress=status.update)
+        results = driver.run(cases)
     verdicts = judge(results)
     report.print_results(console, results, rounds)
     report.print_verdicts(console, verdicts)
@@ -251,17 +250,18 @@ def bench(
 def doctor(
     hosts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[HOST:PORT]...", help="Where `farcall doctor --listen PORT` runs on other hosts."),
+        typer.Argument(metavar="[HOST:PORT]...", help="Addresses of `farcall doctor --listen PORT` on other hosts."),
     ] = None,
     listen: Annotated[
-        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="Let other hosts' doctors visit; 0: any port.")
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port for visits of other hosts' doctors; 0: any."),
     ] = None,
     init_method: Annotated[
-        str, typer.Option(metavar="URL", help="Where members meet; by default what the environment says.")
+        str, typer.Option(metavar="URL", help="Meeting place of members; by default that of the environment.")
     ] = "env://",
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Say what works here, and between these hosts; and for what does not, why, and what to do. Exits with 1 then."""
+    """Check this machine, and the ways to other hosts; say what to do about faults. Exits with 1 if there are any."""
     from farcall.cli.doctor.consultation import consult, receive_visits
     from farcall.cli.doctor.finding import as_json, exit_status, print_findings
 

@@ -24,8 +24,6 @@ from farcall.observe.rates import Row, busiest, rows
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
 
-__all__ = ["page", "serve_dashboard", "show_once", "watch", "write_trace"]
-
 _BUSIEST = 5
 
 
@@ -37,10 +35,10 @@ _WIDE: dict[str, Cell] = {
     "p99": lambda row: _duration(row.latency.percentile(99)),
     "out/s": lambda row: _size(row.sent_per_s),
     "in/s": lambda row: _size(row.received_per_s),
-    "flight": lambda row: f"{row.in_flight}/{row.serving}",
-    "queue": lambda row: Text(str(row.queued), style="bold red" if row.queued else ""),
-    "threads": lambda row: f"{row.busy}/{row.threads}",
-    "refs": lambda row: f"{row.owned}/{row.used}",
+    "flight": lambda row: f"{row.now.calls_in_flight}/{row.now.served_in_flight}",
+    "queue": lambda row: Text(str(row.now.pool.queued), style="bold red" if row.now.pool.queued else ""),
+    "threads": lambda row: f"{row.now.pool.busy}/{row.now.pool.threads}",
+    "refs": lambda row: f"{row.now.owned_references}/{row.now.used_references}",
     "errors": lambda row: Text(str(row.errors) if row.errors else "", style="red"),
 }
 _NARROW: dict[str, Cell] = {
@@ -60,8 +58,8 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
     for title in cells:
         table.add_column(title, justify="right", no_wrap=True)
     for row in found:
-        state = Text(row.state, style="green" if row.state == "running" else "yellow")
-        table.add_row(Text(row.worker), state, *(cell(row) for cell in cells.values()))
+        state = Text(row.now.state, style="green" if row.now.state == "running" else "yellow")
+        table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
         table.add_row(Text(worker.name), Text("gone" if worker.gone else "silent", style="bold red"))
     return table

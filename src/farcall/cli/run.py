@@ -37,8 +37,6 @@ from rich.markup import escape
 
 from farcall.cli.team import die_with_parent, how_it_ended
 
-__all__ = ["run_cluster"]
-
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LAST_LINES = 20
 ENDING_S = 5.0

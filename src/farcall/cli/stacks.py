@@ -18,17 +18,13 @@ from rich.text import Text
 from farcall.observe.observer import Observer
 from farcall.observe.snapshot import (
     STARTING,
-    Frame,
     OutgoingCall,
     ServedCall,
-    ThreadKey,
+    StackLine,
     ThreadView,
     WorkerSnapshot,
-    find_troubles,
-    still_threads,
 )
-
-__all__ = ["show"]
+from farcall.observe.troubles import ThreadKey, find_troubles, still_threads
 
 _MOST_CALLS_SHOWN = 20
 _MOST_MISSING_SHOWN = 5
@@ -51,81 +47,93 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
     for worker in heard.silent:
         why = worker.gone or "it did not answer: its process may be stopped, or busy in native code"
         console.print(Text(f"{worker.name} (rank {worker.rank}): {why}", style="yellow"))
-    _show_starting(console, heard.answers)
+    starting = [one for one in heard.answers if one.state == STARTING]
+    if starting:
+        console.print(Text(_starting(starting), style="yellow"), soft_wrap=True)
+    display = _Display(console, still, full)
     for snapshot in heard.answers:
-        _show_worker(console, snapshot, still, full)
+        display.worker(snapshot)
     if not troubles:
         console.print("Nothing is stuck as far as can be seen.", style="green")
     return bool(troubles)
 
 
-def _show_starting(console: Console, snapshots: list[WorkerSnapshot]) -> None:
+def _starting(starting: list[WorkerSnapshot]) -> str:
     """The workers that are still missing, while a cluster starts."""
-    starting = [one for one in snapshots if one.state == STARTING]
     missing = Counter(name for one in starting for name in one.unconnected)
-    if starting:
-        named = ", ".join(f"{name} (to {count} of them)" for name, count in missing.most_common(_MOST_MISSING_SHOWN))
-        more = f" and {len(missing) - _MOST_MISSING_SHOWN} others" if len(missing) > _MOST_MISSING_SHOWN else ""
-        waits = f"; not connected yet: {named}{more}" if missing else ""
-        console.print(Text(f"still starting: {len(starting)} of the workers{waits}", style="yellow"), soft_wrap=True)
+    named = ", ".join(f"{name} (to {count} of them)" for name, count in missing.most_common(_MOST_MISSING_SHOWN))
+    more = f" and {len(missing) - _MOST_MISSING_SHOWN} others" if len(missing) > _MOST_MISSING_SHOWN else ""
+    waits = f"; not connected yet: {named}{more}" if missing else ""
+    return f"still starting: {len(starting)} of the workers{waits}"
 
 
-def _show_worker(console: Console, one: WorkerSnapshot, still: set[ThreadKey], full: bool) -> None:
-    pool = one.pool
-    console.print(
-        f"\n[bold]{escape(one.worker)}[/] rank {one.rank}, process {one.process_id} on {escape(one.host)}, "
-        f"{one.state}; "
-        f"{pool.busy} of {pool.threads} threads busy ({pool.parked} wait for calls), {pool.queued} calls queued"
-    )
-    waiting = {call.thread_id: call for call in one.calls if call.thread_id}
-    for served in one.served[:_MOST_CALLS_SHOWN]:
-        _show_served(console, one, served, waiting.pop(served.thread_id, None), still, full)
-    _show_more(console, len(one.served) + one.served_left_out, "served")
-    loose = [call for call in one.calls if call.thread_id in waiting]
-    for call in loose[:_MOST_CALLS_SHOWN]:
-        console.print(f"  {_outgoing(call)}", highlight=False)
-        _show_stack(console, one.thread(call.thread_id), full, "    ")
-    _show_more(console, len(loose), "waited for")
-    _show_calls_ahead(console, one)
-    told = {call.thread_id for call in one.calls} | {served.thread_id for served in one.served}
-    for thread in one.threads:
-        if thread.id not in told:  # the main thread, which waits for no call
-            _show_stack(console, thread, full, "  ")
+class _Display:
+    """The lines of each worker."""
 
+    def __init__(self, console: Console, still: set[ThreadKey], full: bool) -> None:
+        self._console = console
+        self._still = still
+        self._full = full
 
-def _show_calls_ahead(console: Console, one: WorkerSnapshot) -> None:
-    """The calls that no thread waits for, one line for each kind."""
-    kinds: dict[tuple[str, str], list[OutgoingCall]] = {}
-    for call in one.calls:
-        if not call.thread_id:
-            kinds.setdefault((call.to, call.function), []).append(call)
-    for calls in kinds.values():
-        oldest = max(calls, key=lambda call: call.for_s)
-        times = f", and {len(calls) - 1} more of these" if len(calls) > 1 else ""
-        console.print(f"  {_outgoing(oldest)}{times}", highlight=False)
-    if one.calls_left_out:
-        console.print(f"  ... and {one.calls_left_out} younger calls made")
+    def worker(self, one: WorkerSnapshot) -> None:
+        pool = one.pool
+        self._console.print(
+            f"\n[bold]{escape(one.worker)}[/] rank {one.rank}, process {one.process_id} on {escape(one.host)}, "
+            f"{one.state}; "
+            f"{pool.busy} of {pool.threads} threads busy ({pool.parked} wait for calls), {pool.queued} calls queued"
+        )
+        waiting = {call.thread_id: call for call in one.calls if call.thread_id}
+        for served in one.served[:_MOST_CALLS_SHOWN]:
+            self._served(one, served, waiting.pop(served.thread_id, None))
+        self._more(len(one.served) + one.served_left_out, "served")
+        loose = [call for call in one.calls if call.thread_id in waiting]
+        for call in loose[:_MOST_CALLS_SHOWN]:
+            self._line(f"  {_outgoing(call)}")
+            self._stack(one.thread(call.thread_id), "    ")
+        self._more(len(loose), "waited for")
+        self._calls_ahead(one)
+        told = {call.thread_id for call in one.calls} | {served.thread_id for served in one.served}
+        for thread in one.threads:
+            if thread.id not in told:  # the main thread, which waits for no call
+                self._stack(thread, "  ")
 
+    def _served(self, one: WorkerSnapshot, served: ServedCall, waits_for: OutgoingCall | None) -> None:
+        stands = waits_for is None and served.thread_id and (one.worker, served.thread_id) in self._still
+        mark = " [yellow](does not move)[/]" if stands else ""
+        self._line(
+            f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
+            f"{_seconds(served.for_s)}{mark}"
+        )
+        if waits_for is not None:
+            self._line(f"    {_outgoing(waits_for)}")
+        self._stack(one.thread(served.thread_id), "    ")
 
-def _show_served(
-    console: Console,
-    one: WorkerSnapshot,
-    served: ServedCall,
-    waits_for: OutgoingCall | None,
-    still: set[ThreadKey],
-    full: bool,
-) -> None:
-    mark = ""
-    if waits_for is None and served.thread_id and (one.worker, served.thread_id) in still:
-        mark = " [yellow](does not move)[/]"
-    console.print(
-        f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
-        f"{_seconds(served.for_s)}{mark}",
-        highlight=False,
-    )
-    if waits_for is not None:
-        console.print(f"    {_outgoing(waits_for)}", highlight=False)
-    _show_stack(console, one.thread(served.thread_id), full, "    ")
+    def _calls_ahead(self, one: WorkerSnapshot) -> None:
+        """The calls that no thread waits for, one line for each kind."""
+        kinds: dict[tuple[str, str], list[OutgoingCall]] = {}
+        for call in one.calls:
+            if not call.thread_id:
+                kinds.setdefault((call.to, call.function), []).append(call)
+        for calls in kinds.values():
+            oldest = max(calls, key=lambda call: call.for_s)
+            self._line(f"  {_outgoing(oldest)}" + (f", and {len(calls) - 1} more of these" if len(calls) > 1 else ""))
+        if one.calls_left_out:
+            self._console.print(f"  ... and {one.calls_left_out} younger calls made")
+
+    def _stack(self, thread: ThreadView | None, indent: str) -> None:
+        if thread is None:
+            return
+        for index, frame in enumerate(thread.stack if self._full else thread.stack[:1]):
+            prefix = f"thread {thread.name} at " if index == 0 else "called from "
+            text = Text(f"{indent}{prefix}{_place(frame)}", style="dim" if index else "")
+            self._console.print(text, soft_wrap=True)
+
+    def _more(self, count: int, kind: str) -> None:
+        if count > _MOST_CALLS_SHOWN:
+            self._console.print(f"  ... and {count - _MOST_CALLS_SHOWN} more calls {kind}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False)
 
 
 def _outgoing(call: OutgoingCall) -> str:
@@ -134,25 +142,11 @@ def _outgoing(call: OutgoingCall) -> str:
     return f"{verb} [cyan]{escape(call.to)}[/] {escape(call.function)}(): {_seconds(call.for_s)}{limit}"
 
 
-def _show_stack(console: Console, thread: ThreadView | None, full: bool, indent: str) -> None:
-    if thread is None:
-        return
-    frames = thread.stack if full else thread.stack[:1]
-    for index, frame in enumerate(frames):
-        prefix = f"thread {thread.name} at " if index == 0 else "called from "
-        console.print(Text(f"{indent}{prefix}{_place(frame)}", style="dim" if index else ""), soft_wrap=True)
-
-
-def _place(frame: Frame) -> str:
+def _place(frame: StackLine) -> str:
     # A worker on another host may have files that are not here: then there is no line to show.
     line = linecache.getline(frame.file, frame.line).strip()
     file = os.path.relpath(frame.file) if frame.file.startswith(os.getcwd() + os.sep) else frame.file
     return f"{file}:{frame.line} in {frame.function}" + (f": {line}" if line else "")
-
-
-def _show_more(console: Console, count: int, what: str) -> None:
-    if count > _MOST_CALLS_SHOWN:
-        console.print(f"  ... and {count - _MOST_CALLS_SHOWN} more calls {what}")
 
 
 def _seconds(seconds: float) -> str:

@@ -146,9 +146,9 @@ def uninstall() -> None:
     with _lock:
         if not _installed:
             return
-        from farcall import api
+        from farcall.runtime.node.current import slot
 
-        if api._slot.node is not None:
+        if slot.runtime is not None:
             raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
         while _undo:
             _undo.pop()()

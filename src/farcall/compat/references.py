@@ -15,7 +15,7 @@ import torch
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.errors import RpcError
-from farcall.rpc import proxy
+from farcall.rpc.owner_calls import Proxy, call_method_remote
 from farcall.rpc.rref import RRef
 
 __all__ = ["replacements"]
@@ -45,14 +45,14 @@ def _init(self: RRef[Any], value: Any, type_hint: Any = None) -> None:
 
 def _remote(self: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
-    return proxy.Proxy(_call_remote, self, timeout)
+    return Proxy(_call_remote, self, timeout)
 
 
 def _call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     kind = rref._get_type(timeout=timeout_s)
     if not issubclass(kind, torch.jit.ScriptModule):  # whose methods are made with the instance
         getattr(kind, name)
-    return proxy.call_remote(rref, name, timeout_s, *args, **kwargs)
+    return call_method_remote(rref, name, timeout_s, *args, **kwargs)
 
 
 def _get_profiling_future(self: RRef[Any]) -> torch.futures.Future[None]:

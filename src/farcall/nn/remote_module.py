@@ -14,13 +14,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from farcall.api import current_node
+from farcall.api import current_runtime
 from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.nn.remote_device import parse_remote_device
-from farcall.rpc import proxy
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
+from farcall.rpc.owner_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
@@ -64,7 +64,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         where = parse_remote_device(remote_device)
         making = (module_cls, tuple(args or ()), dict(kwargs or {}), where.device)
-        rref = call_sync(current_node(), where.worker, _make_module, making, None, UNSET_TIMEOUT)
+        rref = call_sync(current_runtime(), where.worker, _make_module, making, None, UNSET_TIMEOUT)
         self._become(rref, where.device, _forward_signature(module_cls))
 
     @classmethod
@@ -102,24 +102,24 @@ class RemoteModule(nn.Module):
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return proxy.call_sync(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+            return call_method(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
         return self._call_owner(_run_forward, self.module_rref, device, args, kwargs, self._stays_on(device))
 
     def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return proxy.call_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
+            return call_method_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
         request = (self.module_rref, device, args, kwargs, self._stays_on(device))
-        return call_async(current_node(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
+        return call_async(current_runtime(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
 
     def _stays_on(self, device: torch.device) -> bool:
         """Does our device map bring results from that device of the owner, so that they need not go to its CPU?"""
-        devices = current_node().peer(self.module_rref.owner()).devices
+        devices = current_runtime().peer(self.module_rref.owner()).devices
         return devices is not None and bool(devices.leads_back_from(device))
 
     def _call_owner(self, func: Callable[..., Any], *args: Any) -> Any:
-        return call_sync(current_node(), self.module_rref.owner(), func, args, None, UNSET_TIMEOUT)
+        return call_sync(current_runtime(), self.module_rref.owner(), func, args, None, UNSET_TIMEOUT)
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """The reference to the module."""

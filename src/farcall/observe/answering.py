@@ -1,11 +1,11 @@
 """A node's answers to questions about it, and its own questions to others.
 
-Owns which subjects there are, the questions that it passed on for observers, and those that it asks for itself: what
-a peer does with a call whose time is up. Everything runs on the I/O thread but ``explain`` and the end of the node, and
-whoever pops a question from its table ends it, so there is no lock. Nothing here waits, and no answer needs a worker
-thread. An answer that does not come is given up at its bound.
+Owns the subjects, the questions passed on for observers, and the node's own: when a call has timed out, its callee is
+asked about it, and the answer explains the error. Everything runs on the I/O thread but ``explain`` and the end of the
+node. Whoever pops a question from the table ends it, so there is no lock. Nothing here waits, and no answer needs a
+worker thread. A question without an answer is given up at its deadline.
 
-An observer is told of all workers: the asked member passes the question on over its links, and each answer back.
+An observer hears of all workers: the asked member passes the question on over its links, and each answer back.
 """
 
 from __future__ import annotations
@@ -19,86 +19,111 @@ from typing import NamedTuple
 
 import msgspec
 
-from farcall.observe import explaining, metrics
-from farcall.observe.threads import take_snapshot
+from farcall.observe.metrics import collect
+from farcall.observe.snapshot import (
+    LATER,
+    QUEUED,
+    STARTING,
+    OutgoingCall,
+    PoolView,
+    ServedCall,
+    StackLine,
+    outgoing_call,
+    pool_view,
+    served_call,
+    take_snapshot,
+    view_threads,
+)
 from farcall.protocol.observing import Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["CALL", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "Subject", "WorkerEvents"]
+__all__ = ["CALL_STATE", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "CallState", "Subject", "WorkerEvents"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 SNAPSHOT = "snapshot"
 METRICS = "metrics"
-CALL = "call"
+CALL_STATE = "call"
 EVENTS = "events"
 
 FORGET_S = 30.0
 SILENT_S = 5.0
 """A peer that did not answer in time is not asked again for this long: errors must not be held up again and again."""
+LONGEST_EXPLAINING_S = 0.3
+SHORTEST_EXPLAINING_S = 0.02
 
 Subject = Callable[[Peer | None, bytes], bytes | Callable[[], bytes]]
-"""From who asks (None: an observer) and the argument to the answer. On the I/O thread: it must not block.
+"""From the asking peer (None: an observer) and the argument to the answer. On the I/O thread: it must not block.
 
 An answer that takes long to write is given as a function, which runs on a thread of its own.
 """
 
 
 class WorkerEvents(msgspec.Struct, frozen=True, array_like=True):
-    """What has happened of late at one worker, the oldest first."""
+    """The latest events of one worker, the oldest first."""
 
     worker: str
     events: list[LoggedEvent]
 
 
-class _PassedOn(NamedTuple):
-    onlooker: ObserverConnection
-    number: int
-    deadline: float
+class CallState(msgspec.Struct, frozen=True, array_like=True):
+    """A call that has timed out, as its callee sees it."""
+
+    served: ServedCall | None
+    """None: it never came, or it has been answered."""
+    pool: PoolView
+    thread: str = ""
+    at: StackLine | None = None
+    waits_for: OutgoingCall | None = None
+    """The call that its thread waits for in turn."""
+    worker_state: str = ""
 
 
-class _Own(NamedTuple):
+class _Question(NamedTuple):
+    """A question to a peer, before its answer."""
+
     peer: Peer
     deadline: float
     done: Callable[[bytes], None]
+    own: bool = True
+    """False: passed on for an observer, which needs no empty answer."""
 
 
 class Answering:
-    """A part of a node: ``node.part(Answering)``."""
+    """The questions of one node, asked and answered: ``node.part(Answering)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
             SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
-            METRICS: lambda peer, argument: encode(metrics.collect(node)),
+            METRICS: lambda peer, argument: encode(collect(node)),
             EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
-            CALL: lambda peer, argument: explaining.describe_call(node, peer, argument),
+            CALL_STATE: lambda peer, argument: describe_call(node, peer, argument),
         }
-        """Other layers may add theirs, before the node starts."""
+        """Other parts may add theirs before the node starts."""
         self._numbers = itertools.count(1)
-        self._passed_on: dict[int, _PassedOn] = {}
-        self._own: dict[int, _Own] = {}
+        self._open: dict[int, _Question] = {}
         self._silent_until: dict[int, float] = {}
-        node.on_control(Ask, self._on_member_asks)
-        node.on_control(Told, self._on_told)
-        node.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
-        node.on_question = self._on_observer_asks
+        node.hooks.on_control(Ask, self._on_member_asks)
+        node.hooks.on_control(Told, self._on_told)
+        node.hooks.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
+        node.hooks.question = self._on_observer_asks
         node.calls.explain = self.explain
-        node.wait_for(lambda: len(self._own))
-        node.on_end(self._give_up_all)
+        node.hooks.unsettled.append(lambda: sum(question.own for question in list(self._open.values())))
+        node.hooks.ended.append(self._give_up_all)
         self._timer = node.timer(self._give_up_overdue)
 
-    # ------------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------------ questions of others
 
     def answer(self, peer: Peer | None, subject: str, argument: bytes, tell: Callable[[bytes], None]) -> None:
-        """Tell what this node says, now or later; nothing where it knows no such subject, or cannot say."""
+        """Give ``tell`` this node's answer, now or later; empty where it knows no such subject, or fails."""
         handle = self.subjects.get(subject)
         try:
             found = b"" if handle is None else handle(peer, argument)
@@ -112,7 +137,7 @@ class Answering:
             threading.Thread(target=self._write, args=(subject, found, tell), name=name, daemon=True).start()
 
     def _write(self, subject: str, write: Callable[[], bytes], tell: Callable[[bytes], None]) -> None:
-        """On a thread of its own: work out an answer."""
+        """On a thread of its own: work out a long answer."""
         data = b""
         try:
             data = write()
@@ -127,22 +152,23 @@ class Answering:
         me = self._node.info.name
         self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
-    def _on_observer_asks(self, onlooker: ObserverConnection, ask: Ask) -> None:
+    def _on_observer_asks(self, observer: ObserverConnection, ask: Ask) -> None:
+        """Answer an observer, and pass its question on to all other workers if it wants to hear of everyone."""
         node = self._node
-        others = node.others() if ask.everyone else []
         workers = self._everyone() if ask.everyone else [WorkerState(node.info.name, node.info.id)]
-        onlooker.tell(Roster(ask.number, node.membership.cluster_id, workers))
-        deadline = monotonic() + FORGET_S
-        for peer in others:
+        observer.tell(Roster(ask.number, node.membership.cluster_id, workers))
+
+        def teller(worker: str) -> Callable[[bytes], None]:
+            return lambda data: observer.tell(Told(ask.number, worker, data))
+
+        for peer in node.others() if ask.everyone else []:
             if not peer.broken:
-                number = next(self._numbers)
-                self._passed_on[number] = _PassedOn(onlooker, ask.number, deadline)
-                peer.control(Ask(number, ask.subject, ask.argument))
-        self._timer.at(deadline)
-        self.answer(None, ask.subject, ask.argument, lambda data: onlooker.tell(Told(ask.number, node.info.name, data)))
+                question = _Question(peer, monotonic() + FORGET_S, teller(peer.info.name), own=False)
+                self._send(question, peer, ask.subject, ask.argument)
+        self.answer(None, ask.subject, ask.argument, teller(node.info.name))
 
     def _everyone(self) -> list[WorkerState]:
-        """All members; where they come and go, those that are there."""
+        """All members; of a group without a fixed size, those that are there."""
         node = self._node
         if not node.is_static:
             return [WorkerState(info.name, info.id) for info in node.workers()]
@@ -157,18 +183,12 @@ class Answering:
         return "it has left" if peer.leaving else str(peer.link.broken)
 
     def _on_told(self, peer: RemotePeer, told: Told) -> None:
-        passed_on = self._passed_on.pop(told.number, None)
-        if passed_on is not None:
-            passed_on.onlooker.tell(Told(passed_on.number, peer.info.name, told.data))
-            return
-        own = self._own.pop(told.number, None)
-        if own is not None:
-            self._end_own(own, told.data)
+        self._end(told.number, told.data)
 
-    # ------------------------------------------------------------------ what this node asks
+    # ------------------------------------------------------------------ questions of this node
 
     def ask(self, peer: Peer, subject: str, argument: bytes, bound_s: float, done: Callable[[bytes], None]) -> None:
-        """Ask ``peer``; ``done`` gets the answer, or nothing if none comes within ``bound_s``. On the I/O thread."""
+        """Ask ``peer``; ``done`` gets the answer, empty if none comes within ``bound_s``. On the I/O thread."""
         if isinstance(peer, LoopbackPeer):
             self.answer(peer, subject, argument, done)
             return
@@ -176,27 +196,33 @@ class Answering:
         if peer.broken or self._silent_until.get(peer.number, 0.0) > now or not isinstance(peer, RemotePeer):
             done(b"")
             return
-        number = next(self._numbers)
-        self._own[number] = _Own(peer, now + bound_s, done)
-        peer.control(Ask(number, subject, argument))
-        self._timer.at(now + bound_s)
+        number = self._send(_Question(peer, now + bound_s, done), peer, subject, argument)
         # After it is in the table: if the node ends in this moment, one of the two sees the other.
-        if not self._node.running and self._own.pop(number, None) is not None:
+        if not self._node.running and self._open.pop(number, None) is not None:
             done(b"")
 
+    def _send(self, question: _Question, peer: RemotePeer, subject: str, argument: bytes) -> int:
+        number = next(self._numbers)
+        self._open[number] = question
+        peer.control(Ask(number, subject, argument))
+        self._timer.at(question.deadline)
+        return number
+
+    def _end(self, number: int, data: bytes) -> None:
+        question = self._open.pop(number, None)
+        if question is not None:
+            question.done(data)
+            if question.own:
+                self._node.something_ended()
+
     def explain(self, call: PendingCall, done: Callable[[str], None]) -> None:
-        """Find out what the callee does with ``call``, whose time is up. From any thread."""
+        """Ask the callee about ``call``, whose time is up; ``done`` gets the explanation. From any thread."""
+
+        worker, bound_s = call.peer.info.name, explaining_s(call.timeout_s)
 
         def begin() -> None:
-            bound_s = explaining.bound_s(call.timeout_s)
             argument = msgspec.msgpack.encode(call.call_id)
-            self.ask(
-                call.peer,
-                CALL,
-                argument,
-                bound_s,
-                lambda data: done(explaining.say(call.peer.info.name, data, bound_s)),
-            )
+            self.ask(call.peer, CALL_STATE, argument, bound_s, lambda data: done(explanation(worker, data, bound_s)))
 
         if not self._node.running:
             done("")  # the I/O thread may have ended
@@ -208,28 +234,82 @@ class Answering:
     # ------------------------------------------------------------------ bounds
 
     def _give_up_overdue(self, now: float) -> float:
-        nearest = NEVER
-        for number, own in list(self._own.items()):
-            if own.deadline <= now:
-                self._silent_until[own.peer.number] = now + SILENT_S
-                if self._own.pop(number, None) is not None:
-                    self._end_own(own, b"")
-            else:
-                nearest = min(nearest, own.deadline)
-        for number, passed_on in list(self._passed_on.items()):
-            if passed_on.deadline <= now:
-                del self._passed_on[number]
-            else:
-                nearest = min(nearest, passed_on.deadline)
-        return nearest
-
-    def _end_own(self, own: _Own, data: bytes) -> None:
-        own.done(data)
-        self._node.something_ended()
+        for number, question in list(self._open.items()):
+            if question.deadline <= now:
+                if question.own:
+                    self._silent_until[question.peer.number] = now + SILENT_S
+                    self._end(number, b"")
+                else:
+                    self._open.pop(number, None)  # the observer has given up long ago
+        return min((question.deadline for question in list(self._open.values())), default=NEVER)
 
     def _give_up_all(self) -> None:
-        """The node ends: whoever waits for an answer gets his error without it."""
-        for number in list(self._own):
-            own = self._own.pop(number, None)
-            if own is not None:
-                own.done(b"")
+        """The node ends: errors that wait for an explanation go without it."""
+        for number in list(self._open):
+            question = self._open.pop(number, None)
+            if question is not None and question.own:
+                question.done(b"")
+
+
+# ---------------------------------------------------------------------- a call that has timed out
+
+
+def explaining_s(timeout_s: float) -> float:
+    """How long an error may be held up for an explanation: little, if the call's own timeout was short."""
+    return min(LONGEST_EXPLAINING_S, max(SHORTEST_EXPLAINING_S, timeout_s / 4))
+
+
+def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
+    """At the callee: the state of call number ``argument`` of ``peer``."""
+    call_id = msgspec.msgpack.decode(argument, type=int)
+    pool = pool_view(node)
+    request = None if peer is None else node.server.find(peer, call_id)
+    if request is None:
+        return msgspec.msgpack.encode(CallState(None, pool))
+    served = served_call(request)
+    thread, at, waits_for = "", None, None
+    if served.thread_id:
+        for view in view_threads({served.thread_id}):
+            thread, at = view.name, view.stack[0] if view.stack else None
+        for call in node.calls.snapshot():
+            if call.thread_id == served.thread_id:
+                waits_for = outgoing_call(call)
+    return msgspec.msgpack.encode(CallState(served, pool, thread, at, waits_for, node.state))
+
+
+def explanation(worker: str, data: bytes, asked_s: float) -> str:
+    """At the caller: the words that are added to the error."""
+    if not data:
+        return (
+            f"{worker} did not say within {asked_s:.2g} s what it does with it: its process may be stopped, or busy in "
+            "native code, or the network may be slow"
+        )
+    try:
+        state = msgspec.msgpack.decode(data, type=CallState)
+    except (msgspec.DecodeError, ValueError):
+        return ""
+    served = state.served
+    if served is None:
+        return f"{worker} does not have it: either it never arrived there, or its answer is on the way"
+    pool = state.pool
+    if served.state == QUEUED and state.worker_state == STARTING:
+        return (
+            f"it has been waiting there for {served.for_s:.2f} s: {worker} is still starting, and serves calls when it "
+            "is connected to everybody (`farcall stacks` says who is missing)"
+        )
+    if served.state == QUEUED:
+        return (
+            f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s: {pool.busy - pool.parked} "
+            f"functions hold the {pool.size} threads there, and {pool.queued} calls wait (num_worker_threads)"
+        )
+    if served.state == LATER:
+        return (
+            f"on {worker} the function has returned a future or coroutine, which is not done after {served.for_s:.2f} s"
+        )
+    text = f"{worker} has been running it for {served.for_s:.2f} s, on thread {state.thread}"
+    if state.at is not None:
+        text += f", now at {state.at.file}:{state.at.line} in {state.at.function}"
+    if state.waits_for is not None:
+        call = state.waits_for
+        text += f", where it has waited {call.for_s:.2f} s for {call.to} to answer {call.function}()"
+    return text + " (`farcall stacks` shows all workers)"

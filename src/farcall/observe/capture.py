@@ -3,19 +3,12 @@
 Uses torch's legacy profiler, because it belongs to a thread: any number of requests can be profiled at once, and the
 threads of a backward pass are included. Kineto has one session in a process, which may be the user's. The parser is
 torch's own (`torch.autograd.profiler_legacy`); a torch without it gives spans of calls and runs only.
-
-    bit  recorded beside names and times
-    1    shapes of arguments
-    2    memory
-    4    Python stacks
-    8    floating point operations
-    16   modules
-    32   time on the device, where there is one
 """
 
 from __future__ import annotations
 
 import time
+from enum import IntFlag
 from types import ModuleType
 from typing import Any, Final
 
@@ -30,28 +23,20 @@ try:
 except ImportError:  # it is deprecated
     legacy = None
 
-__all__ = [
-    "DEVICE",
-    "FLOPS",
-    "MEMORY",
-    "MODULES",
-    "SHAPES",
-    "STACKS",
-    "Records",
-    "legacy",
-    "start",
-    "start_ns",
-    "start_record",
-    "stop",
-    "to_spans",
-]
+__all__ = ["Detail", "Records", "legacy", "start", "start_ns", "start_record", "stop", "to_spans"]
 
-SHAPES: Final = 1
-MEMORY: Final = 2
-STACKS: Final = 4
-FLOPS: Final = 8
-MODULES: Final = 16
-DEVICE: Final = 32
+
+class Detail(IntFlag):
+    """The details of operators beside names and times; a caller's wish travels as the sum of its bits."""
+
+    SHAPES = 1
+    MEMORY = 2
+    STACKS = 4
+    FLOPS = 8
+    MODULES = 16
+    DEVICE = 32
+    """Time on the device, where there is one."""
+
 
 Records = list[list[Any]]
 """The notes of torch's profiler, for each thread."""
@@ -66,15 +51,15 @@ def start(options: int) -> bool:
     """Begin on the calling thread; False: torch cannot, or another profiler is at work there."""
     if legacy is None or is_profiled():
         return False
-    device = options & DEVICE and torch.cuda.is_available()
+    device = options & Detail.DEVICE and torch.cuda.is_available()
     _autograd._enable_profiler_legacy(
         _autograd.ProfilerConfig(
             _autograd.ProfilerState.CUDA if device else _autograd.ProfilerState.CPU,
-            bool(options & (SHAPES | FLOPS)),
-            bool(options & MEMORY),
-            bool(options & STACKS),
-            bool(options & FLOPS),
-            bool(options & MODULES),
+            bool(options & (Detail.SHAPES | Detail.FLOPS)),
+            bool(options & Detail.MEMORY),
+            bool(options & Detail.STACKS),
+            bool(options & Detail.FLOPS),
+            bool(options & Detail.MODULES),
             torch._C._profiler._ExperimentalConfig(),
         )
     )

@@ -16,7 +16,7 @@ from time import monotonic
 
 from farcall.observe.spans import CALL, RUN, Bound, Harvest, Span
 from farcall.protocol.messages import ClockAsked, ClockTold
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
@@ -29,13 +29,13 @@ STALE_S = 30.0
 class Clocks:
     """The clocks of a node's peers; ``node.part(Clocks)``."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         self._best: dict[int, Bound] = {}  # by worker: the tightest of the latest questions
         self._asked_at: dict[int, float] = {}
         self._left: dict[int, int] = {}
         # In order, and so on the thread that reads: on its way to another one an answer would only get older.
-        node.on_control(ClockTold, self._on_told, in_order=True)
+        node.hooks.on_control(ClockTold, self._on_told, in_order=True)
 
     def ask(self, peer: Peer) -> None:
         """Measure the difference to ``peer``'s clock, unless that was done a moment ago."""

@@ -33,6 +33,7 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
 from farcall.observe.answering import Answering
+from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.observer import Observer
 from farcall.observe.profile import PROFILER, THREAD, Collector
@@ -42,7 +43,7 @@ from farcall.protocol.observing import WorkerState
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.future import call_async
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import HasRuntime, Runtime, current_runtime, runtime_of
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.runtime.peers.peer import Peer
 
@@ -102,21 +103,21 @@ class WorkerRecording:
 class Recordings:
     """The recordings that others have asked this node for; ``node.part(Recordings)``."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Runtime) -> None:
+        self._runtime = node
         self._running: dict[str, tuple[int, WorkerRecording]] = {}
-        node.on_peer_gone(self._on_peer_gone)
-        node.on_end(lambda: self._stop_all(list(self._running)))
+        node.hooks.peer_gone.append(self._on_peer_gone)
+        node.hooks.ended.append(lambda: self._stop_all(list(self._running)))
 
     def start(self, name: str, origin: int, options: int) -> None:
-        self._running[name] = (origin, WorkerRecording(self._node.info, options))
+        self._running[name] = (origin, WorkerRecording(self._runtime.info, options))
 
     def stop(self, name: str) -> Harvest:
         running = self._running.pop(name, None)
         if running is None:
-            return Harvest([], [], {self._node.info.id: self._node.info.name})
+            return Harvest([], [], {self._runtime.info.id: self._runtime.info.name})
         harvest = running[1].stop()
-        harvest.bounds += self._node.part(Clocks).bounds()
+        harvest.bounds += self._runtime.part(Clocks).bounds()
         return harvest
 
     def _on_peer_gone(self, peer: Peer) -> None:
@@ -129,12 +130,12 @@ class Recordings:
 
 def start_recording(name: str, origin: int, options: int) -> None:
     """On each worker: record from now on."""
-    current_node().part(Recordings).start(name, origin, options)
+    current_runtime().part(Recordings).start(name, origin, options)
 
 
 def stop_recording(name: str) -> bytes:
     """On each worker: stop, and return the record."""
-    return encode_harvest(current_node().part(Recordings).stop(name), most_bytes=None)
+    return encode_harvest(current_runtime().part(Recordings).stop(name), most_bytes=None)
 
 
 class TraceWish(msgspec.Struct, frozen=True, array_like=True):
@@ -148,8 +149,8 @@ class TraceWish(msgspec.Struct, frozen=True, array_like=True):
 class Tracing:
     """A node's answers to observers that want a trace; ``node.part(Tracing)``. Also a ticker of its loop."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, node: Runtime) -> None:
+        self._runtime = node
         self._ends: dict[str, float] = {}
         subjects = node.part(Answering).subjects
         subjects[TRACE_BEGIN] = self._begin
@@ -158,7 +159,7 @@ class Tracing:
 
     def _begin(self, peer: Peer | None, argument: bytes) -> bytes:
         wanted = msgspec.msgpack.decode(argument, type=TraceWish)
-        node = self._node
+        node = self._runtime
         if peer is None:
             for other in node.others():
                 node.part(Clocks).ask(other)
@@ -170,7 +171,7 @@ class Tracing:
     def _end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
         name = msgspec.msgpack.decode(argument, type=str)
         self._ends.pop(name, None)
-        harvest = self._node.part(Recordings).stop(name)
+        harvest = self._runtime.part(Recordings).stop(name)
         return lambda: encode_harvest(harvest, MOST_BYTES)
 
     def _drop_unfetched(self, now: float) -> float:
@@ -178,7 +179,7 @@ class Tracing:
         for name, end in list(self._ends.items()):
             if end <= now:
                 del self._ends[name]
-                self._node.part(Recordings).stop(name)
+                self._runtime.part(Recordings).stop(name)
         return min(self._ends.values(), default=NEVER)
 
 
@@ -251,16 +252,16 @@ class profile:
         with_stack: bool = False,
         with_flops: bool = False,
         use_device: bool = False,
-        node: Node | None = None,
+        node: HasRuntime | None = None,
     ) -> None:
         self._options = (
-            capture.SHAPES * record_shapes
-            | capture.MEMORY * profile_memory
-            | capture.STACKS * with_stack
-            | capture.FLOPS * with_flops
-            | capture.DEVICE * use_device
+            Detail.SHAPES * record_shapes
+            | Detail.MEMORY * profile_memory
+            | Detail.STACKS * with_stack
+            | Detail.FLOPS * with_flops
+            | Detail.DEVICE * use_device
         )
-        self._node = node
+        self._runtime = None if node is None else runtime_of(node)
         self._harvest: Harvest | None = None
         self._name = ""
         self.missing: dict[str, str] = {}
@@ -271,7 +272,7 @@ class profile:
             raise RuntimeError("a farcall.profile can be entered once: make a new one")
         if THREAD.collector is not None or is_profiled():
             raise RuntimeError("this thread is inside a profiler already: leave it first, or use one of the two")
-        node = self._node = self._node or current_node()
+        node = self._runtime = self._runtime or current_runtime()
         self._name = secrets.token_hex(8)
         self._others = [worker for worker in node.workers() if worker.id != node.info.id]
         for worker in self._others:
@@ -289,7 +290,7 @@ class profile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        node = self._node
+        node = self._runtime
         assert node is not None
         spans = capture.to_spans(capture.stop(), node.info.id, get_native_id(), 0) if self._captures else []
         THREAD.collector = None
@@ -302,12 +303,12 @@ class profile:
 
     def _ask_others(self, what: Any, args: tuple[Any, ...]) -> list[Any]:
         """Call all others at once; those that do not answer are missing."""
-        assert self._node is not None
+        assert self._runtime is not None
         futures = {}
         for worker in self._others:
             if worker.name not in self.missing:
                 try:
-                    futures[worker.name] = call_async(self._node, worker.id, what, args, None, UNSET_TIMEOUT)
+                    futures[worker.name] = call_async(self._runtime, worker.id, what, args, None, UNSET_TIMEOUT)
                 except RpcError as error:
                     self._miss(worker.name, error)
         answers = []
@@ -323,9 +324,9 @@ class profile:
         logger.warning("farcall.profile: %s is not recorded: %s", name, error)
 
     def _finished(self) -> tuple[Harvest, int]:
-        if self._harvest is None or self._node is None:
+        if self._harvest is None or self._runtime is None:
             raise RuntimeError("the block of this farcall.profile has not ended yet")
-        return self._harvest, self._node.info.id
+        return self._harvest, self._runtime.info.id
 
     def trace(self) -> dict[str, Any]:
         """The trace, as what becomes JSON."""

@@ -1,8 +1,8 @@
-"""Where farcall's log lines go.
+"""The destination of farcall's log lines.
 
-farcall logs through ``logging``, to the logger ``farcall``, one line for each event, with the names of workers in it;
-who configures logging configures that. ``FARCALL_LOG=info`` or ``debug``, perhaps with ``:file``, is for those who do
-not: it adds one handler of its own. Without either nothing below a warning is printed: Python's default.
+farcall logs through ``logging``, to the logger ``farcall``, one line for each event, with the names of workers in it; a
+program that configures logging configures that. ``FARCALL_LOG=info`` or ``debug``, perhaps with ``:file``, is for other
+programs: it adds one handler. Without either nothing below a warning is printed: Python's default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def log_as_told(told: str | None) -> None:
-    """Log as ``told`` (a valid option), from now on; None changes nothing. Called again, the last word counts."""
+    """Log as ``told`` (a valid option) from now on; None changes nothing. The last call counts."""
     if told is None:
         return
     before = next((handler for handler in _logger.handlers if isinstance(handler, _OwnHandler)), None)
@@ -32,7 +32,9 @@ def log_as_told(told: str | None) -> None:
         if before.told == told:
             return
         _logger.removeHandler(before)
-        _close(before)
+        before.flush()
+        if before.told.partition(":")[2]:
+            before.stream.close()
     level, _, file = told.partition(":")
     # Opened by us and appended to: several workers on one host may share a file, and a line is one write.
     stream = open(os.path.expanduser(file), "a", buffering=1) if file else None  # noqa: SIM115
@@ -42,9 +44,3 @@ def log_as_told(told: str | None) -> None:
     _logger.addHandler(handler)
     _logger.setLevel(_LEVELS[level])
     _logger.propagate = False  # or a program that has configured logging would print each line twice
-
-
-def _close(handler: _OwnHandler) -> None:
-    handler.flush()
-    if handler.told.partition(":")[2]:
-        handler.stream.close()

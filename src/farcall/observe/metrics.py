@@ -1,7 +1,7 @@
-"""What a worker has done so far, in numbers: `Metrics`, and how they are read from a node.
+"""A worker's work so far, in numbers: `Metrics`, and how they are read from a node.
 
-Reading is lazy: calls only add to counters (`runtime/observing/counters.py`) and links to their byte counts; everything
-else here is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
+Reading is lazy: calls only add to counters (`runtime/observing/counters.py`) and links to their byte counts; the rest
+is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
 
 from farcall.autograd.recorder import Recorder
-from farcall.observe.snapshot import PoolView, function_title
+from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.membership.events import MEMBER_EVENTS
-from farcall.runtime.node import Node
-from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, TIMED_OUT, Counters, FunctionCounters
+from farcall.runtime.node import Runtime
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Absent
@@ -29,24 +30,24 @@ __all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metric
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
     """Durations, counted in buckets that grow by 19 % each, from 1 us to 18 minutes.
 
-    What is read from it is right to the width of a bucket.
+    Its results are right to the width of a bucket.
     """
 
     buckets: dict[int, int]
-    """How many in each bucket that has any; bucket ``i`` ends at ``1 us * 2 ** (i / 4)``."""
+    """The count of each bucket that has any; bucket ``i`` ends at ``1 us * 2 ** (i / 4)``."""
 
     @property
     def count(self) -> int:
-        """How many in all."""
+        """The number of durations."""
         return sum(self.buckets.values())
 
     @property
     def total_s(self) -> float:
-        """About how long all of them took together."""
+        """The sum of the durations, approximately."""
         return sum(_middle_s(bucket) * count for bucket, count in self.buckets.items())
 
     def percentile(self, percent: float) -> float:
-        """The duration, in seconds, that so many percent did not exceed; 0 if there is none."""
+        """The duration, in seconds, that ``percent`` of them did not exceed; 0 if there is none."""
         left = self.count * percent / 100
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -55,15 +56,11 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
         return 0.0
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """What came after ``earlier``, an older picture of the same."""
-        left = {bucket: count - earlier.buckets.get(bucket, 0) for bucket, count in self.buckets.items()}
-        return Histogram({bucket: count for bucket, count in left.items() if count > 0})
+        """The durations since ``earlier``, an older picture of the same."""
+        return Histogram(dict(Counter(self.buckets) - Counter(earlier.buckets)))
 
     def __add__(self, other: Histogram) -> Histogram:
-        both = dict(self.buckets)
-        for bucket, count in other.buckets.items():
-            both[bucket] = both.get(bucket, 0) + count
-        return Histogram(both)
+        return Histogram(dict(Counter(self.buckets) + Counter(other.buckets)))
 
 
 class CallMetrics(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +69,7 @@ class CallMetrics(msgspec.Struct, frozen=True, array_like=True):
     peer: str
     function: str
     latency: Histogram
-    """Of calls made: from call to answer. Of calls served: how long the function ran, without waiting for a thread."""
+    """Of calls made: from call to answer. Of calls served: the function's own time, without waiting for a thread."""
     failed: int
     """The function raised."""
     timed_out: int
@@ -91,17 +88,17 @@ class ChannelMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of devices that is kept for sending, see `docs/gpu.md`."""
+    """Memory of devices kept for sending, see `docs/gpu.md`."""
 
     total_bytes: int = 0
     lent_bytes: int = 0
-    """Of it: what peers have not given back yet."""
+    """Of it: blocks that peers have not given back yet."""
     idle_bytes: int = 0
     """Of it: free blocks; the rest was never used yet, or rests after a peer's death."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker has done since it started, and what it has at the moment."""
+    """One worker's work since its start, and its state at the moment."""
 
     worker: str
     rank: int
@@ -123,29 +120,28 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     pool: PoolView
     """Threads for functions; its ``queued`` is the queue before them."""
     owned_references: int
-    """Values of this worker that references exist to, anywhere."""
+    """Values of this worker to which references exist, anywhere."""
     used_references: int
     """References held here to values of others."""
     contexts: int
     """Distributed autograd contexts that are alive here."""
     interruptions: int
-    """How often the connection to a live member broke, if this end saw it before the other one came back."""
+    """Connections to live members that broke, if this end saw it before the other one came back."""
     reconnects: int
-    """How often it was made again."""
+    """Connections made again."""
     frames_sent_again: int
-    """Messages that were written once more after that, because they may have been lost."""
+    """Messages written once more after that, because they may have been lost."""
     peers_lost: int
-    """Members whose link is gone for good although they did not say that they leave."""
+    """Members whose link is gone for good although they did not announce their leave."""
     members: dict[str, int]
-    """How often a member has joined, left, was suspected, has recovered from that, or was declared dead."""
+    """How often a member has joined, left, been suspected, recovered from that, or been declared dead."""
     device_memory: DeviceMemory = DeviceMemory()
 
 
-def collect(node: Node) -> Metrics:
+def collect(node: Runtime) -> Metrics:
     """The metrics of ``node`` now. From any thread; it takes no lock for more than an instant."""
     others = node.others()
     everyone = [node.me, *others]
-    executor = node.executor
     references = node.part(NodeReferences).counts()
     recorder = node.part_if_made(Recorder)
     return Metrics(
@@ -161,33 +157,25 @@ def collect(node: Node) -> Metrics:
         channels=[one for peer in others for one in _channels(peer)],
         calls_in_flight=len(node.calls),
         served_in_flight=len(node.server.active),
-        pool=PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting),
+        pool=pool_view(node),
         owned_references=references.owned,
         used_references=references.users,
         contexts=0 if recorder is None else len(recorder.contexts.ids()),
         interruptions=node.event_log.count(INTERRUPTED),
         reconnects=node.event_log.count(RECONNECTED),
-        frames_sent_again=node.reconnecting.frames_sent_again,
+        frames_sent_again=node.connector.frames_sent_again,
         peers_lost=node.peers_lost,
         members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
     )
 
 
-def _calls(peer: str, tallies: FunctionCounters) -> Iterable[CallMetrics]:
-    for function, counters in list(tallies.items()):
+def _calls(peer: str, by_function: FunctionCounters) -> Iterable[CallMetrics]:
+    for function, counters in list(by_function.items()):
         counted = counters.copy()
-        yield CallMetrics(
-            peer, _title(function), _histogram(counted), counted[FAILED], counted[TIMED_OUT], counted[LOST]
-        )
-
-
-def _title(function: bytes) -> str:
-    return "(others)" if function == b"?" else function_title(function)
-
-
-def _histogram(counters: Counters) -> Histogram:
-    return Histogram({bucket: count for bucket, count in enumerate(counters[: len(BOUNDS_S) + 1]) if count})
+        title = "(others)" if function == OTHERS else function_title(function)
+        latency = Histogram({bucket: count for bucket, count in enumerate(counted[: len(BOUNDS_S) + 1]) if count})
+        yield CallMetrics(peer, title, latency, counted[FAILED], counted[TIMED_OUT], counted[LOST])
 
 
 def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:

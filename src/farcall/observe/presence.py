@@ -1,12 +1,12 @@
-"""Files by which commands on this host find the nodes of this user: one small file for each node.
+"""Presence files: one small file for each node, by which commands on this host find the nodes of this user.
 
-Owns the directory, the files in it and what counts as stale. A file holds where its node can be reached and the
-observer's key: whoever reads it can look on, and no more (`protocol/handshake`). The directory and the files can be
-read by their user only; a directory that others could have put files into is not used.
+Owns the directory, its files, and which of them are stale. A file has the addresses of its node and the observer's key:
+its reader can look on, and no more (`protocol/handshake`). Only their user can read the directory and the files; a
+directory that others could have put files into is not used.
 
-A node removes its file when it ends. One that was killed leaves it behind: whoever looks next sees that the process
-is gone (or that its number has gone to another), and removes it. Of a process in another container nothing is known, so
-its file stays.
+A node removes its file when it ends. The file of a killed node is removed by the next command, which sees that the
+process is gone (or that its number has gone to another). Of a process in another container nothing is known, so its
+file stays.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Presence(msgspec.Struct, frozen=True):
     """The observer's key, in hexadecimal digits."""
     process_id: int
     process_start: str
-    """When the process started, in the kernel's words: numbers of processes are used again."""
+    """The start of the process, in the kernel's words: process ids are used again."""
     namespace: str
-    """In which space of process numbers that number means something."""
+    """The namespace of the process id."""
     started_at: float
 
 
 def runtime_directory(chosen: str | None = None) -> Path:
-    """Where the files are."""
+    """The directory of the files."""
     if chosen is not None:
         return Path(chosen)
     of_session = os.environ.get("XDG_RUNTIME_DIR")
@@ -59,19 +59,20 @@ class PresenceFile:
 
     def __init__(self, directory: Path, presence: Presence) -> None:
         """Raises ``OSError`` where it cannot be written safely."""
-        _make_private(directory)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(directory)
         token = os.urandom(4).hex()
         self._path = directory / f"{presence.process_id}-{token}{_SUFFIX}"
         partial = self._path.with_suffix(".partial")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(presence))
-        os.rename(partial, self._path)  # whoever looks sees all of it or nothing
+        os.rename(partial, self._path)  # readers see all of it or nothing
         self._process_id = os.getpid()
 
     def remove(self) -> None:
         """The node has ended."""
-        if os.getpid() == self._process_id:  # and not in a child that was forked from it
+        if os.getpid() == self._process_id:  # a forked child must not
             self._path.unlink(missing_ok=True)
 
 
@@ -84,9 +85,8 @@ def find_nodes(directory: Path) -> list[Presence]:
         _check_private(directory)
     except FileNotFoundError:
         return []
-    paths = sorted(directory.glob(f"*{_SUFFIX}"))
     found = []
-    for path in paths:
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 continue
@@ -104,16 +104,15 @@ def find_nodes(directory: Path) -> list[Presence]:
 
 
 def process_start(process_id: int) -> str:
-    """When a process started; nothing if that cannot be known, or there is none."""
+    """The start of a process; empty if there is none, or it cannot be known."""
     try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()
-        return fields[19]
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()[19]
     except (OSError, IndexError):
         return ""
 
 
 def namespace() -> str:
-    """The space of process numbers that this process lives in."""
+    """The namespace of process ids that this process lives in."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -127,16 +126,9 @@ def _is_stale(presence: Presence) -> bool:
         return process_start(presence.process_id) != presence.process_start
     try:
         os.kill(presence.process_id, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
-
-
-def _make_private(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(directory)
 
 
 def _check_private(directory: Path) -> None:

@@ -33,7 +33,7 @@ from farcall.observe import capture
 from farcall.observe.clocks import Clocks
 from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
 from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
@@ -100,7 +100,7 @@ class Call:
 
     __slots__ = ("_collector", "_details", "_node", "_number", "_peer", "_start_ns", "_thread", "name")
 
-    def __init__(self, node: Node, peer: Peer, kind: str, what: Any, collector: Collector) -> None:
+    def __init__(self, node: Runtime, peer: Peer, kind: str, what: Any, collector: Collector) -> None:
         self._start_ns = PROFILING.clock_ns()
         self._node = node
         self._peer = peer
@@ -302,7 +302,7 @@ class _ProcessProfiler:
         self.recorders = ()
         PROFILING.everywhere = 0
 
-    def begin_call(self, node: Node, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
+    def begin_call(self, node: Runtime, peer: Peer, kind: str, what: Any, run: Any) -> Call | None:
         collectors = itertools.chain(
             (run, THREAD.collector), (recorder.collector_of(node.info) for recorder in self.recorders)
         )

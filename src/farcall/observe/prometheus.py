@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format, on a port that the user asked for.
+"""Metrics in Prometheus' text format, on a port of the user's choice.
 
 Owns the names of the series. The numbers are read when Prometheus asks (`metrics.collect`), on the thread of its
 request; nothing is kept between two requests. Uses ``prometheus-client``, which is an extra:
@@ -12,7 +12,7 @@ from typing import Any
 
 from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
 from farcall.transport.descriptors import close_in_children
 
@@ -20,13 +20,13 @@ __all__ = ["MetricsServer"]
 
 _STOP_S = 2.0
 _EVERY = 8
-"""Of the fine buckets so many make one here: two octaves, 16 buckets for each function and peer."""
+"""So many fine buckets make one here: two octaves, 16 buckets for each function and peer."""
 
 
 class MetricsServer:
-    """Serves one node's metrics until it is closed."""
+    """The server of one node's metrics."""
 
-    def __init__(self, node: Node, host: str, port: int) -> None:
+    def __init__(self, node: Runtime, host: str, port: int) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
@@ -40,7 +40,7 @@ class MetricsServer:
         except OSError as error:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
         self.port: int = int(self._server.server_port)
-        """Where they are served."""
+        """The port that was asked for, or chosen."""
         close_in_children(self)
 
     def close(self) -> None:
@@ -55,9 +55,9 @@ class MetricsServer:
 
 
 class _Collector:
-    """What prometheus-client asks for the numbers."""
+    """The source of numbers for prometheus-client."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
 
     def collect(self) -> Iterable[Any]:
@@ -71,15 +71,15 @@ def families(metrics: Metrics) -> list[Any]:
     """The series of one worker."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    worker = metrics.worker
-    ended = CounterMetricFamily(
+    counter, gauge, worker = CounterMetricFamily, GaugeMetricFamily, metrics.worker
+    ended = counter(
         "farcall_call_errors", "Calls made that did not end well.", labels=["worker", "peer", "function", "why"]
     )
     for one in metrics.called:
         for why, count in (("failed", one.failed), ("timed_out", one.timed_out), ("lost", one.lost)):
             if count:
                 ended.add_metric([worker, one.peer, one.function, why], count)
-    traffic = CounterMetricFamily(
+    traffic = counter(
         "farcall_channel_bytes", "Bytes exchanged with peers.", labels=["worker", "peer", "channel", "direction"]
     )
     for channel in metrics.channels:
@@ -91,33 +91,33 @@ def families(metrics: Metrics) -> list[Any]:
         ended,
         traffic,
     ]
-    for name, text, value in (
-        ("farcall_calls_in_flight", "Calls made and not answered yet.", metrics.calls_in_flight),
-        ("farcall_served_in_flight", "Calls that have come and are not answered yet.", metrics.served_in_flight),
-        ("farcall_queue_depth", "Calls that no thread has taken yet.", metrics.pool.queued),
-        ("farcall_threads", "Threads for functions.", metrics.pool.threads),
-        ("farcall_threads_busy", "Threads inside functions.", metrics.pool.busy),
-        ("farcall_threads_parked", "Threads that wait for calls.", metrics.pool.parked),
-        ("farcall_references_owned", "Values of this worker that are referred to.", metrics.owned_references),
-        ("farcall_references_used", "References held to values of others.", metrics.used_references),
-        ("farcall_contexts", "Distributed autograd contexts.", metrics.contexts),
-        ("farcall_device_memory_bytes", "Memory of devices kept for sending.", metrics.device_memory.total_bytes),
-        ("farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
-        ("farcall_up_seconds", "Since this worker started.", metrics.up_s),
+    for family, name, text, value in (
+        (gauge, "farcall_calls_in_flight", "Calls made and not answered yet.", metrics.calls_in_flight),
+        (gauge, "farcall_served_in_flight", "Calls that have come and are not answered yet.", metrics.served_in_flight),
+        (gauge, "farcall_queue_depth", "Calls that no thread has taken yet.", metrics.pool.queued),
+        (gauge, "farcall_threads", "Threads for functions.", metrics.pool.threads),
+        (gauge, "farcall_threads_busy", "Threads inside functions.", metrics.pool.busy),
+        (gauge, "farcall_threads_parked", "Threads that wait for calls.", metrics.pool.parked),
+        (gauge, "farcall_references_owned", "Values of this worker that are referred to.", metrics.owned_references),
+        (gauge, "farcall_references_used", "References held to values of others.", metrics.used_references),
+        (gauge, "farcall_contexts", "Distributed autograd contexts.", metrics.contexts),
+        (
+            gauge,
+            "farcall_device_memory_bytes",
+            "Device memory kept for sending.",
+            metrics.device_memory.total_bytes,
+        ),
+        (gauge, "farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
+        (gauge, "farcall_up_seconds", "Since this worker started.", metrics.up_s),
+        (counter, "farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
+        (counter, "farcall_reconnects", "Connections that were made again.", metrics.reconnects),
+        (counter, "farcall_frames_sent_again", "Messages written once more after that.", metrics.frames_sent_again),
+        (counter, "farcall_peers_lost", "Members that were lost.", metrics.peers_lost),
     ):
-        gauge = GaugeMetricFamily(name, text, labels=["worker"])
-        gauge.add_metric([worker], value)
-        found.append(gauge)
-    for name, text, value in (
-        ("farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
-        ("farcall_reconnects", "Connections that were made again.", metrics.reconnects),
-        ("farcall_frames_sent_again", "Messages written once more after that.", metrics.frames_sent_again),
-        ("farcall_peers_lost", "Members that were lost.", metrics.peers_lost),
-    ):
-        counter = CounterMetricFamily(name, text, labels=["worker"])
-        counter.add_metric([worker], value)
-        found.append(counter)
-    changes = CounterMetricFamily("farcall_member_events", "What became of members.", labels=["worker", "event"])
+        single = family(name, text, labels=["worker"])
+        single.add_metric([worker], value)
+        found.append(single)
+    changes = counter("farcall_member_events", "What became of members.", labels=["worker", "event"])
     for event, count in metrics.members.items():
         changes.add_metric([worker, event], count)
     found.append(changes)

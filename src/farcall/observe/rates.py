@@ -1,75 +1,65 @@
-"""What happened between two looks at a cluster: rates, percentiles and errors, from two pictures of its counters.
+"""Rates, percentiles and errors between two looks at a cluster, from two pictures of its counters.
 
-Pure functions over `Metrics`; how it is shown is the business of `cli/top.py` and of the dashboard.
+Pure functions over `Metrics`; ``farcall top`` and the dashboard show the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 
-__all__ = ["FunctionRow", "Row", "busiest", "errors_of", "latency_between", "rows"]
+__all__ = ["FunctionRow", "Row", "busiest", "errors_of", "latency_between", "pairs_of_looks", "rows"]
+
+
+def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterator[tuple[Metrics, Metrics, float]]:
+    """Each worker's metrics then and now, and the seconds between; a new worker began with nothing, at its start."""
+    earlier = {(one.worker, one.process_id): one for one in before}
+    for one in now:
+        then = earlier.get((one.worker, one.process_id))
+        if then is None:
+            then = msgspec.structs.replace(one, up_s=0.0, called=[], served=[], channels=[])
+        yield then, one, max(1e-3, one.up_s - then.up_s)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One worker, between two looks."""
+    """One worker: its metrics now, and its rates since the last look."""
 
-    worker: str
-    rank: int
-    state: str
+    now: Metrics
     called_per_s: float
     served_per_s: float
     latency: Histogram
-    """Of the calls that it made."""
+    """The durations of the calls that it made."""
     sent_per_s: float
     received_per_s: float
-    in_flight: int
-    serving: int
-    queued: int
-    busy: int
-    threads: int
-    owned: int
-    used: int
     errors: int
     """Calls that failed, timed out or were lost."""
 
 
-def rows(before: list[Metrics], now: list[Metrics]) -> list[Row]:
-    """What happened between two looks; a worker that was not in the first is taken from its start."""
-    earlier = {(one.worker, one.process_id): one for one in before}
-    return [_row(earlier.get((one.worker, one.process_id)), one) for one in now]
-
-
-def _row(before: Metrics | None, now: Metrics) -> Row:
-    seconds = max(1e-3, now.up_s - (before.up_s if before is not None else 0.0))
-    called = latency_between(now.called, before.called if before is not None else [])
-    served = latency_between(now.served, before.served if before is not None else [])
-    sent = sum(one.sent_bytes for one in now.channels)
-    received = sum(one.received_bytes for one in now.channels)
-    if before is not None:
-        sent -= sum(one.sent_bytes for one in before.channels)
-        received -= sum(one.received_bytes for one in before.channels)
-    return Row(
-        worker=now.worker,
-        rank=now.rank,
-        state=now.state,
-        called_per_s=called.count / seconds,
-        served_per_s=served.count / seconds,
-        latency=called,
-        sent_per_s=max(0, sent) / seconds,
-        received_per_s=max(0, received) / seconds,
-        in_flight=now.calls_in_flight,
-        serving=now.served_in_flight,
-        queued=now.pool.queued,
-        busy=now.pool.busy,
-        threads=now.pool.threads,
-        owned=now.owned_references,
-        used=now.used_references,
-        errors=errors_of(now.called) - (errors_of(before.called) if before is not None else 0),
-    )
+def rows(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[Row]:
+    """The rates of each worker between two looks."""
+    found = []
+    for then, one, seconds in pairs_of_looks(before, now):
+        latency = latency_between(one.called, then.called)
+        sent = sum(channel.sent_bytes for channel in one.channels) - sum(old.sent_bytes for old in then.channels)
+        received = sum(channel.received_bytes for channel in one.channels)
+        received -= sum(channel.received_bytes for channel in then.channels)
+        found.append(
+            Row(
+                now=one,
+                called_per_s=latency.count / seconds,
+                served_per_s=latency_between(one.served, then.served).count / seconds,
+                latency=latency,
+                sent_per_s=max(0, sent) / seconds,
+                received_per_s=max(0, received) / seconds,
+                errors=errors_of(one.called) - errors_of(then.called),
+            )
+        )
+    return found
 
 
 def latency_between(now: Iterable[CallMetrics], before: Iterable[CallMetrics]) -> Histogram:
@@ -94,7 +84,7 @@ def _add_between(total: dict[int, int], now: Histogram, then: Histogram) -> None
 
 
 def errors_of(calls: Iterable[CallMetrics]) -> int:
-    """How many of these calls failed, timed out or were lost."""
+    """The number of these calls that failed, timed out or were lost."""
     return sum(call.failed + call.timed_out + call.lost for call in calls)
 
 
@@ -109,12 +99,10 @@ class FunctionRow:
 
 def busiest(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[FunctionRow]:
     """The functions that ran, those first that took most of the workers' time."""
-    earlier = {one.worker: one for one in before}
     latency: dict[str, dict[int, int]] = {}
     failed: dict[str, int] = {}
-    for one in now:
-        old = earlier.get(one.worker)
-        known = {} if old is None else {(call.peer, call.function): call for call in old.served}
+    for old, one, _ in pairs_of_looks(before, now):
+        known = {(call.peer, call.function): call for call in old.served}
         for call in one.served:
             then = known.get((call.peer, call.function))
             if then != call:

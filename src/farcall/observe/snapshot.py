@@ -1,40 +1,50 @@
-"""Who waits for whom: the picture that each worker gives of itself, and what all of them together mean.
+"""Snapshots: the picture that each worker gives of its calls and threads.
 
-Owns the shape of a snapshot and the pure functions over snapshots. How one is taken is `threads.py`'s business; how
-one travels, `answering.py`'s. Knows no node.
+Owns the shapes, and how a snapshot is taken: on the I/O thread, in some hundred microseconds, without a lock that a
+user function could hold. So it works when every worker is busy, blocked or in a deadlock. It runs no code of the user's
+either (no ``repr``), and reads no source file. `answering.py` sends snapshots, `troubles.py` reads them.
 
-A call is the same at both of its ends: the caller's ``OutgoingCall`` and the callee's ``ServedCall`` share the caller's
-name and the call's number. So snapshots of all workers make one graph of threads:
-
-    from                                          to
-    a thread that waits for a call                the thread that serves it there
-    a thread that serves, waits for no call,      every other thread of its worker that waits for a call: one of
-    and does not move                             those may hold what it waits for (Python's locks do not say who)
-    a call that is answered later (a coroutine)   every call of its worker that no thread waits for
-
-A circle in it is a deadlock, or looks like one. Whether a thread moves is seen by comparing two snapshots.
+A call looks alike at both of its ends: the caller's `OutgoingCall` and the callee's `ServedCall` share the caller's
+name and the call's number.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+import os
+import socket
+import sys
+import threading
+from collections.abc import Collection
+from pathlib import Path
+from time import monotonic, perf_counter
+from types import FrameType
 
 import msgspec
 
+from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.serving import Request
+from farcall.runtime.node import Runtime
+
 __all__ = [
-    "Frame",
     "OutgoingCall",
     "PoolView",
     "ServedCall",
+    "StackLine",
     "ThreadView",
-    "Trouble",
     "WorkerSnapshot",
-    "find_troubles",
     "function_title",
-    "still_threads",
+    "outgoing_call",
+    "pool_view",
+    "served_call",
+    "take_snapshot",
+    "view_threads",
 ]
+
+MOST_CALLS = 1000
+MOST_FRAMES = 40
+MOST_MEMBERS = 100
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -42,11 +52,8 @@ LATER = "answers later"
 STARTING = "starting"
 """The state of a worker: calls wait until it is connected to everybody."""
 
-_STILL_CPU_S = 0.005
-_MOST_TROUBLES = 20
 
-
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class StackLine(msgspec.Struct, frozen=True, array_like=True):
     """One line of a stack."""
 
     file: str
@@ -60,10 +67,10 @@ class ThreadView(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     cpu_s: float
-    """How long it has computed in all; less than 0: not known."""
+    """The time that it has computed in all; less than 0: not known."""
     position: int
-    """Where it is, as a number: the same in two snapshots if it has not moved."""
-    stack: list[Frame]
+    """Its place as a number: the same in two snapshots if it has not moved."""
+    stack: list[StackLine]
     """Innermost first, farcall's own frames at either end left out."""
 
 
@@ -77,7 +84,7 @@ class OutgoingCall(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
     """0: none."""
     thread_id: int
-    """The thread that waits for it; 0: none does, now."""
+    """The thread that waits for it now; 0: none."""
 
 
 class ServedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -89,13 +96,13 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     state: str
     """"queued", "running" or "answers later"."""
     for_s: float
-    """How long it has been in that state."""
+    """The time in that state."""
     thread_id: int
-    """The thread that runs it, if one does."""
+    """The thread that runs it; 0: none."""
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
-    """The threads for functions."""
+    """The threads for functions of one worker."""
 
     size: int
     threads: int
@@ -108,7 +115,7 @@ class PoolView(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker is doing at one moment."""
+    """The calls and threads of one worker at one moment."""
 
     worker: str
     rank: int
@@ -120,7 +127,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     served: list[ServedCall]
     threads: list[ThreadView]
     calls_left_out: int = 0
-    """There are so many more calls than are listed: the listed ones are the oldest."""
+    """The number of calls that are not listed; the listed ones are the oldest."""
     served_left_out: int = 0
     unconnected: list[str] = []
     """While it starts: members that it has no connection to yet."""
@@ -130,26 +137,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
         return next((thread for thread in self.threads if thread.id == thread_id), None)
 
 
-class Trouble(msgspec.Struct, frozen=True, array_like=True):
-    """Something that will not come to a good end by itself."""
-
-    kind: str
-    """"cycle" or "exhausted pool"."""
-    workers: list[str]
-    text: str
-    """In one sentence."""
-    steps: list[str] = []
-    """Of a cycle: who waits for what, one after the other."""
-
-
-ThreadKey: TypeAlias = tuple[str, int]
-"""A worker's name and the number of a thread there."""
-_Node: TypeAlias = tuple[str, str, int, str]
-"""A thread (worker, "thread", id, ""), an outgoing call nobody waits for, or a served call that is answered later."""
-
-
 def function_title(function: bytes, otherwise: str = "") -> str:
-    """A function's name, from how it travels; of those that are pickled, ``otherwise``."""
+    """The name of a function as it travels; of pickled ones, ``otherwise``."""
     kind, name = function[:1], function[1:]
     if kind == b"p":
         return name.partition(b"\0")[2].decode(errors="replace")
@@ -158,143 +147,118 @@ def function_title(function: bytes, otherwise: str = "") -> str:
     return otherwise or "(pickled function)"
 
 
-def still_threads(before: Iterable[WorkerSnapshot], after: Iterable[WorkerSnapshot]) -> set[ThreadKey]:
-    """The threads that have not moved, and not computed either, between two snapshots of their workers."""
-    earlier = {(one.worker, thread.id): thread for one in before for thread in one.threads}
-    still = set()
-    for one in after:
-        for thread in one.threads:
-            then = earlier.get((one.worker, thread.id))
-            if then is None or then.position != thread.position:
-                continue
-            if thread.cpu_s < 0 or thread.cpu_s - then.cpu_s < _STILL_CPU_S:
-                still.add((one.worker, thread.id))
-    return still
+def take_snapshot(node: Runtime) -> WorkerSnapshot:
+    """The snapshot of ``node`` at this moment."""
+    pending = node.calls.snapshot()
+    active = node.server.active
+    calls = [outgoing_call(call) for call in pending[:MOST_CALLS]]
+    served = [served_call(request) for request in active[:MOST_CALLS]]
+    involved = {call.thread_id for call in calls} | {call.thread_id for call in served}
+    main = threading.main_thread().ident
+    if main is not None:
+        involved.add(main)
+    return WorkerSnapshot(
+        worker=node.info.name,
+        rank=node.info.id,
+        process_id=os.getpid(),
+        host=socket.gethostname(),
+        state=node.state,
+        pool=pool_view(node),
+        calls=calls,
+        served=served,
+        threads=view_threads(involved),
+        calls_left_out=len(pending) - len(calls),
+        served_left_out=len(active) - len(served),
+        unconnected=_unconnected(node) if node.state == STARTING else [],
+    )
 
 
-def find_troubles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None = None) -> list[Trouble]:
-    """What is stuck. ``still``: threads known not to move; None: nothing is known, and none is trusted to."""
-    return [*_cycles(snapshots, still), *_exhausted_pools(snapshots)][:_MOST_TROUBLES]
+def pool_view(node: Runtime) -> PoolView:
+    """The threads for functions of ``node``, now."""
+    executor = node.executor
+    return PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting)
 
 
-# ---------------------------------------------------------------------- pools
+def _unconnected(node: Runtime) -> list[str]:
+    connected = {peer.info.id for peer in node.others()} | {node.info.id}
+    return [member.name for member in node.membership.members if member.rank not in connected][:MOST_MEMBERS]
 
 
-def _exhausted_pools(snapshots: Sequence[WorkerSnapshot]) -> list[Trouble]:
-    found = []
-    for one in snapshots:
-        pool = one.pool
-        computing = pool.busy - pool.parked
-        if pool.queued and computing >= pool.size:
-            oldest_s = max((served.for_s for served in one.served if served.state == QUEUED), default=0.0)
-            text = (
-                f"{one.worker}: its pool is exhausted: {pool.queued} calls wait, the oldest for {oldest_s:.1f} s, "
-                f"while {computing} functions hold {pool.size} threads without waiting for a call (num_worker_threads)"
-            )
-            found.append(Trouble("exhausted pool", [one.worker], text))
-    return found
+def outgoing_call(call: PendingCall) -> OutgoingCall:
+    """The view of a call that this node makes."""
+    for_s = monotonic() - call.started_at
+    return OutgoingCall(call.call_id, call.peer.info.name, name_of(call.what), for_s, call.timeout_s, call.thread_id)
 
 
-# ---------------------------------------------------------------------- circles
+def served_call(request: Request) -> ServedCall:
+    """The view of a call that this node serves."""
+    now = perf_counter()
+    if request.deferred:
+        state, since = LATER, request.started_at
+    elif request.thread_id:
+        state, since = RUNNING, request.started_at or now
+    else:
+        state, since = QUEUED, request.queued_at or now
+    frame = request.frame
+    return ServedCall(
+        call_id=frame.call_id,
+        caller=request.peer.info.name,
+        function=function_title(frame.function, request.function_name),
+        state=state,
+        for_s=max(0.0, now - since),
+        thread_id=request.thread_id if state == RUNNING else 0,
+    )
 
 
-class _Graph:
-    """What waits for what."""
-
-    def __init__(self, snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> None:
-        self.by_name = {one.worker: one for one in snapshots}
-        self.edges: dict[_Node, list[_Node]] = {}
-        self.outgoing: dict[_Node, OutgoingCall] = {}
-        self.serving: dict[_Node, ServedCall] = {}
-        served = {(one.worker, call.caller, call.call_id): call for one in snapshots for call in one.served}
-        for one in snapshots:
-            for call in one.calls:
-                node = _thread(one.worker, call.thread_id) if call.thread_id else (one.worker, "call", call.call_id, "")
-                self.outgoing[node] = call
-                there = served.get((call.to, one.worker, call.call_id))
-                self.edges[node] = [] if there is None else [_served_node(call.to, there)]
-        for one in snapshots:
-            waiting = [node for node in self.outgoing if node[0] == one.worker and node[1] == "thread"]
-            loose = [node for node in self.outgoing if node[0] == one.worker and node[1] == "call"]
-            for serves in one.served:
-                node = _served_node(one.worker, serves)
-                self.serving[node] = serves
-                if node in self.edges:
-                    continue  # it waits for a call, and not for anything here
-                if serves.state == RUNNING and (still is None or (one.worker, serves.thread_id) in still):
-                    self.edges[node] = [other for other in waiting if other != node]
-                elif serves.state == LATER:
-                    self.edges[node] = loose
-
-    def shortest_circle(self, start: _Node) -> list[_Node]:
-        """The shortest way from ``start`` back to it, or nothing."""
-        before: dict[_Node, _Node] = {}
-        queue = deque([start])
-        while queue:
-            node = queue.popleft()
-            for following in self.edges.get(node, ()):
-                if following == start:
-                    way = [node]
-                    while way[-1] != start:
-                        way.append(before[way[-1]])
-                    return way[::-1]
-                if following not in before:
-                    before[following] = node
-                    queue.append(following)
-        return []
-
-    def trouble(self, way: Sequence[_Node]) -> Trouble:
-        """A circle, in words."""
-        workers = _distinct(node[0] for node in way)
-        if len(workers) == 1:
-            head = f"{workers[0]} waits for itself"
-        elif len(workers) == 2:
-            head = f"{workers[0]} and {workers[1]} wait for each other"
-        else:
-            head = f"{', '.join(workers)} wait for each other in a circle"
-        steps = []
-        for index, node in enumerate(way):
-            following = way[(index + 1) % len(way)]
-            call = self.outgoing.get(node)
-            if call is not None:
-                steps.append(f"{node[0]}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()")
-            else:
-                steps.append(
-                    f"which does not go on{self._at(node)}, perhaps because of what "
-                    f"{node[0]}{self._at(following)} holds"
+def view_threads(wanted: Collection[int]) -> list[ThreadView]:
+    """The live threads among ``wanted``."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    views = []
+    for thread_id, frame in sys._current_frames().items():
+        if thread_id in wanted:
+            thread = threads.get(thread_id)
+            views.append(
+                ThreadView(
+                    id=thread_id,
+                    name=thread.name if thread is not None else f"thread {thread_id}",
+                    cpu_s=_cpu_s(thread.native_id if thread is not None else None),
+                    position=_position(frame),
+                    stack=_stack(frame),
                 )
-        return Trouble("cycle", workers, head, steps)
-
-    def _at(self, node: _Node) -> str:
-        thread = self.by_name[node[0]].thread(node[2]) if node[1] == "thread" else None
-        if thread is None:
-            return ""
-        where = f" at {thread.stack[0].file}:{thread.stack[0].line}" if thread.stack else ""
-        return f" (thread {thread.name}{where})"
+            )
+    return views
 
 
-def _thread(worker: str, thread_id: int) -> _Node:
-    return (worker, "thread", thread_id, "")
+def _position(frame: FrameType | None) -> int:
+    """A number that changes when the thread moves; small enough for msgpack."""
+    places: list[tuple[int, int]] = []
+    while frame is not None and len(places) < MOST_FRAMES:
+        places.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return hash(tuple(places)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def _served_node(worker: str, served: ServedCall) -> _Node:
-    if served.state == RUNNING:
-        return _thread(worker, served.thread_id)
-    return (worker, served.state, served.call_id, served.caller)
+def _stack(frame: FrameType | None) -> list[StackLine]:
+    frames: list[StackLine] = []
+    while frame is not None and len(frames) < 2 * MOST_FRAMES:
+        code = frame.f_code
+        frames.append(StackLine(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    # The outer end of a stack is the same for all threads: farcall's executor, above threading.
+    while frames and (frames[-1].file.startswith(_OURS) or frames[-1].file == threading.__file__):
+        frames.pop()
+    inner = 0
+    while inner < len(frames) and frames[inner].file.startswith(_OURS):
+        inner += 1
+    # A thread inside nothing but farcall's own code (fetching a value, say) has a place, all the same.
+    return (frames[inner:] or frames)[:MOST_FRAMES]
 
 
-def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
-    """Of circles that share a part only the shortest is told: others come by it through what is blocked besides."""
-    graph = _Graph(snapshots, still)
-    ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
-    found: list[Trouble] = []
-    told: set[_Node] = set()
-    for way in sorted(ways, key=len):
-        if told.isdisjoint(way):
-            found.append(graph.trouble(way))
-            told.update(way)
-    return found
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
+def _cpu_s(native_id: int | None) -> float:
+    if native_id is None:
+        return -1.0
+    try:
+        fields = Path(f"/proc/self/task/{native_id}/stat").read_bytes().rpartition(b") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    except (OSError, ValueError, IndexError):
+        return -1.0  # no such file here, or it ended this moment

@@ -93,30 +93,30 @@ class TracedCalls(CallTable):
         on_given_up: Callable[[], None],
     ) -> None:
         super().__init__(timer, executor, when_overloaded, on_given_up=on_given_up)
-        self._telemetry = telemetry
+        self.telemetry: Telemetry = telemetry
         self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
 
     def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
-        span = self._telemetry.begin_call(call, frame.function)
-        frame.telemetry = self._telemetry.carrier(span)
+        span = self.telemetry.begin_call(call, frame.function)
+        frame.telemetry = self.telemetry.carrier(span)
         try:
             answer = super().exchange(call, frame, refusable)
             if answer.kind == FAILURE:
-                self._telemetry.fail(span, "the function raised")
+                self.telemetry.fail(span, "the function raised")
             return answer
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             raise
         finally:
             span.end()
 
     def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
-        span = self._spans[id(call)] = self._telemetry.begin_call(call, frame.function)
-        frame.telemetry = self._telemetry.carrier(span)
+        span = self._spans[id(call)] = self.telemetry.begin_call(call, frame.function)
+        frame.telemetry = self.telemetry.carrier(span)
         try:
             super().send(call, frame, created, origin)
         except BaseException as error:
-            self._telemetry.fail(span, str(error))
+            self.telemetry.fail(span, str(error))
             self._end(call)
             raise
 

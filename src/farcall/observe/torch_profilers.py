@@ -26,7 +26,7 @@ from typing import Any
 from torch.autograd import profiler
 
 from farcall.observe import capture
-from farcall.observe.capture import legacy
+from farcall.observe.capture import Detail, legacy
 from farcall.observe.profile import THREAD, Collector, Run
 from farcall.observe.trace import add_to_trace, function_events
 
@@ -56,15 +56,15 @@ class ProfilerSession(Collector):
 def _options_of(owner: Any) -> int:
     """The bits that ask callees for the details that this profiler records here."""
     wanted = {
-        capture.SHAPES: "record_shapes",
-        capture.MEMORY: "profile_memory",
-        capture.STACKS: "with_stack",
-        capture.FLOPS: "with_flops",
-        capture.MODULES: "with_modules",
-        capture.DEVICE: "use_cuda",
+        Detail.SHAPES: "record_shapes",
+        Detail.MEMORY: "profile_memory",
+        Detail.STACKS: "with_stack",
+        Detail.FLOPS: "with_flops",
+        Detail.MODULES: "with_modules",
+        Detail.DEVICE: "use_cuda",
     }
     options = sum(bit for bit, name in wanted.items() if getattr(owner, name, False))
-    return options | (capture.DEVICE if getattr(owner, "use_device", None) else 0)
+    return int(options | (Detail.DEVICE if getattr(owner, "use_device", None) else 0))
 
 
 def _start(original: Callable[[Any], None], self: Any) -> None:

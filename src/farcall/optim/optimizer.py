@@ -20,7 +20,7 @@ from farcall.ids import WorkerInfo
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.future import call_async
 from farcall.rpc.rref import RRef
-from farcall.runtime.node import Node, current_node
+from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
 
 __all__ = ["DistributedOptimizer"]
@@ -51,7 +51,7 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self._node = current_node()
+        self._node = current_runtime()
         by_owner = _groups_by_owner(params_rref)
         futures = {
             owner: call_async(
@@ -137,14 +137,14 @@ def _note_failures(errors: Mapping[WorkerInfo, Exception], among: int, what: str
 class _Steps:
     """The right to step, one for each node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self.lock = threading.Lock()
 
 
 class _LocalOptimizer:
     """The optimizer of one worker's parameters."""
 
-    def __init__(self, node: Node, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, node: Runtime, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         self._node = node
         self._optimizer = optimizer
         self._parameters = parameters
@@ -176,4 +176,4 @@ def _make_local(
     # A single group without options is what most classes, and those that only look like torch's, know.
     plain = len(local_groups) == 1 and local_groups[0].keys() == {"params"}
     optimizer = optimizer_class(parameters if plain else local_groups, *args, **kwargs)
-    return RRef(_LocalOptimizer(current_node(), optimizer, parameters))
+    return RRef(_LocalOptimizer(current_runtime(), optimizer, parameters))

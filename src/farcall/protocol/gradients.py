@@ -14,34 +14,29 @@ before the pass:
   workers through receives, and each receive on it is reached by a live source.
 - A receive recorded after its worker joined cannot reach the loss (the roots existed before); it answers
   "none".
-- Everybody joins: the origin tells its peers to start, they tell theirs, `covered` naming those already
-  told. A worker reports done to whoever told it first when its own part and all those it told are done (a
-  diffusing computation), and at once to anyone who tells it again. So when the origin has heard from all it
-  told, every part is finished, every gradient message was consumed (its send would still be waiting), and
-  all leaf gradients are in place.
+- Every worker joins: the origin tells its peers to start, they tell theirs, and `covered` names those already
+  told. A worker reports done to the first that told it when its own part and all workers it told are done (a
+  diffusing computation), and at once to any other that tells it. So when the origin has heard from all that
+  it told, every part is finished, every gradient was consumed (its send would still be waiting), and all leaf
+  gradients are in place.
 
-| state    | event              | next     | effects                                              |
-|----------|--------------------|----------|------------------------------------------------------|
-| new      | Begin              | running  | StartPass to each peer not covered                   |
-| running  | PartFinished       | waiting  | as for the row below, if nobody is left to wait for  |
-| waiting  | last PassDone      | done     | PassDone to the parent; Completed at the origin      |
-| any live | StartPass again    | same     | PassDone to that worker                              |
-| any live | PartFailed, lost   | same     | PassFailed to the origin; at the origin see below    |
-| any live | PassFailed, late   | failed   | (origin) AbortPass to those told; Failed             |
-| any live | AbortPass          | failed   | AbortPass to those told; Failed                      |
+`ORIGIN` and `PARTICIPANT` are the transition tables that `BackwardPass.handle` executes. An event without a row for
+the present state changes nothing. A worker that has lost the origin gives up as if told to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 from farcall.protocol.notes import ProfileWanted
 
 __all__ = [
+    "ORIGIN",
+    "PARTICIPANT",
     "AbortPass",
     "BackwardPass",
     "Begin",
@@ -63,8 +58,8 @@ __all__ = [
 ]
 
 
-class PassId(NamedTuple):
-    """One backward pass of a context: who called for it, and its number there."""
+class PassId(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The name of a backward pass within a context: the worker that called for it, and a number there."""
 
     origin: int
     number: int
@@ -81,15 +76,15 @@ class StartPass(msgspec.Struct, frozen=True, tag=True):
     covered: tuple[int, ...]
     retain_graph: bool = False
     over_below: int = 0
-    profile: ProfileWanted | None = None  # whoever called for the pass is profiled
+    profile: ProfileWanted | None = None  # set where the thread that called for the pass is profiled
 
 
 class PassDone(msgspec.Struct, frozen=True, tag=True):
-    """The sender, and everyone it told to start, has finished its part."""
+    """The sender, and every worker that it told to start, has finished its part."""
 
     context_id: int
     pass_id: PassId
-    profiled: bytes = b""  # what was recorded of it, if that was wanted
+    profiled: bytes = b""  # the records of a profiler, where StartPass asked for them
 
 
 class PassFailed(msgspec.Struct, frozen=True, tag=True):
@@ -112,7 +107,7 @@ PassMessage = StartPass | PassDone | PassFailed | AbortPass
 
 
 class ReleaseContext(msgspec.Struct, frozen=True, tag=True):
-    """Not of a pass: forget the context, and tell those that know it from you."""
+    """Forget the context with all its passes, and tell the workers that know the context from you."""
 
     context_id: int
 
@@ -161,19 +156,36 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
 Event = Begin | PartFinished | PartFailed | WorkerLost | PassMessage
 Effect = Tell | Completed | Failed
 
+# --- one worker's view of a pass --------------------------------------------------------------------------
+
 
 class PassState(StrEnum):
     NEW = "new"
-    RUNNING = "running"
-    WAITING = "waiting"
+    RUNNING = "running"  # this worker's part of the graph
+    WAITING = "waiting"  # for the workers told to start
     DONE = "done"
     FAILED = "failed"
 
 
 class BackwardPass:
-    """One worker's view of one pass. ``parent`` is the worker that told it to start, None at the origin."""
+    """One worker's view of one pass. ``parent`` is the worker that told it to start, None at the origin.
 
-    __slots__ = ("context_id", "deadline", "me", "parent", "pass_id", "peers", "state", "told", "unfinished")
+    Mutable: ``state``, ``ended`` that follows from it, and ``unfinished``, the workers told that are not done.
+    """
+
+    __slots__ = (
+        "_table",
+        "context_id",
+        "deadline",
+        "ended",
+        "me",
+        "parent",
+        "pass_id",
+        "peers",
+        "state",
+        "told",
+        "unfinished",
+    )
 
     def __init__(
         self, context_id: int, pass_id: PassId, me: int, parent: int | None, deadline: float | None = None
@@ -184,37 +196,31 @@ class BackwardPass:
         self.parent: int | None = parent
         self.deadline: float | None = deadline
         self.state: PassState = PassState.NEW
+        self.ended: bool = False
         self.peers: frozenset[int] = frozenset()
         self.told: list[int] = []
         self.unfinished: set[int] = set()
-
-    @property
-    def ended(self) -> bool:
-        return self.state is PassState.DONE or self.state is PassState.FAILED
+        self._table = ORIGIN if parent is None else PARTICIPANT
 
     def handle(self, event: Event, now: float = 0.0, sender: int = -1) -> list[Effect]:
         """Advance by one event; ``sender`` is the worker a message came from."""
-        if isinstance(event, StartPass):
-            # Told twice: the first to tell waits for us, the second need not. After a failure nobody waits.
-            done = PassDone(self.context_id, self.pass_id)
-            return [] if self.state is PassState.FAILED else [Tell(sender, done)]
-        if self.ended:
+        if type(event) is WorkerLost:
+            if event.worker == self.pass_id.origin:
+                event = AbortPass(self.context_id, self.pass_id)
+            elif event.worker in self.peers or event.worker == self.parent:
+                event = PassFailed(self.context_id, self.pass_id, event.worker, event.reason)
+            else:
+                return []
+        row = self._table.get((self.state, type(event)))
+        if row is None:
             return []
-        if isinstance(event, PassDone):
-            self.unfinished.discard(sender)
-            return self._maybe_done()
-        if isinstance(event, PartFinished):
-            self.state = PassState.WAITING
-            return self._maybe_done()
-        if isinstance(event, Begin):
-            return self._begin(event)
-        if isinstance(event, PartFailed):
-            return self._fail(self.me, event.reason)
-        if isinstance(event, PassFailed):
-            return self._fail(event.worker, event.reason)
-        if isinstance(event, AbortPass):
-            return self._abort(self.pass_id.origin, "the backward pass was given up at its origin")
-        return self._lost(event)
+        self.state, act = row
+        effects = act(self, event, sender)
+        if self.state is PassState.WAITING and not self.unfinished:
+            self.state = PassState.DONE
+            effects += self._report()
+        self.ended = self.state in _ENDED
+        return effects
 
     def next_deadline(self) -> float | None:
         return None if self.ended else self.deadline
@@ -223,46 +229,82 @@ class BackwardPass:
         if self.ended or self.deadline is None or now < self.deadline:
             return []
         late = sorted(self.unfinished) or [self.me]
-        return self._fail(self.me, f"the backward pass timed out waiting for worker(s) {late}")
+        return self.handle(PartFailed(f"the backward pass timed out waiting for worker(s) {late}"), now)
 
-    def _begin(self, event: Begin) -> list[Effect]:
-        self.state = PassState.RUNNING
+    # --- the actions of the tables ------------------------------------------------------------------------
+
+    def _tell_peers(self, event: Begin, sender: int) -> list[Effect]:
         self.peers = event.peers
         self.told = sorted(event.peers - event.covered - {self.me})
         self.unfinished = set(self.told)
-        if not self.told:
-            return []
-        covered = tuple(sorted(event.covered | event.peers | {self.me}))
-        start = StartPass(self.context_id, self.pass_id, covered, event.retain_graph, event.over_below)
-        return [Tell(worker, start) for worker in self.told]
+        effects: list[Effect] = []
+        if self.told:
+            covered = tuple(sorted(event.covered | event.peers | {self.me}))
+            start = StartPass(self.context_id, self.pass_id, covered, event.retain_graph, event.over_below)
+            for worker in self.told:
+                effects.append(Tell(worker, start))
+        return effects
 
-    def _maybe_done(self) -> list[Effect]:
-        if self.state is not PassState.WAITING or self.unfinished:
-            return []
-        self.state = PassState.DONE
+    def _note(self, event: PassDone | PartFinished, sender: int) -> list[Effect]:
+        self.unfinished.discard(sender)
+        return []
+
+    def _answer_done(self, event: StartPass, sender: int) -> list[Effect]:
+        # Told twice: the first to tell waits for this worker, the second need not.
+        return [Tell(sender, PassDone(self.context_id, self.pass_id))]
+
+    def _report(self) -> list[Effect]:
         if self.parent is None:
             return [Completed()]
         return [Tell(self.parent, PassDone(self.context_id, self.pass_id)), Completed()]
 
-    def _fail(self, worker: int, reason: str) -> list[Effect]:
-        if self.parent is None:
-            return self._abort(worker, reason)
-        # Not ended yet: the abort that the origin answers with must still be passed on to those told.
-        return [Tell(self.pass_id.origin, PassFailed(self.context_id, self.pass_id, worker, reason))]
+    def _tell_origin(self, event: PartFailed | PassFailed, sender: int) -> list[Effect]:
+        worker = event.worker if isinstance(event, PassFailed) else self.me
+        return [Tell(self.pass_id.origin, PassFailed(self.context_id, self.pass_id, worker, event.reason))]
 
-    def _abort(self, worker: int, reason: str) -> list[Effect]:
-        self.state = PassState.FAILED
+    def _give_up(self, event: PartFailed | PassFailed | AbortPass, sender: int) -> list[Effect]:
         abort = AbortPass(self.context_id, self.pass_id)
         effects: list[Effect] = [Tell(child, abort) for child in self.told]
-        return [*effects, Failed(worker, reason)]
+        if isinstance(event, AbortPass):
+            return [*effects, Failed(self.pass_id.origin, "the backward pass was given up at its origin")]
+        return [*effects, Failed(event.worker if isinstance(event, PassFailed) else self.me, event.reason)]
 
-    def _lost(self, event: WorkerLost) -> list[Effect]:
-        if event.worker == self.pass_id.origin:
-            return self._abort(event.worker, event.reason)
-        if event.worker in self.peers or event.worker in self.unfinished or event.worker == self.parent:
-            return self._fail(event.worker, event.reason)
-        return []
 
+_NEW, _RUNNING, _WAITING, _DONE, _FAILED = PassState
+_ENDED: Final = frozenset((_DONE, _FAILED))
+_Act = Callable[[BackwardPass, Any, int], list[Effect]]
+Table = dict[tuple[PassState, type[Event]], tuple[PassState, _Act]]
+"""By state and event: the next state and the action that makes the effects.
+
+A pass that is waiting for nobody any more is done, and reports so: the only transition without an event.
+"""
+
+_EVERYWHERE: Final[Table] = {
+    (_NEW, Begin): (_RUNNING, BackwardPass._tell_peers),
+    (_RUNNING, PassDone): (_RUNNING, BackwardPass._note),
+    (_RUNNING, PartFinished): (_WAITING, BackwardPass._note),
+    (_WAITING, PassDone): (_WAITING, BackwardPass._note),
+    (_RUNNING, StartPass): (_RUNNING, BackwardPass._answer_done),
+    (_WAITING, StartPass): (_WAITING, BackwardPass._answer_done),
+    (_DONE, StartPass): (_DONE, BackwardPass._answer_done),
+}
+ORIGIN: Final[Table] = {
+    **_EVERYWHERE,
+    (_RUNNING, PartFailed): (_FAILED, BackwardPass._give_up),
+    (_RUNNING, PassFailed): (_FAILED, BackwardPass._give_up),
+    (_WAITING, PartFailed): (_FAILED, BackwardPass._give_up),
+    (_WAITING, PassFailed): (_FAILED, BackwardPass._give_up),
+}
+PARTICIPANT: Final[Table] = {
+    **_EVERYWHERE,
+    # A failure does not end the pass here: the abort with which the origin answers must still reach the workers told.
+    (_RUNNING, PartFailed): (_RUNNING, BackwardPass._tell_origin),
+    (_RUNNING, PassFailed): (_RUNNING, BackwardPass._tell_origin),
+    (_RUNNING, AbortPass): (_FAILED, BackwardPass._give_up),
+    (_WAITING, PartFailed): (_WAITING, BackwardPass._tell_origin),
+    (_WAITING, PassFailed): (_WAITING, BackwardPass._tell_origin),
+    (_WAITING, AbortPass): (_FAILED, BackwardPass._give_up),
+}
 
 # --- readiness of the local graph -------------------------------------------------------------------------
 
@@ -276,39 +318,22 @@ class Wavefront(Generic[Node]):
     once, so the work over a whole pass is linear in the graph.
     """
 
-    __slots__ = ("_live", "_next_nodes", "_waiting")
+    __slots__ = ("_following", "_live", "_waiting")
 
-    def __init__(self, targets: Iterable[Node], next_nodes: Callable[[Node], Sequence[Node]]) -> None:
-        """``targets`` are the far ends of all source edges, with repetitions, as are ``next_nodes``."""
-        waiting: dict[Node, int] = {}
-        following: dict[Node, Sequence[Node]] = {}
-        stack: list[Node] = []
+    def __init__(self, targets: Iterable[Node], following: Mapping[Node, Sequence[Node]]) -> None:
+        """``targets`` are the far ends of all source edges; ``following`` has the nodes that they reach, and no other.
+
+        Both name a node once for each edge into it.
+        """
+        waiting = dict.fromkeys(following, 0)
         for node in targets:
-            if node in waiting:
-                waiting[node] += 1
-            else:
-                waiting[node] = 1
-                stack.append(node)
-        while stack:
-            node = stack.pop()
-            following[node] = after = next_nodes(node)
-            for child in after:
-                if child in waiting:
-                    waiting[child] += 1
-                else:
-                    waiting[child] = 1
-                    stack.append(child)
+            waiting[node] += 1
+        for children in following.values():
+            for child in children:
+                waiting[child] += 1
         self._waiting = waiting
-        self._next_nodes = following
+        self._following = following
         self._live: set[Node] = set()
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._next_nodes
-
-    @property
-    def unsettled(self) -> int:
-        """How many nodes still wait."""
-        return len(self._waiting)
 
     def settle(self, edges: Iterable[tuple[Node, bool]]) -> tuple[list[Node], list[Node]]:
         """Settle source edges given as (target, live); return nodes newly settled as (live, dead).
@@ -319,7 +344,7 @@ class Wavefront(Generic[Node]):
         dead: list[Node] = []
         queue: list[tuple[Node, bool]] = list(edges)
         queue.reverse()
-        waiting, marked, following = self._waiting, self._live, self._next_nodes
+        waiting, marked, following = self._waiting, self._live, self._following
         while queue:
             node, is_live = queue.pop()
             if is_live:

@@ -36,7 +36,7 @@ REFUSED = 4
 
 
 class ProfileWanted(msgspec.Struct, array_like=True, frozen=True):
-    """A profiled caller's wish: to know what its callee does. What the bits mean is told in observe/capture.py."""
+    """A profiled caller's wish: to know what its callee does. The bits are those of `observe.capture.Detail`."""
 
     number: int  # of the call, unique in the cluster
     options: int = 0

@@ -17,7 +17,7 @@ from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED, decode_refusal
 from farcall.rpc.schemas import name_function
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, write_call
@@ -37,7 +37,7 @@ UNSET_TIMEOUT = -1.0
 
 
 def call_sync(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,

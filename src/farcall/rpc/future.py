@@ -32,7 +32,7 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, has_devices
 
 if TYPE_CHECKING:
-    from farcall.runtime.node import Node
+    from farcall.runtime.node import Runtime
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -50,7 +50,7 @@ class Future(torch.futures.Future[T], PendingCall):
     """How a future is given its value: so that TorchScript can use it, where that is in use."""
     thread_id: int  # of whoever waits
 
-    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+    def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
         self._stamp: Stamp | None = None
         self._node = node
@@ -184,7 +184,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
 
 def call_async(
-    node: Node,
+    node: Runtime,
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Sequence[Any] | None,

@@ -23,7 +23,7 @@ from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.functions import async_execution
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node, node_of_thread
+from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
 
 T = TypeVar("T")
@@ -54,14 +54,14 @@ class _Gather:
 class _Gathers:
     """The gathers of one node: those it leads, and how many of each group it has begun."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         self._lock = threading.Lock()
         self._led: dict[tuple[Group, int], _Gather] = {}
         self._begun: dict[Group, int] = {}
         self._failed: dict[tuple[Group, int], RpcError] = {}
         self._timer = node.timer(self._fail_overdue)
-        node.on_peer_gone(self.on_peer_gone)
+        node.hooks.peer_gone.append(self.on_peer_gone)
 
     def next_number(self, group: Group) -> int:
         with self._lock:
@@ -150,12 +150,12 @@ def _contribute(
     group: Group, number: int, name: str, value: Any, timeout_s: float
 ) -> torch.futures.Future[dict[str, Any]]:
     """On the leader: take one contribution; the future completes when all are there."""
-    node = node_of_thread()
+    node = runtime_of_thread()
     assert node is not None
     return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
 
 
-def gather(node: Node, value: T, names: Iterable[str] | None, timeout_s: float) -> dict[str, T]:
+def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: float) -> dict[str, T]:
     """Give ``value`` and get everyone's, by name. Raises if this node is not among ``names``."""
     members = {info.name for info in node.workers()}
     chosen = members if names is None else set(names)

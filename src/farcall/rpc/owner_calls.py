@@ -1,53 +1,219 @@
-"""Asking for what a reference stands for: at its owner, or here, where this node is the owner.
+"""Calls to the owner of a value, at the side of those who refer to it: creating calls, questions, method calls.
 
-Owns how a question to an owner is sent and what its failure means: an owner that is gone makes the reference lost, and
-a creation that failed is why there is no value. What is asked are the functions of `owner_methods.py`. Questions
-that change nothing are asked again where they were refused or their answer was lost.
+Owns how such a call is sent and what its failure means: an owner that is gone makes the reference lost, and a failed
+creation is the reason why there is no value. The owner runs the functions of `owner_methods.py`. Must not know how
+references are counted: that is `references.py`.
 
-On any thread of the program; `ask` is the hot path of methods called through references.
+    a creation   event                    becomes     with
+    (none)       sent                     pending
+    pending      answered                 done        the fork is confirmed
+    pending      its time is up           failed      uses raise RpcTimeout; the owner is asked about the creation
+    pending      not sent, peer gone      failed      uses raise ReferenceLost
+    pending      refused                  failed      uses raise Overloaded; the owner never had the reference
+
+Everything here may run on any thread of the program; `ask` is the hot path of methods called through references.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from farcall.errors import AnswerLost, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
-from farcall.protocol.frames import Frame
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, plain_request, read_answer, send
-from farcall.rpc.creation import Creation
+from farcall.protocol.frames import FAILURE, REQUEST, Frame
+from farcall.protocol.notes import REFUSED
+from farcall.protocol.references.messages import Fork
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, plain_request, read_answer, refusal, send
 from farcall.rpc.future import Future
-from farcall.rpc.owned_value import Owned
+from farcall.rpc.owned_values import OnWorker
 from farcall.runtime.calls.pending import PendingCall, SyncCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import withdraw
+from farcall.serialize import decode_failure, withdraw, write_call
 
 if TYPE_CHECKING:
+    from farcall.rpc.references import NodeReferences
     from farcall.rpc.rref import RRef
-
-__all__ = ["ask", "ask_async", "ask_patiently", "wait_for_value"]
 
 _MOST_ASKED = 8
 _PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
-"""How long to wait, at first and at most, before a question that an overloaded owner refused is asked again."""
+"""The first and the longest pause before a question is repeated that an overloaded owner refused."""
+_MOST_LOOKS = 100
+"""How often a failed creation looks whether calls that it must fail have been sent by now."""
+
+# One lock for all creations, held for an instant. Re-entrant: a garbage collection inside may run user code.
+_lock = threading.RLock()
 
 
-def ask(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s: float) -> Any:
-    """Call a function of `owner_methods.py` at the owner by the request ``frame``, and return its result."""
+class Creation(PendingCall):
+    """A creating call, at its creator. Waits in the table of calls until the owner has answered.
+
+    The answer says that the owner has the reference and that the function is done. An error of the function stays at
+    the owner, in the place of the value, and surfaces at first use.
+    """
+
+    cancellable = False  # other members may hold the reference, and wait for the value
+
+    __slots__ = (
+        "_future",
+        "_looks",
+        "_references",
+        "_waiting",
+        "arrived",
+        "call_id",
+        "deadline",
+        "error",
+        "fork",
+        "keeps",
+        "outcome",
+        "peer",
+        "started_at",
+        "timeout_s",
+        "what",
+    )
+
+    def __init__(
+        self,
+        references: NodeReferences,
+        fork: Fork,
+        peer: Peer,
+        what: Callable[..., Any],
+        timeout_s: float,
+        keeps: object,
+    ) -> None:
+        self._references = references
+        self._future: torch.futures.Future[None] | None = None
+        self._looks = _MOST_LOOKS
+        self._waiting: list[PendingCall] | None = None  # calls that make no sense if this one fails
+        self.fork: Fork = fork
+        self.peer: Peer = peer
+        self.what: Callable[..., Any] = what
+        self.timeout_s: float = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id: int = 0
+        self.keeps: object = keeps  # a reference that the call needs at the owner until the answer is here
+        self.error: RpcError | None = None
+        """Why the owner may not have the reference."""
+        self.outcome: BaseException | None = None
+        """The error that the function raised."""
+
+    def on_answer(self, frame: Frame) -> None:
+        """The owner has the reference and the function is done; or the owner has refused the call."""
+        if frame.kind == FAILURE:
+            if frame.flags & REFUSED:
+                self.on_failure(refusal(frame, self.peer))
+                return
+            self.outcome = decode_failure(frame, self.peer)
+        self.arrived = True
+        self.keeps = None
+        self._waiting = None
+        self._references.confirm_created(self.fork)
+        if self._future is not None:
+            self._finish_future()
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come."""
+        if self.profile is not None:
+            self.profile.ended()
+        name = self.peer.info.name
+        if isinstance(error, RpcTimeout):
+            self.error = RpcTimeout(f"the RRef creation on {name} was not confirmed in time: {error}")
+            self._references.withdraw_creation(self.fork)
+        elif isinstance(error, Overloaded):
+            self.error = Overloaded(
+                f"the RRef creation was refused: {error}", error.delivery, error.worker, error.queued, error.limit
+            )
+            self._references.refused_creation(self.fork, error)
+        elif isinstance(error, NetworkError):
+            self.error = ReferenceLost(f"the RRef creation on {name} failed: {error}", error.delivery)
+            self._references.withdraw_creation(self.fork)
+        else:
+            self.error = error
+        self.arrived = True
+        self.keeps = None
+        self.fail_waiting()
+        if self._future is not None:
+            self._finish_future()
+
+    def attach(self, call: PendingCall) -> None:
+        """Fail ``call``, which is about to be sent, if this creation fails; raises if it has failed."""
+        with _lock:
+            if not self.arrived:
+                if self._waiting is None:
+                    self._waiting = []
+                self._waiting.append(call)
+        if self.error is not None:
+            raise copy.copy(self.error)
+
+    def fail_waiting(self) -> None:
+        """Fail the calls that wait for a value that will not come."""
+        assert self.error is not None
+        with _lock:
+            waiting, self._waiting = self._waiting, None
+        unsent = []
+        for call in waiting or ():
+            if call.call_id == 0:
+                # Attached, but its thread has not put it into the table of calls yet: look again in a moment.
+                unsent.append(call)
+            elif self._references.node.calls.claim(call.call_id) is not None:
+                call.on_failure(copy.copy(self.error))
+        if unsent and self._looks:
+            self._looks -= 1
+            self._waiting = unsent
+            self._references.fail_waiting_soon(self)
+
+    def future(self) -> torch.futures.Future[None]:
+        """A future that completes when the creating call is done."""
+        with _lock:
+            future = self._future
+            if future is None:
+                future = self._future = torch.futures.Future()
+        if self.arrived:
+            self._finish_future()
+        return future
+
+    def _finish_future(self) -> None:
+        with _lock:
+            future, self._future = self._future, None  # the error of a done future may hold the holder of this object
+        if future is None:
+            return
+        error = self.error or self.outcome
+        if error is None:
+            finish: Callable[[], object] = partial(future.set_result, None)
+        else:
+            finish = partial(future.set_exception, copy.copy(error))  # type: ignore[arg-type]
+        self._references.node.executor.submit(OnWorker(finish))  # callbacks are user code
+
+
+# ---------------------------------------------------------------------- questions
+
+
+def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float) -> Any:
+    """Call a function of `owner_methods.py` at ``peer``, the owner, by the request ``frame``; return its result."""
     node = rref._references.node
-    peer = rref._peer()
     call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        _follow(creation, call, frame)
+        # The request follows the creating call on its link. If that one fails, this one must not wait for nothing.
+        try:
+            creation.attach(call)
+        except BaseException:
+            withdraw(frame)
+            raise
     profile = PROFILING.begin_call(node, peer, "sync", what, None) if is_profiled() or PROFILING.everywhere else None
     if profile is not None:
         call.profile = profile
@@ -58,20 +224,23 @@ def ask(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s: floa
     try:
         return read_answer(answer, peer)
     except (Overloaded, ReferenceLost):
-        # The creation was refused a moment ago, while this followed behind it.
+        # The owner refused the creation a moment before this request came: the refusal is the better reason.
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error) from None
         raise
 
 
-def ask_async(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s: float) -> Future[Any]:
-    """The same, without waiting for the answer."""
+def ask_async(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float) -> Future[Any]:
+    """Like `ask`, but return a future of the result at once."""
     node = rref._references.node
-    peer = rref._peer()
     future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), rref)
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        _follow(creation, future, frame)
+        try:
+            creation.attach(future)
+        except BaseException:
+            withdraw(frame)
+            raise
     if is_profiled() or PROFILING.everywhere:
         future.profile = PROFILING.begin_call(node, peer, "async", what, None)
     send(node.calls, future, frame)
@@ -79,21 +248,24 @@ def ask_async(rref: RRef[Any], what: Callable[..., Any], frame: Frame, timeout_s
 
 
 def ask_patiently(rref: RRef[Any], what: Callable[..., Any], function: bytes, payload: bytes, timeout_s: float) -> Any:
-    """`ask`, again where a large answer was lost on its way or the owner refused: for what changes nothing there."""
-    node = rref._references.node
+    """`ask` a question that changes nothing, again where the owner refused it or a large answer was lost."""
+    references = rref._references
+    node = references.node
     began = monotonic()
     bound_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
     lost = refused = 0
     while True:
         try:
-            return ask(rref, what, plain_request(rref._peer(), function, payload), timeout_s)
+            peer = references.peer(rref._fork)
+            return ask(rref, peer, what, plain_request(peer, function, payload), timeout_s)
         except AnswerLost:
             lost += 1
             if lost > _MOST_ASKED:
                 raise
         except Overloaded as error:
-            if _refused_for_good(rref, error):
-                raise
+            creation = rref._creation
+            if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
+                raise  # the owner refused the creation, or a call that its function made, and not this question
             pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
             refused += 1
             if bound_s and monotonic() + pause_s > began + bound_s:
@@ -104,34 +276,19 @@ def ask_patiently(rref: RRef[Any], what: Callable[..., Any], function: bytes, pa
             timeout_s = max(1e-3, began + bound_s - monotonic())
 
 
-def _refused_for_good(rref: RRef[Any], error: Overloaded) -> bool:
-    """Was the creation refused, or a call that its function made? Not the question for the value, then."""
-    creation = rref._creation
-    return hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None)
-
-
 def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:
     ended = rref._references.node.why_ended
     if ended is not None:
-        return ended  # it is not the owner that is gone
+        return ended  # this node ended; the owner may live
     if isinstance(error, ReferenceLost | Overloaded):
         return error
     return ReferenceLost(f"the owner of {rref!r} is gone: {error}", error.delivery)
 
 
-def _follow(creation: Creation, call: PendingCall, frame: Frame) -> None:
-    """``call`` is to go out behind ``creation``, and makes no sense without it."""
-    try:
-        creation.attach(call)
-    except BaseException:
-        withdraw(frame)
-        raise
-
-
 class _Answer(Future[Any]):
-    """The future of a call to a reference's owner; it holds the reference until the answer is there."""
+    """The future of a call to a reference's owner; it holds the reference until the answer is here."""
 
-    def __init__(self, node: Node, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
+    def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)
         self._rref: RRef[Any] | None = rref
         self._creation = rref._creation
@@ -153,35 +310,74 @@ class _Answer(Future[Any]):
         super().fail(error)
 
 
-# ---------------------------------------------------------------------- at the owner
+# ---------------------------------------------------------------------- methods of the value
+
+_PATH = b"pfarcall.rpc.owner_methods\0methods.of_"
+_known: dict[str, tuple[MethodName, bytes]] = {}
 
 
-def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float) -> Any:
-    """The value itself, once it is there."""
-    if timeout_s != UNSET_TIMEOUT:
-        check_timeout(timeout_s)
-    if rref._creation is not None and rref._creation.error is not None:
-        raise copy.copy(rref._creation.error)  # as for a value elsewhere, even if it is there by now
-    if not owned.ready:
-        _wait_until_ready(rref, owned, timeout_s)
-    return owned.get()
+class MethodName:
+    """The name of a method, in the place of the function that a call names in its errors."""
+
+    __slots__ = ("__qualname__",)
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self) -> None:
+        raise TypeError("the method lives at the owner")
 
 
-def _wait_until_ready(rref: RRef[Any], owned: Owned, timeout_s: float) -> None:
-    node = rref._references.node
+class Proxy:
+    """``rref.rpc_sync()`` and its like: turns attribute access into a call of the owner's method of that name.
+
+    It does not know the attributes of the value: a missing one is the owner's AttributeError.
+    """
+
+    __slots__ = ("_call", "_rref", "_timeout_s")
+
+    def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float) -> None:
+        if timeout_s != UNSET_TIMEOUT:
+            check_timeout(timeout_s)  # before arguments are encoded, and references among them forked
+        self._call = call
+        self._rref = rref
+        self._timeout_s = timeout_s
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, self._rref, name, self._timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<methods of {self._rref!r}>"
+
+
+def _request(
+    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Peer, MethodName, Frame]:
+    """The owner of ``rref``, the name for errors, and the request that calls the method ``name``."""
+    known = _known.get(name)
+    if known is None:
+        known = _known[name] = (MethodName(name), _PATH + name.encode())
+    what, function = known
+    ref = rref._fork.ref
+    peer = rref._references.peer(rref._fork)
+    frame = Frame(REQUEST, 0, 0, function)
+    write_call(frame, ((ref.created_on, ref.local_id, args, kwargs or None), None), peer)
+    return peer, what, frame
+
+
+def call_method(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the method and return its result."""
+    return ask(rref, *_request(rref, name, args, kwargs), timeout_s)
+
+
+def call_method_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call the method; a future of its result."""
+    return ask_async(rref, *_request(rref, name, args, kwargs), timeout_s)
+
+
+def call_method_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    """Call the method; a reference to its result, which the owner of the object owns."""
+    references = rref._references
     if timeout_s == UNSET_TIMEOUT:
-        timeout_s = node.timeout_s
-    deadline = monotonic() + timeout_s if timeout_s else NEVER
-    creation = rref._creation
-    with node.calls.waiting():
-        while not owned.ready:
-            now = monotonic()
-            until = deadline
-            if creation is not None:
-                if creation.error is not None:
-                    raise copy.copy(creation.error)
-                # Its failure is the I/O thread's doing, a moment after its deadline.
-                until = min(deadline, max(creation.deadline, now) + 0.01)
-            if now >= deadline:
-                raise RpcTimeout(f"the value of {rref!r} was not there after {timeout_s:g} s")
-            owned.wait(min(until - now, 3600.0))
+        timeout_s = references.node.timeout_s
+    return references.create(*_request(rref, name, args, kwargs), timeout_s, rref)

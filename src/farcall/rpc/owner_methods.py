@@ -1,13 +1,16 @@
-"""What an owner does for those who refer to its values: give a copy, call a method, tell the type, run backward.
+"""The functions that an owner runs for those who refer to its values: copy, method call, type, backward pass.
 
-Ordinary functions, called over ordinary requests, so they run where calls run and fail as calls fail. Each names its
-value by the two numbers of a `RefId`: the caller keeps its own fork until the answer. A value that is still being
-made is waited for without a thread.
+Ordinary functions, called by ordinary requests, so they run where calls run and fail as calls fail. Each names its
+value by the two numbers of a `RefId`; the caller keeps its own fork until the answer, so the value stays. No thread
+waits for a value that is still being made: the request is answered later.
+
+The names of these functions are part of the wire: `rref.py` and `owner_calls.py` spell them out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,36 +18,36 @@ import torch
 from farcall.autograd.scope import backward as backward_in_context
 from farcall.errors import RpcError
 from farcall.ids import RefId
-from farcall.rpc.owned_value import Owned
+from farcall.rpc.owned_values import Owned
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls.serving import Later, MarkedResult, is_async_execution
-from farcall.runtime.node import node_of_thread
+from farcall.runtime.node import runtime_of_thread
 
 
 def _find(created_on: int, local_id: int) -> Owned:
-    node = node_of_thread()
+    node = runtime_of_thread()
     assert node is not None
-    return node.part(NodeReferences).find(RefId(created_on, local_id))
+    references = node.part(NodeReferences)
+    ref = RefId(created_on, local_id)
+    return references.places.get(ref) or references.find(ref)
 
 
 def fetch(created_on: int, local_id: int) -> Any:
     """The value itself."""
     owned = _find(created_on, local_id)
-    return owned.get_to_send() if owned.ready else Later(owned.when_ready, owned.get_to_send)
+    return owned.get(to_send=True) if owned.ready else Later(owned.when_ready, partial(owned.get, to_send=True))
 
 
 def type_of(created_on: int, local_id: int) -> Any:
     """The type of the value."""
     owned = _find(created_on, local_id)
-    return _type(owned) if owned.ready else Later(owned.when_ready, lambda: _type(owned))
-
-
-def _type(owned: Owned) -> type[Any]:
-    return type(owned.get_to_send())
+    if owned.ready:
+        return type(owned.get(to_send=True))
+    return Later(owned.when_ready, lambda: type(owned.get(to_send=True)))
 
 
 class _Method:
-    """Calls one method, whatever the object."""
+    """Calls the method of one name, whatever the object."""
 
     __slots__ = ("__qualname__", "_name")
 
@@ -59,7 +62,7 @@ class _Method:
         return Later(owned.when_ready, lambda: self._call(owned, args, kwargs))
 
     def _call(self, owned: Owned, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        method: Callable[..., Any] = getattr(owned.get_to_send(), self._name)
+        method: Callable[..., Any] = getattr(owned.get(to_send=True), self._name)
         result = method(*args, **kwargs) if kwargs else method(*args)
         return MarkedResult(result) if is_async_execution(method) else result
 
@@ -67,19 +70,18 @@ class _Method:
 class _Methods:
     """``methods.of_NAME`` calls the method NAME of a value.
 
-    By name, so that each method is a function of its own to those who look at functions: is it a quick one, how often
-    was it called.
+    Each method is a function with a name of its own, because servers and metrics know functions by name: was the
+    function quick, how often was it called.
     """
 
     def __getattr__(self, attribute: str) -> _Method:
-        if not attribute.startswith(METHOD_PREFIX):
+        if not attribute.startswith("of_"):
             raise AttributeError(attribute)
-        method = _Method(attribute.removeprefix(METHOD_PREFIX))
+        method = _Method(attribute.removeprefix("of_"))
         setattr(self, attribute, method)
         return method
 
 
-METHOD_PREFIX = "of_"
 methods: _Methods = _Methods()
 
 
@@ -87,12 +89,12 @@ def backward(created_on: int, local_id: int, context_id: int, retain_graph: bool
     """Run a backward pass from the value."""
     owned = _find(created_on, local_id)
     if owned.ready:
-        return run_backward(owned.get_to_send(), context_id, retain_graph)
-    return Later(owned.when_ready, lambda: run_backward(owned.get_to_send(), context_id, retain_graph))
+        return run_backward(owned.get(to_send=True), context_id, retain_graph)
+    return Later(owned.when_ready, lambda: run_backward(owned.get(to_send=True), context_id, retain_graph))
 
 
 def run_backward(root: Any, context_id: int, retain_graph: bool) -> None:
-    """Run a backward pass from ``root``: through torch alone, or in a distributed context."""
+    """Run a backward pass from ``root``: in a distributed context, or by torch alone where ``context_id`` is -1."""
     if not isinstance(root, torch.Tensor):
         raise RpcError(f"the RRef should contain a tensor for .backward(), not {type(root).__name__}")
     if context_id == -1:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from farcall.errors import ReferenceLeak
 from farcall.ids import RefId
 from farcall.protocol.references.messages import Farewell
-from farcall.rpc.owned_value import NOT_MADE
+from farcall.rpc.owned_values import NOT_MADE
 from farcall.runtime.peers.peer import RemotePeer
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class ReferenceShutdown:
         self._parted: set[int] = set()
         self._news = threading.Event()
         self._leaks: list[Held] = []
-        references.node.wait_for(self._unsettled)
-        references.node.on_control(Farewell, self._on_farewell)
-        references.node.on_agreed(self._on_agreed)
+        references.node.hooks.unsettled.append(self._unsettled)
+        references.node.hooks.on_control(Farewell, self._on_farewell)
+        references.node.hooks.agreed.append(self._on_agreed)
 
     def on_peer_gone(self) -> None:
         """Somebody will say no more."""

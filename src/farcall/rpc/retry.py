@@ -30,14 +30,14 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request, send
-from farcall.rpc.creation import Creation
 from farcall.rpc.future import Future
+from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Node
+from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING
@@ -96,7 +96,7 @@ Keywords = Mapping[str, Any] | None
 
 
 def sync_with(
-    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
 ) -> Any:
     """`call_sync`, tried again."""
     check_retry(retry)
@@ -123,7 +123,7 @@ class RetryingFuture(Future[Any]):
     def __init__(
         self,
         retry: Retry,
-        node: Node,
+        node: Runtime,
         to: Destination,
         func: Function,
         args: Arguments,
@@ -170,7 +170,7 @@ class RetryingFuture(Future[Any]):
 
 
 def async_with(
-    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
 ) -> Future[Any]:
     """`call_async`, tried again. Errors of the arguments are raised here."""
     check_retry(retry)
@@ -256,7 +256,7 @@ class RetryingCreation(Creation):
 
 
 def remote_with(
-    retry: Retry, node: Node, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
 ) -> RRef[Any]:
     """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
@@ -278,7 +278,7 @@ def check_retry(retry: object) -> None:
         raise TypeError(f"retry must be a farcall.Retry, not {type(retry).__name__}")
 
 
-def _bounds(node: Node, timeout_s: float) -> tuple[float, float]:
+def _bounds(node: Runtime, timeout_s: float) -> tuple[float, float]:
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     return timeout_s, monotonic() + timeout_s if timeout_s else NEVER
 
@@ -286,13 +286,13 @@ def _bounds(node: Node, timeout_s: float) -> tuple[float, float]:
 class Pauses:
     """What a node does later: its I/O thread hands it to workers when the time has come."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Runtime) -> None:
         self._node = node
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, Callable[[], None], Callable[[RpcError], None]]] = []
         self._lock = threading.Lock()
-        node.wait_for(lambda: len(self._waiting))
-        node.on_end(self._end)
+        node.hooks.unsettled.append(lambda: len(self._waiting))
+        node.hooks.ended.append(self._end)
         self._timer = node.timer(self._submit_due)
 
     def after(self, pause_s: float, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:

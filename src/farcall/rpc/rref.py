@@ -1,8 +1,8 @@
 """`RRef`: a reference to a value that lives on one node and is used from many.
 
-One object is one fork of the reference, held as long as the object lives. What holding, sending and dropping mean is
-the business of `references.py`; how a creating call goes, that of `creation.py`. Here is what a program can do with
-one.
+Owns the operations that a program has on a reference. One object is one fork of the reference, held as long as the
+object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends the calls
+to the owner.
 
 Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
 """
@@ -14,6 +14,7 @@ import copyreg
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -28,14 +29,20 @@ from farcall.errors import (
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.references.messages import Fork
-from farcall.rpc import proxy
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
-from farcall.rpc.creation import Creation
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.owner_calls import ask, ask_async, ask_patiently, wait_for_value
+from farcall.rpc.owned_values import OnWorker, Owned, wait_for_value
+from farcall.rpc.owner_calls import (
+    Creation,
+    Proxy,
+    ask,
+    ask_async,
+    ask_patiently,
+    call_method,
+    call_method_async,
+    call_method_remote,
+)
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import current_node
-from farcall.runtime.peers.peer import Peer
+from farcall.runtime.node import current_runtime
 from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
@@ -77,40 +84,33 @@ class RRef(Generic[T]):
     _fork: Fork
     _references: NodeReferences
     _owned: Owned | None
-    """Where the value is, if this node is its owner."""
+    """The value, or its place, if this node is the owner."""
     _creation: Creation | None
-    """The creating call, if it was made through this very object."""
+    """The creating call, if this object came of it."""
     _release: Callable[[Fork], object]
     _type: type[Any] | None
     _type_future: weakref.ref[torch.futures.Future[Any]] | None
     origin: str
-    """Where in the program the reference was created, if that is recorded."""
+    """The line of the program that created the reference, if origins are recorded."""
     script_class: ClassVar[type[Any] | None] = None
-    """What TorchScript knows references as, where that is in use; see `farcall.torchscript`."""
+    """TorchScript's class of references, where TorchScript is in use; see `farcall.torchscript`."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        # Asked by isinstance, also by that of torch's C++, where an object's own type is not the one looked for.
+        # isinstance asks for this, also that of torch's C++, where the type of the object is not the one asked about.
         return RRef.script_class or RRef
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         from farcall.rpc.references import NodeReferences
 
-        current_node().part(NodeReferences).own(self, value)
+        current_runtime().part(NodeReferences).own(self, value)
         assert self._owned is not None
         self._owned.type_hint = type_hint
 
-    @staticmethod
-    def _of(
-        references: NodeReferences, fork: Fork, owned: Owned | None, creation: Creation | None, origin: str = ""
-    ) -> RRef[Any]:
-        rref: RRef[Any] = RRef.__new__(RRef)
-        rref._become(references, fork, owned, creation, origin)
-        return rref
-
-    def _become(
+    def _bind(
         self, references: NodeReferences, fork: Fork, owned: Owned | None, creation: Creation | None, origin: str
     ) -> None:
+        """Make this object hold ``fork``; ``__init__`` is for programs, which have a value and no fork."""
         self._references = references
         self._owned = owned
         self._creation = creation
@@ -124,9 +124,9 @@ class RRef(Generic[T]):
         try:
             self._release(self._fork)
         except Exception:
-            pass  # never made, or the interpreter is all but gone
+            pass  # never bound, or the interpreter is all but gone
 
-    # ------------------------------------------------------------------ whose it is
+    # ------------------------------------------------------------------ the owner
 
     def is_owner(self) -> bool:
         """Does the value live on this worker?"""
@@ -143,14 +143,12 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Does the owner know of this reference yet?
 
-        For one that came from another worker this waits for the owner to say so, within the default timeout: a program
-        that was handed a reference may count on it.
+        For a reference that came from another worker this waits until the owner says so, within the default timeout: a
+        program that was handed a reference may count on it.
         """
-        if self._references.confirmed(self._fork) or self._creation is not None or self._owned is not None:
-            return self._references.confirmed(self._fork)
-        return self._wait_until_confirmed()
-
-    def _wait_until_confirmed(self) -> bool:
+        confirmed = self._references.confirmed(self._fork)
+        if confirmed or self._creation is not None or self._owned is not None:
+            return confirmed
         node = self._references.node
         deadline = monotonic() + (node.timeout_s or NEVER)
         with node.calls.waiting():
@@ -204,15 +202,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
-        return proxy.Proxy(proxy.call_sync, self, timeout)
+        return Proxy(call_method, self, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""
-        return proxy.Proxy(proxy.call_async, self, timeout)
+        return Proxy(call_method_async, self, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
-        return proxy.Proxy(proxy.call_remote, self, timeout)
+        return Proxy(call_method_remote, self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a tensor, as its root.
@@ -231,7 +229,8 @@ class RRef(Generic[T]):
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients go to a context")
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
-        ask(self, RRef.backward, plain_request(self._peer(), _BACKWARD, payload), UNSET_TIMEOUT)
+        peer = self._references.peer(self._fork)
+        ask(self, peer, RRef.backward, plain_request(peer, _BACKWARD, payload), UNSET_TIMEOUT)
 
     def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
@@ -239,8 +238,8 @@ class RRef(Generic[T]):
             self._type = type(wait_for_value(self, self._owned, timeout))
         if blocking and self._type is not None:
             return self._type
-        # Weakly: a future that failed holds its error, whose traceback may hold us, in ways that no garbage collector
-        # sees. One that is still to come is held by the table of calls.
+        # A weak reference: a failed future holds its error, and the traceback may hold this object, in a cycle through
+        # C++ that no garbage collector sees. The table of calls holds a future that is not done.
         future = None if self._type_future is None else self._type_future()
         if future is None or _has_failed(future):
             if self._type is not None:
@@ -248,19 +247,25 @@ class RRef(Generic[T]):
                 future.set_result(self._type)
             elif self._owned is not None:
                 future = torch.futures.Future()
-                self._references.tell_type(self._owned, future)
+                tell = partial(_tell_type, self._owned, future)
+                if self._owned.ready:
+                    tell()
+                else:
+                    submit = self._references.node.executor.submit
+                    self._owned.when_ready(lambda: submit(OnWorker(tell)))
             else:
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-                future = ask_async(self, RRef._get_type, plain_request(self._peer(), _TYPE_OF, payload), timeout)
-                future.add_done_callback(_keeping_type(weakref.ref(self)))
+                peer = self._references.peer(self._fork)
+                future = ask_async(self, peer, RRef._get_type, plain_request(peer, _TYPE_OF, payload), timeout)
+                future.add_done_callback(partial(_keep_type, weakref.ref(self)))
             self._type_future = weakref.ref(future)
         if not blocking:
             return future
         try:
             self._type = future.wait()
         finally:
-            del future  # as above
+            del future  # a local of this frame would close the cycle, too
         return self._type
 
     def _get_future(self) -> torch.futures.Future[None]:
@@ -269,19 +274,16 @@ class RRef(Generic[T]):
             return self._creation.future()
         return self._get_type(blocking=False).then(_without_value)  # type: ignore[no-any-return]
 
-    def _peer(self) -> Peer:
-        return self._references.peer(self._fork)
-
-    # ------------------------------------------------------------------ how it travels
+    # ------------------------------------------------------------------ on the way
 
     def _serialize(self) -> NoReturn:
-        """Stock's way to send a reference by hand: an error, since nobody could say who will hold it."""
+        """torch's way to send a reference by hand. An error here: nobody could say which member will hold it."""
         if self._creation is not None and self._creation.error is not None:
             raise copy.copy(self._creation.error)
         _refuse_to_pickle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Reached by picklers that are not ours; one that a user installed for calls may be at work on a call.
+        # Picklers that are not farcall's come here. One that the user installed for calls may be writing a call.
         encoding = current_encoding()
         if encoding is None:
             _refuse_to_pickle()
@@ -306,7 +308,7 @@ def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
 
 
 def _arrived(index: int) -> RRef[Any]:
-    """The reference at this place among the notes of the message being read."""
+    """The reference with this index in the notes of the message that is being read."""
     forks = current_decoding().forks
     if not forks:
         raise SerializationError("a reference came without its entry in the notes of the message")
@@ -315,7 +317,7 @@ def _arrived(index: int) -> RRef[Any]:
 
 
 register_reducer(RRef, _reduce)
-# By a number instead of a name: reading it is a dict lookup.
+# A number in the place of a name: reading it is one lookup in a dict.
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
 
 __all__ = ["RRef"]
@@ -325,19 +327,24 @@ def _numbers(number: RefId | ForkId) -> str:
     return f"created_on={number.created_on}, local_id={number.local_id}"
 
 
-def _keeping_type(rref: weakref.ref[RRef[Any]]) -> Callable[[torch.futures.Future[Any]], None]:
-    """Have the answer kept by the reference, if that is still there: its future may be gone when it is asked again."""
+def _tell_type(owned: Owned, future: torch.futures.Future[Any]) -> None:
+    try:
+        found = type(owned.get())
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(found)
 
-    def keep(future: torch.futures.Future[Any]) -> None:
-        held = rref()
-        if held is not None and not _has_failed(future):
-            held._type = future.value()
 
-    return keep
+def _keep_type(rref: weakref.ref[RRef[Any]], future: torch.futures.Future[Any]) -> None:
+    """Keep the answer in the reference, if it still lives: the future may be gone when the type is asked for again."""
+    held = rref()
+    if held is not None and not _has_failed(future):
+        held._type = future.value()
 
 
 def _has_failed(future: torch.futures.Future[Any]) -> bool:
-    """Is it done, with an error? Then it is no answer for whoever asks later."""
+    """Is ``future`` done, with an error? Then it is no answer to a later question."""
     if not future.done():
         return False
     try:

@@ -17,8 +17,7 @@ from farcall import api, autograd
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
 from farcall.rpc.future import call_async as issue
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.owner_calls import wait_for_value
+from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.rref import RRef
 from farcall.runtime.io.reader import stop_reading
 from farcall.serialize import RECORDING
@@ -46,7 +45,7 @@ def call_async(
     stop_reading()  # the script is likely to wait for the result, which it does where nobody sees it
     function = _find(name)
     return _in_context(
-        context_id, lambda: issue(api.current_node(), to, function, args, kwargs, timeout_s, "async_jit")
+        context_id, lambda: issue(api.current_runtime(), to, function, args, kwargs, timeout_s, "async_jit")
     )
 
 
@@ -66,7 +65,7 @@ def _find(name: str) -> Any:
 def _in_context(context_id: int, do: Callable[[], T]) -> T:
     if context_id == _NO_CONTEXT or RECORDING.get() is not None:
         return do()
-    recording = api.current_node().part(Recorder).contexts.find(context_id)
+    recording = api.current_runtime().part(Recorder).contexts.find(context_id)
     if recording is None:
         return do()
     outside = recording.enter()
@@ -139,7 +138,7 @@ def keep_pickled(number: int, rref: RRef[Any]) -> None:
 
 def find_pickled(writer: int, number: int) -> RRef[Any]:
     """TorchScript has read a reference that worker ``writer`` wrote as its ``number``-th."""
-    pickled = api.current_node().part(_Pickled)
+    pickled = api.current_runtime().part(_Pickled)
     with pickled.lock:
         found = pickled.read.get((writer, number))
     if found is None:
@@ -151,7 +150,7 @@ def find_pickled(writer: int, number: int) -> RRef[Any]:
 
 def _written(number: int) -> RRef[Any]:
     """At the writer."""
-    node = api.current_node()
+    node = api.current_runtime()
     try:
         return node.part(_Pickled).written[number]
     except KeyError:

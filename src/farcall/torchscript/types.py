@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from farcall import api
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.owner_calls import wait_for_value
+from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.rref import RRef
 from farcall.serialize.functions import decode_function
 from farcall.torchscript import extension

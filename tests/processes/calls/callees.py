@@ -51,7 +51,7 @@ class Gate:
 
 
 def live_bytes() -> int:
-    pool = farcall.api.current_node().pool
+    pool = farcall.api.current_runtime().pool
     return 0 if pool is None else pool.live_bytes
 
 

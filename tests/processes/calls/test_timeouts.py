@@ -83,7 +83,7 @@ def answer_late(rank: int) -> None:
     for name in ("warm 1", "warm 2", "warm 3"):
         farcall.rpc_sync("w1", Gate.open, (name,))
         farcall.rpc_sync("w1", Gate.wait_and_return, (name, count))
-    node = farcall.api.current_node()
+    node = farcall.api.current_runtime()
     for attempt in range(3):
         late = farcall.rpc_async("w1", Gate.wait_and_return, (f"late {attempt}", count), timeout=0.02)
         with pytest.raises(RpcTimeout):

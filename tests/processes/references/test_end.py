@@ -48,8 +48,8 @@ def leak(rank: int) -> None:
     farcall.debug.trace_references()
     held_to_the_end.append(farcall.remote(1 - rank, Counter, (1,)))  # this very line is in the report
     held_to_the_end[-1].to_here()
-    node = api.current_node()
-    node.part(NodeReferences).parting.give_up = lambda: None
+    node = api.current_runtime()
+    node.part(NodeReferences).shutdown.give_up = lambda: None
 
 
 def test_a_leak_says_who_holds_what_created_where() -> None:

@@ -31,7 +31,7 @@ from farcall.errors import (
     RpcError,
     RpcTimeout,
 )
-from farcall.runtime.node import node_of_thread
+from farcall.runtime.node import runtime_of_thread
 from farcall.testing.cluster import (
     finish,
     free_port,
@@ -67,7 +67,7 @@ def countdown(start: int) -> Iterator[int]:
 
 
 def worker_threads() -> int:
-    node = node_of_thread()
+    node = runtime_of_thread()
     assert node is not None
     return node.executor.threads
 
@@ -254,7 +254,7 @@ def fetch_from_owner() -> int:
 def asked_before_the_creation_came(rank: int) -> None:
     if rank:
         return
-    node: Any = api.current_node()
+    node: Any = api.current_runtime()
     io_thread_waits = threading.Event()
 
     def wait_for_the_question() -> None:

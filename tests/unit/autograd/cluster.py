@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty
+from typing import NamedTuple
 
+import msgspec
 import torch
 
-from farcall.autograd.contexts import Contexts
-from farcall.autograd.passes import Gradient, Letter, Task
+from farcall.autograd.contexts import Context, Contexts
+from farcall.autograd.passes import Event, Gradient, LocalPass, Message
 from farcall.errors import PeerDead
 
 
 class Hang(AssertionError):
     """Somebody waits for what will never come."""
+
+
+class Peer(NamedTuple):
+    """All that a context asks of a peer."""
+
+    number: int
 
 
 class Network:
@@ -27,7 +35,7 @@ class Network:
         self.possible: list[Callable[[], None]] = []
         self.clock_s = 0.0
         self.dead: set[int] = set()
-        self.log: list[tuple[int, int, Letter]] = []
+        self.log: list[tuple[int, int, Message]] = []
         self.workers = [Contexts(Port(self, worker_id)) for worker_id in range(world_size)]
 
     def step(self) -> bool:
@@ -48,13 +56,18 @@ class Network:
 
     def move(self, context_id: int, source: int, target: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What a call does with the tensors of a message: record, copy, record."""
-        sender, receiver = self.workers[source], self.workers[target]
-        message_id = sender.attach_send(sender.find_or_create(context_id), target, tensors)
+        message_id = self.context(context_id, source).record_send(Peer(target), tensors)
         copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        context = receiver.find_or_create(context_id)
-        if message_id is not None:
-            receiver.attach_receive(context, source, message_id, copies)
+        context = self.context(context_id, target)
+        if message_id:
+            context.record_receive(Peer(source), message_id, copies)
         return copies
+
+    def context(self, context_id: int, worker_id: int) -> Context:
+        """A context that was not released, at that worker, made if need be."""
+        context = self.workers[worker_id].admit(context_id)
+        assert context is not None
+        return context
 
 
 class Port:
@@ -70,37 +83,44 @@ class Port:
     def origin(self) -> int:
         return self._worker_id << 16
 
-    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
+    def send(self, worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
         network = self._network
         if worker_id in network.dead:
             raise PeerDead(f"worker{worker_id} died")
-        network.log += [(self._worker_id, worker_id, letter) for letter in letters]
-        copies = [_copied(letter) for letter in letters]
+        network.log += [(self._worker_id, worker_id, message) for message in messages]
+        copies = [_copied(message) for message in messages]
 
         def arrive() -> None:
             if worker_id not in network.dead:
-                network.workers[worker_id].deliver(self._worker_id, copies)
+                for local in network.workers[worker_id].deliver(self._worker_id, copies):
+                    network.workers[worker_id].port.submit(local)
 
         network.possible.append(arrive)
 
-    def submit(self, task: Task) -> None:
+    def send_later(self, worker_id: int, message: Message) -> None:
+        if worker_id not in self._network.dead:
+            self.send(worker_id, [message])
+
+    def submit(self, local: LocalPass) -> None:
         def run() -> None:
             if self._worker_id not in self._network.dead:
-                task()
+                local.run()
 
         self._network.possible.append(run)
 
-    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
+    def wait(self, local: LocalPass) -> Event | None:
+        local.flush()
         while True:
             try:
-                return tasks.get_nowait()
+                return local.inbox.get_nowait()
             except Empty:
                 if self._network.step():
                     continue
-                if timeout_s is None:
+                deadline = local.machine.next_deadline()
+                if deadline is None:
                     raise Hang("nothing can happen any more, and the pass is not over") from None
-                self._network.clock_s += timeout_s
-                raise
+                self._network.clock_s = deadline
+                return None
 
     def workers(self) -> frozenset[int]:
         return frozenset(range(len(self._network.workers)))
@@ -124,7 +144,8 @@ class Port:
         """The same."""
 
 
-def _copied(letter: Letter) -> Letter:
-    if isinstance(letter, Gradient) and letter.gradients is not None:
-        return letter._replace(gradients=[None if g is None else g.clone() for g in letter.gradients])
-    return letter
+def _copied(message: Message) -> Message:
+    if isinstance(message, Gradient) and message.gradients is not None:
+        copies = [None if gradient is None else gradient.clone() for gradient in message.gradients]
+        return msgspec.structs.replace(message, gradients=copies)
+    return message

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.autograd.cluster import Hang, Network
+from tests.unit.autograd.cluster import Hang, Network, Peer
 from torch.utils.checkpoint import checkpoint
 
-from farcall.autograd.context import Context
-from farcall.autograd.contexts import Contexts
+from farcall.autograd.contexts import Context, Contexts
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass
 
@@ -88,7 +87,7 @@ def test_an_unused_result_neither_hangs_nor_counts(network: Network, context: Co
 def test_one_round_trip_costs_two_gradients_a_start_and_a_done(network: Network, context: Context) -> None:
     (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [leaf()]))
     network.workers[0].backward(context.id, [back.sum()])
-    kinds = [type(letter).__name__ for _, _, letter in network.log]
+    kinds = [type(message).__name__ for _, _, message in network.log]
     assert kinds == ["StartPass", "Gradient", "Gradient", "PassDone"]
 
 
@@ -269,31 +268,30 @@ def test_a_profiler_sees_the_pass(network: Network, context: Context) -> None:
 
 def test_a_message_that_arrives_after_the_pass_began(network: Network, context: Context) -> None:
     first = leaf()
-    there = network.workers[1]
     here = network.workers[0]
-    message_id = here.attach_send(context, 1, [first])
-    assert message_id is not None
+    message_id = context.record_send(Peer(1), [first])
+    assert message_id
     copy = first.detach().clone().requires_grad_()
-    network.possible.append(lambda: there.attach_receive(there.find_or_create(context.id), 0, message_id, [copy]))
+    network.possible.append(lambda: network.context(context.id, 1).record_receive(Peer(0), message_id, [copy]))
     here.backward(context.id, [(first * 2).sum()])
     assert torch.equal(gradients(network, context)[first], torch.full((3, 3), 2.0))
 
 
 def test_a_message_that_is_declined(network: Network, context: Context) -> None:
     first = leaf()
-    there, here = network.workers[1], network.workers[0]
-    message_id = here.attach_send(context, 1, [first])
-    assert message_id is not None
+    here = network.workers[0]
+    message_id = context.record_send(Peer(1), [first])
+    assert message_id
     with pytest.raises(Hang):
         here.backward(context.id, [(first * 2).sum()])
-    there.decline(there.find_or_create(context.id), 0, message_id)
+    network.context(context.id, 1).decline_receive(Peer(0), message_id)
     network.drain()
     here.backward(context.id, [(first * 3).sum()])
 
 
 def test_a_timeout_names_whom_it_waited_for(network: Network, context: Context) -> None:
     first = leaf()
-    assert network.workers[0].attach_send(context, 2, [first]) is not None
+    assert context.record_send(Peer(2), [first])
     with pytest.raises(RpcError, match="timed out"):
         network.workers[0].backward(context.id, [(first * 2).sum()], timeout_s=5.0)
     network.drain()
@@ -350,9 +348,10 @@ def test_a_released_context_ends_its_pass_and_names_its_peers(network: Network, 
 
 def test_a_start_for_a_context_not_heard_of_is_answered(network: Network) -> None:
     pass_id = PassId(0, 0)
-    network.workers[1].deliver(0, [StartPass(7, pass_id, (0, 1))])
+    (local,) = network.workers[1].deliver(0, [StartPass(7, pass_id, (0, 1))])
+    local.run()
     network.drain()
-    assert [letter for _, _, letter in network.log] == [PassDone(7, pass_id)]
+    assert [message for _, _, message in network.log] == [PassDone(7, pass_id)]
 
 
 def test_plain_backward_into_a_receive_says_what_to_do(network: Network, context: Context) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from farcall.autograd.functions import Edge
-from farcall.autograd.nodes import Gradients, Roots, post_hooks, run_node
+from farcall.autograd.nodes import Gradients, Roots, hooks_of, run_node
 
 
 def no_inner(roots: Roots, inputs: Any) -> Gradients:
@@ -57,7 +57,7 @@ def test_hooks_before_and_after_run_and_may_replace() -> None:
     node.register_hook(lambda results, gradients: (results[0] * gradients[0] * 5,))
     (gradient,) = call(node, torch.ones(2)).values()
     torch.testing.assert_close(gradient, leaf.detach().cos() * 20)
-    assert len(post_hooks(node)) == 1
+    assert len(hooks_of(node.register_hook)) == 1
 
 
 def test_what_leaves_has_the_dtype_and_shape_of_its_tensor() -> None:

@@ -6,16 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.unit.autograd.cluster import Network
+from tests.unit.autograd.cluster import Network, Peer
 
 from farcall.errors import PeerDead, RpcTimeout
 from farcall.protocol.gradients import ReleaseContext
+from farcall.serialize import RECORDING
 
 
 def chain(network: Network, route: list[int]) -> tuple[int, torch.Tensor]:
     """A value that wanders from worker to worker; the context, and the value at the end."""
     context = network.workers[route[0]].new_context()
-    network.workers[route[0]].exchange_current(None)
+    RECORDING.set(None)
     value = torch.rand(2, requires_grad=True)
     for source, target in pairwise(route):
         (value,) = network.move(context.id, source, target, [value * 2])
@@ -33,7 +34,7 @@ def test_those_that_know_it_from_others_are_told_by_them() -> None:
     network.workers[0].release_everywhere(context_id)
     network.drain()
     assert knowing(network, context_id) == []
-    told = [target for _, target, letter in network.log if isinstance(letter, ReleaseContext)]
+    told = [target for _, target, message in network.log if isinstance(message, ReleaseContext)]
     assert 4 not in told
 
 
@@ -64,7 +65,7 @@ def test_a_released_context_does_not_come_back() -> None:
     there.release(context_id)
     assert there.admit(context_id) is None
     here.release_everywhere(context_id)
-    assert here.attach_send(context, 1, [value]) is None
+    assert not context.record_send(Peer(1), [value])
     assert not context.sends
     assert here.admit(context_id) is None
 
@@ -74,16 +75,16 @@ def test_a_message_that_was_not_sent_is_not_waited_for() -> None:
     here = network.workers[0]
     context_id, value = chain(network, [0, 1, 0])
     context = here.retrieve(context_id)
-    unsent = here.attach_send(context, 1, [value])
-    assert unsent is not None
-    here.detach_send(context, unsent)
+    unsent = context.record_send(Peer(1), [value])
+    assert unsent
+    context.withdraw_send(unsent)
     here.backward(context_id, [value.sum()])
     # The same, found out while a pass waits for it.
     context_id, value = chain(network, [0, 1, 0])
     context = here.retrieve(context_id)
-    unsent = here.attach_send(context, 1, [value])
-    assert unsent is not None
-    network.possible.append(lambda: here.detach_send(context, unsent))
+    unsent = context.record_send(Peer(1), [value])
+    assert unsent
+    network.possible.append(lambda: context.withdraw_send(unsent))
     here.backward(context_id, [value.sum()])
     network.drain()
 
@@ -92,8 +93,8 @@ def test_the_error_says_what_kind_of_failure_it_was() -> None:
     network = Network(2)
     here = network.workers[0]
     context_id, value = chain(network, [0, 1, 0])
-    lost = here.attach_send(here.retrieve(context_id), 1, [value])  # never arrives
-    assert lost is not None
+    lost = here.retrieve(context_id).record_send(Peer(1), [value])  # never arrives
+    assert lost
     with pytest.raises(RpcTimeout, match="timed out"):
         here.backward(context_id, [value.sum()], timeout_s=5.0, retain_graph=True)
     network.possible.append(lambda: network.kill(1))

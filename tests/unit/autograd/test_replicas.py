@@ -10,7 +10,6 @@ from tests.unit.autograd.cluster import Network
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from farcall.autograd.contexts import Contexts
 from farcall.errors import RpcError
 
 
@@ -86,5 +85,5 @@ def test_a_module_built_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     replica = DistributedDataParallel(torch.nn.Linear(3, 1))
     replicas._replicas.pop(replica, None)
     monkeypatch.setattr(replicas, "_is_watching", False)
-    Contexts(Network(1).workers[0].port)
+    Network(1).workers[0].admit(1)  # the first context
     assert replica in replicas._replicas

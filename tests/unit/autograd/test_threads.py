@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Empty
 
 import pytest
 import torch
 from tests.unit.autograd.cluster import Network
 
 from farcall.autograd.contexts import Contexts
-from farcall.autograd.passes import Letter, Task
+from farcall.autograd.passes import Event, LocalPass, Message
 
 GIVE_UP_S = 30.0
 
@@ -22,14 +22,26 @@ class ThreadPort:
         self._workers, self.worker_id, self._pool = workers, worker_id, pool
         self.origin = worker_id << 16
 
-    def send(self, worker_id: int, letters: Sequence[Letter]) -> None:
-        self._pool.submit(self._workers[worker_id].deliver, self.worker_id, list(letters))
+    def send(self, worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
+        self._pool.submit(self._arrive, self._workers[worker_id], list(messages))
 
-    def submit(self, task: Task) -> None:
-        self._pool.submit(task)
+    def _arrive(self, contexts: Contexts, messages: list[Message]) -> None:
+        for local in contexts.deliver(self.worker_id, messages):
+            contexts.port.submit(local)
 
-    def take(self, tasks: SimpleQueue[Task], timeout_s: float | None, workers: frozenset[int]) -> Task:
-        return tasks.get(timeout=timeout_s)
+    def send_later(self, worker_id: int, message: Message) -> None:
+        self.send(worker_id, [message])
+
+    def submit(self, local: LocalPass) -> None:
+        self._pool.submit(local.run)
+
+    def wait(self, local: LocalPass) -> Event | None:
+        local.flush()
+        deadline = local.machine.next_deadline()
+        try:
+            return local.inbox.get(timeout=None if deadline is None else max(0.0, deadline - self.now()))
+        except Empty:
+            return None
 
     def workers(self) -> frozenset[int]:
         return frozenset(range(len(self._workers)))

@@ -271,9 +271,9 @@ def test_releases_are_announced_once_and_when_urgent(pool: SegmentPool) -> None:
     assert announced == [False]
     view_and_drop(MEBIBYTE)
     assert announced == [False, True]
-    assert segment_map.has_releases
+    assert segment_map.released
     assert len(segment_map.take_releases()) == 3
-    assert not segment_map.has_releases
+    assert not segment_map.released
     for _ in range(64):
         view_and_drop(100)
     assert announced == [False, True, False, True]

@@ -12,13 +12,13 @@ from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard.access import REALM
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
 from farcall.observe.observer import Answers
-from farcall.observe.snapshot import Frame, OutgoingCall, PoolView, ServedCall, ThreadView, WorkerSnapshot
+from farcall.observe.snapshot import OutgoingCall, PoolView, ServedCall, StackLine, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S
 from farcall.runtime.observing.event_log import LoggedEvent
 
 FUNCTIONS = ("forward", "backward_step", "ParameterServer.fetch_parameters", "heartbeat")
-STACK = [Frame("/home/me/train.py", 57, "step"), Frame("/home/me/train.py", 112, "main")]
+STACK = [StackLine("/home/me/train.py", 57, "step"), StackLine("/home/me/train.py", 112, "main")]
 
 
 class SimulatedObserver:

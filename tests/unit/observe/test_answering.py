@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,19 @@ import torch
 from tests.kit.clock import Clock
 
 from farcall.ids import WorkerInfo
-from farcall.observe import explaining
-from farcall.observe.answering import CALL, SILENT_S, Answering
-from farcall.observe.explaining import CallState
-from farcall.observe.snapshot import LATER, QUEUED, RUNNING, Frame, OutgoingCall, PoolView, ServedCall
-from farcall.observe.threads import outgoing_call
+from farcall.observe.answering import CALL_STATE, SILENT_S, Answering, CallState, explaining_s, explanation
+from farcall.observe.snapshot import (
+    LATER,
+    QUEUED,
+    RUNNING,
+    OutgoingCall,
+    PoolView,
+    ServedCall,
+    StackLine,
+    outgoing_call,
+)
 from farcall.protocol.observing import Ask, Told
+from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import RemotePeer
 
 POOL = PoolView(size=16, threads=16, busy=16, parked=0, queued=3)
@@ -51,21 +57,9 @@ class FakeNode:
         self.info = WorkerInfo("w0", 0)
         self.calls = FakeCalls()
         self.running = True
-        self.on_question: Any = None
-        self.handlers: dict[type, Callable[..., None]] = {}
-        self.ending: list[Callable[[], None]] = []
-        self.counts: list[Callable[[], int]] = []
+        self.hooks = Hooks()
         self.clock = Clock()
         self.timer = self.clock.timer
-
-    def on_control(self, kind: type, handle: Callable[..., None]) -> None:
-        self.handlers[kind] = handle
-
-    def wait_for(self, count: Callable[[], int]) -> None:
-        self.counts.append(count)
-
-    def on_end(self, hook: Callable[[], None]) -> None:
-        self.ending.append(hook)
 
     def something_ended(self) -> None:
         pass
@@ -75,7 +69,7 @@ class FakeNode:
 
     def end(self) -> None:
         self.running = False
-        for hook in self.ending:
+        for hook in self.hooks.ended:
             hook()
 
 
@@ -91,7 +85,7 @@ def answering(node: Any) -> Answering:
 
 def ask(answering: Answering, peer: RemotePeer) -> list[bytes]:
     heard: list[bytes] = []
-    answering.ask(peer, CALL, b"", 0.3, heard.append)
+    answering.ask(peer, CALL_STATE, b"", 0.3, heard.append)
     return heard
 
 
@@ -99,12 +93,12 @@ def test_an_answer_comes_back(node: Any, answering: Answering) -> None:
     peer = FakePeer()
     heard = ask(answering, peer)
     (question,) = peer.sent
-    assert (question.subject, question.everyone) == (CALL, False)
-    assert node.counts[0]() == 1  # a graceful shutdown waits for it
-    node.handlers[Told](peer, Told(question.number, "w1", b"so"))
-    node.handlers[Told](peer, Told(question.number, "w1", b"twice"))
+    assert (question.subject, question.everyone) == (CALL_STATE, False)
+    assert node.hooks.unsettled[0]() == 1  # a graceful shutdown waits for it
+    node.hooks.controls[Told](peer, Told(question.number, "w1", b"so"))
+    node.hooks.controls[Told](peer, Told(question.number, "w1", b"twice"))
     assert heard == [b"so"]
-    assert node.counts[0]() == 0
+    assert node.hooks.unsettled[0]() == 0
 
 
 def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
@@ -144,8 +138,8 @@ def test_the_end_of_the_node_leaves_nobody_waiting(node: Any, answering: Answeri
 def test_a_member_is_answered_and_unknown_subjects_get_nothing(node: Any, answering: Answering) -> None:
     peer = FakePeer()
     answering.subjects["color"] = lambda asker, argument: b"blue" + argument
-    node.handlers[Ask](peer, Ask(1, "color", b"ish"))
-    node.handlers[Ask](peer, Ask(2, "nonsense"))
+    node.hooks.controls[Ask](peer, Ask(1, "color", b"ish"))
+    node.hooks.controls[Ask](peer, Ask(2, "nonsense"))
     assert peer.sent == [Told(1, "w0", b"blueish"), Told(2, "w0", b"")]
 
 
@@ -166,7 +160,7 @@ def test_a_subject_that_fails_says_nothing_and_is_logged(
 
 
 def said(served: ServedCall | None, **more: Any) -> str:
-    return explaining.say("w1", msgspec.msgpack.encode(CallState(served, POOL, **more)), 0.3)
+    return explanation("w1", msgspec.msgpack.encode(CallState(served, POOL, **more)), 0.3)
 
 
 def test_each_state_in_words() -> None:
@@ -179,10 +173,10 @@ def test_each_state_in_words() -> None:
     )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
-    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=Frame("a.py", 3, "f"), waits_for=nested)
+    text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=StackLine("a.py", 3, "f"), waits_for=nested)
     assert "running it for 2.00 s, on thread T, now at a.py:3 in f, where it has waited 1.50 s for w2" in text
-    assert "did not say within 0.3 s" in explaining.say("w1", b"", 0.3)
-    assert explaining.say("w1", b"nonsense", 0.3) == ""
+    assert "did not say within 0.3 s" in explanation("w1", b"", 0.3)
+    assert explanation("w1", b"nonsense", 0.3) == ""
 
 
 @pytest.mark.parametrize(
@@ -197,4 +191,4 @@ def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
 
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])
 def test_who_has_little_patience_is_not_held_up_for_long(timeout_s: float, bound_s: float) -> None:
-    assert explaining.bound_s(timeout_s) == pytest.approx(bound_s)
+    assert explaining_s(timeout_s) == pytest.approx(bound_s)

@@ -80,7 +80,7 @@ def test_what_one_look_says() -> None:
     observer = SimulatedObserver(16)
     before, heard = observer.metrics().answers, observer.metrics()
     found = rows(before, heard.answers)
-    workers = digest.workers(found, heard)
+    workers = digest.workers(found, heard.silent)
     assert [worker["rank"] for worker in workers] == list(range(16))
     assert [worker["state"] for worker in workers[-3:]] == ["running", "silent", "gone"]
     pairs = digest.pairs(before, heard.answers)

@@ -28,15 +28,15 @@ from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
-from farcall.rpc.deferred import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async
-from farcall.rpc.owned_value import Owned
-from farcall.rpc.proxy import Proxy
-from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
+from farcall.rpc.owned_values import Owned
+from farcall.rpc.owner_calls import Proxy
+from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import StoredFailure
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node.hooks import Hooks
 from farcall.serialize import encode_failure
 
 ME, OWNER, OTHER = (WorkerInfo(name, rank) for rank, name in enumerate(("me", "owner", "other")))
@@ -99,7 +99,7 @@ class FakeNode:
         self.clock = Clock()
         self.timer = self.clock.timer
         self.redelivered: list[Any] = []
-        self.hooks: dict[str, Callable[..., Any]] = {}
+        self.hooks = Hooks()
 
     def peer(self, rank: int) -> FakePeer:
         return self.peers[rank]
@@ -118,20 +118,6 @@ class FakeNode:
     def turn_clock(self, now: float) -> None:
         while self.clock.due <= now:
             self.clock.turn_to(now)
-
-    def on_control(self, kind: type[Any], handle: Callable[..., Any], *, in_order: bool = False) -> None:
-        self.hooks[kind.__name__] = handle
-
-    def wait_for(self, count: Callable[[], int]) -> None: ...
-
-    def on_peer_joined(self, hook: Callable[..., Any]) -> None:
-        self.hooks["joined"] = hook
-
-    def on_peer_gone(self, hook: Callable[..., Any]) -> None:
-        self.hooks["gone"] = hook
-
-    def on_agreed(self, hook: Callable[..., Any]) -> None:
-        self.hooks["agreed"] = hook
 
 
 @pytest.fixture
@@ -172,7 +158,7 @@ def test_whoever_waits_for_a_value_is_woken_once() -> None:
     owned.when_ready(lambda: woken.append("after"))
     assert woken == ["before", "after"]
     assert owned.wait(0.0)
-    assert owned.get() == owned.get_to_send() == "value"
+    assert owned.get() == owned.get(to_send=True) == "value"
 
 
 def test_a_failed_value_raises_a_new_error_each_time() -> None:
@@ -188,7 +174,7 @@ def test_a_failed_value_raises_a_new_error_each_time() -> None:
         raised.append(caught.value)
     assert raised[0] is not raised[1]
     with pytest.raises(StoredFailure):
-        owned.get_to_send()
+        owned.get(to_send=True)
 
 
 # ---------------------------------------------------------------------- destructors
@@ -318,7 +304,7 @@ def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: Nod
     node.peers[OWNER.id] = owner
     node.turn_clock(now + 1.0)
     assert owner.sent == [Register([fork])]
-    node.hooks["Confirm"](owner, Confirm([(fork.ref, fork.fork_id)]))
+    node.hooks.controls[Confirm](owner, Confirm([(fork.ref, fork.fork_id)]))
     assert noted.forks[0].confirmed_by_owner()
 
 
@@ -338,7 +324,7 @@ def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeRefe
     # One that is older than what came is gone, and a dead member creates nothing more.
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 0))
-    node.hooks["gone"](node.peer(OTHER.id))
+    node.hooks.peer_gone[0](node.peer(OTHER.id))
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(RefId(OTHER.id, 9))
 
@@ -348,9 +334,9 @@ def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
 ) -> None:
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
     other = node.peer(OTHER.id)
-    node.hooks["Withdraw"](other, Withdraw((fork,)))
+    node.hooks.controls[Withdraw](other, Withdraw((fork,)))
     assert references.find(fork.ref).failure is not None
-    node.hooks["Release"](other, Release(((fork.ref, fork.fork_id),)))
+    node.hooks.controls[Release](other, Release(((fork.ref, fork.fork_id),)))
     assert references.pending_values() == 0
     with pytest.raises(ReferenceLost, match="has no value"):
         references.find(fork.ref)
@@ -393,13 +379,13 @@ def test_a_use_after_the_end_says_that_it_is_the_end_and_not_that_the_owner_is_g
 
 def test_a_fork_that_comes_from_the_dead_leaves_no_place_behind(references: NodeReferences, node: FakeNode) -> None:
     """Frames that had arrived before the death are still delivered; the value they speak of was freed with it."""
-    node.hooks["gone"](node.peer(OTHER.id))
+    node.hooks.peer_gone[0](node.peer(OTHER.id))
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=ME.id, number=1)
     noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
     with pytest.raises(ReferenceLost):
         noted.forks[0].local_value()
     assert references.pending_values() == 0
-    assert references._values.places == {}
+    assert references.places == {}
 
 
 def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
@@ -411,7 +397,7 @@ def test_pickling_outside_a_call_is_refused(references: NodeReferences) -> None:
 def test_a_use_of_a_dead_owners_reference_says_so(references: NodeReferences, node: FakeNode) -> None:
     rref = create(references, node)
     answer(node)
-    node.hooks["gone"](node.peer(OWNER.id))
+    node.hooks.peer_gone[0](node.peer(OWNER.id))
     for use in (rref.to_here, rref.rpc_sync().anything, rref.remote().anything):
         with pytest.raises(ReferenceLost, match="owner"):
             use()
@@ -454,12 +440,12 @@ def _message_with(fork: Fork) -> tuple[Frame, Notes]:
 def test_a_message_waits_for_word_of_the_owner_of_what_it_brings() -> None:
     node = GrowingNode()
     references = NodeReferences(node)  # type: ignore[arg-type]
-    node.hooks["joined"](node.peer(OTHER.id))
+    node.hooks.peer_joined[0](node.peer(OTHER.id))
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
     assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
     assert node.redelivered == []
-    node.hooks["joined"](node.peer(OWNER.id))
+    node.hooks.peer_joined[0](node.peer(OWNER.id))
     assert node.redelivered == [message]
 
 
@@ -480,12 +466,12 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
 def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
     node = GrowingNode()
     references = NodeReferences(node)  # type: ignore[arg-type]
-    node.hooks["joined"](node.peer(OTHER.id))
+    node.hooks.peer_joined[0](node.peer(OTHER.id))
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
     references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
     node.turn_clock(monotonic() + UNKNOWN_OWNER_S)
-    node.hooks["joined"](node.peer(OWNER.id))
+    node.hooks.peer_joined[0](node.peer(OWNER.id))
     rref = create(references, node)
     answer(node)
     assert references.peer(rref._fork) is node.peer(OWNER.id)

@@ -19,77 +19,76 @@ from farcall.cli.team import Answer, MemberLost, Team, TeamError
 
 CASE_TIMEOUT_S = 120.0
 
-Progress = Callable[[str], None]
 
+class Driver:
+    """One run of the benchmark: its contenders, its rounds, and the results so far."""
 
-def run(
-    cases: Sequence[Case], contenders: Sequence[str], rounds: int, budget_s: float, on_progress: Progress
-) -> Results:
-    """Measure every case with every contender, ``rounds`` times."""
-    results = Results(cases)
-    for (size, route), group in groupby(sorted(cases, key=_shape), key=_shape):
-        _run_shape(results, list(group), contenders, size, route, rounds, budget_s, on_progress)
-    return results
+    def __init__(
+        self, *, contenders: Sequence[str], rounds: int, budget_s: float, on_progress: Callable[[str], None]
+    ) -> None:
+        self._contenders = contenders
+        self._rounds = rounds
+        self._budget_s = budget_s
+        self._on_progress = on_progress
+
+    def run(self, cases: Sequence[Case]) -> Results:
+        """Measure every case with every contender, in every round."""
+        self._results = Results(cases)
+        for (size, route), group in groupby(sorted(cases, key=_shape), key=_shape):
+            self._run_shape(list(group), size, route)
+        return self._results
+
+    def _run_shape(self, cases: list[Case], size: int, route: Route) -> None:
+        teams: dict[str, Team] = {}
+        try:
+            for name in self._contenders:
+                if any(_takes_part(name, case) for case in cases):
+                    self._on_progress(f"starting {size} processes of {name}")
+                    try:
+                        teams[name] = team = Team(_member, size, name, route)
+                    except TeamError as error:
+                        for case in cases:
+                            self._results.fail(case, name, f"did not start: {error}")
+                    else:
+                        self._results.start_s[f"{name}, {size} nodes, {route}"] = team.start_s
+                        _end_turn(name, team)
+            for number in range(1, self._rounds + 1):
+                for case in cases:
+                    for name in list(teams):
+                        if (case.name, name) not in self._results.failures and _takes_part(name, case):
+                            self._on_progress(f"round {number} of {self._rounds}: {case.name}: {name}")
+                            self._take_turn(teams, name, case)
+        except BaseException:
+            # Ctrl-C, most likely: nobody waits for a graceful end.
+            for team in teams.values():
+                team.kill()
+            raise
+        for name, team in teams.items():
+            try:
+                team.stop()
+            except TeamError as error:
+                self._results.failures["shutdown", name] = str(error)
+
+    def _take_turn(self, teams: dict[str, Team], name: str, case: Case) -> None:
+        team = teams[name]
+        team.thaw()
+        try:
+            self._results.record(case, name, team.ask(0, (case.name, self._budget_s), CASE_TIMEOUT_S))
+        except TeamError as error:
+            self._results.fail(case, name, str(error))
+            if isinstance(error, MemberLost):
+                team.kill()
+                del teams[name]
+                return
+        _end_turn(name, team)
 
 
 def _shape(case: Case) -> tuple[int, Route]:
     return case.size, case.route
 
 
-def _run_shape(
-    results: Results,
-    cases: list[Case],
-    contenders: Sequence[str],
-    size: int,
-    route: Route,
-    rounds: int,
-    budget_s: float,
-    on_progress: Progress,
-) -> None:
-    def takes_part(name: str, case: Case) -> bool:
-        return case.only in (None, name) and (name != Floor.name or case.floor is not None)
-
-    teams: dict[str, Team] = {}
-    try:
-        for name in contenders:
-            if not any(takes_part(name, case) for case in cases):
-                continue
-            on_progress(f"starting {size} processes of {name}")
-            try:
-                teams[name] = Team(_member, size, name, route)
-            except TeamError as error:
-                for case in cases:
-                    results.fail(case, name, f"did not start: {error}")
-                continue
-            results.start_s[f"{name}, {size} nodes, {route}"] = teams[name].start_s
-            _end_turn(name, teams[name])
-        for number in range(1, rounds + 1):
-            for case in cases:
-                for name, team in list(teams.items()):
-                    if (case.name, name) in results.failures or not takes_part(name, case):
-                        continue
-                    on_progress(f"round {number} of {rounds}: {case.name}: {name}")
-                    team.thaw()
-                    try:
-                        results.record(case, name, team.ask(0, (case.name, budget_s), CASE_TIMEOUT_S))
-                    except MemberLost as error:
-                        results.fail(case, name, str(error))
-                        team.kill()
-                        del teams[name]
-                        continue
-                    except TeamError as error:
-                        results.fail(case, name, str(error))
-                    _end_turn(name, team)
-    except BaseException:
-        # Ctrl-C, most likely: nobody waits for a graceful end.
-        for team in teams.values():
-            team.kill()
-        raise
-    for name, team in teams.items():
-        try:
-            team.stop()
-        except TeamError as error:
-            results.failures["shutdown", name] = str(error)
+def _takes_part(name: str, case: Case) -> bool:
+    return case.only in (None, name) and (name != Floor.name or case.floor is not None)
 
 
 def _end_turn(name: str, team: Team) -> None:

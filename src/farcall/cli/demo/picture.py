@@ -16,8 +16,6 @@ from statistics import fmean
 from farcall.cli.demo.play import Figures, latency_s
 from farcall.cli.demo.training import OPERATIONS, SERVERS, TRAINERS, held_out
 
-__all__ = ["as_svg"]
-
 _WIDTH, _HEIGHT = 1000, 560
 _INK, _FAINT, _LINE = "#24292f", "#6e7781", "#d8dee4"
 _ALARM, _ALARM_FILL = "#cf222e", "#ffebe9"

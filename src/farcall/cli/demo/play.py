@@ -29,8 +29,6 @@ from farcall.cli.demo import training
 from farcall.cli.demo.training import LIMIT_S, OPERATIONS, RANKS, SERVERS, TRAINERS, Outage, Report, Step
 from farcall.cli.team import Team, TeamError
 
-__all__ = ["GRID", "ROUNDS", "Death", "DemoFailed", "Figures", "Play", "Stage", "latency_s", "writing"]
-
 ROUNDS = 20
 KILL_IN_ROUND = 8
 RECORDED_STEPS = 10

@@ -16,8 +16,6 @@ from farcall.cli.demo.picture import as_svg
 from farcall.cli.demo.play import DemoFailed, Figures, Play, latency_s, writing
 from farcall.cli.demo.training import OPERATIONS, SERVERS, TRAINERS
 
-__all__ = ["FOLDER", "run"]
-
 FOLDER = "farcall-demo"
 PICTURE, TRACE, FIGURES = "demo.svg", "trace.json", "figures.json"
 _LINE_EVERY_S = 1.0

@@ -27,26 +27,6 @@ from torch import nn
 import farcall
 from farcall.cli.team import Answer
 
-__all__ = [
-    "OPERATIONS",
-    "RANKS",
-    "SERVERS",
-    "TRAINERS",
-    "Model",
-    "Outage",
-    "Report",
-    "Step",
-    "evaluate",
-    "held_out",
-    "join",
-    "member",
-    "prepare",
-    "save",
-    "spirals",
-    "steps_done",
-    "train",
-]
-
 WIDTH = 48
 TURNS = 2.0
 NOISE = 0.03

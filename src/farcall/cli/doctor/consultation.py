@@ -17,8 +17,6 @@ from farcall.options import RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.transport.interface import ListenFailed
 
-__all__ = ["consult", "receive_visits"]
-
 
 def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]:
     """All findings, about this machine and ``hosts`` (names and ports)."""

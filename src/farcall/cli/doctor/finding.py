@@ -14,8 +14,6 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["Finding", "as_json", "exit_status", "note", "ok", "print_findings", "wrong"]
-
 State = Literal["ok", "note", "wrong"]
 _SIGNS: dict[State, str] = {"ok": "[green]ok   [/]", "note": "[yellow]note [/]", "wrong": "[bold red]WRONG[/]"}
 

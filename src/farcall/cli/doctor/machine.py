@@ -26,8 +26,6 @@ from farcall.transport.interface import Listener, TransportError
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.unix import unix_sockets_work
 
-__all__ = ["look_at_machine", "look_at_options"]
-
 OLDEST_TORCH = (2, 6)
 FEW_DESCRIPTORS = 256
 SOME_DESCRIPTORS = 1024

@@ -21,8 +21,6 @@ from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.store import MeetingPlace, find_meeting_place
 
-__all__ = ["look_at_store", "meeting_place"]
-
 CONNECT_S = 5.0
 
 

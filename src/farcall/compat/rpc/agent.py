@@ -22,6 +22,7 @@ from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
 from farcall.compat.rpc.worker_info import WorkerInfo as CheckedWorkerInfo
 from farcall.errors import NotInitialized, RpcError, UnknownWorker
 from farcall.ids import WorkerInfo
+from farcall.runtime.node.current import slot
 
 __all__ = ["RpcAgent", "TensorPipeAgent", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
 
@@ -73,7 +74,7 @@ class TensorPipeAgent(RpcAgent):
             options = to_farcall(rpc_backend_options, init_method)
             # 0 was "not given" in programs written before there were groups without a size.
             farcall_api.init_rpc(name, rank=rank, world_size=world_size or None, rpc_backend_options=options)
-        node = farcall_api._slot.node
+        node = slot.runtime
         assert node is not None
         self._node = node
         node.server.on_failure = self._print_failure
@@ -192,7 +193,7 @@ def is_agent_set() -> bool:
     if _foreign:
         return True
     try:
-        farcall_api.current_node()
+        farcall_api.current_runtime()
     except NotInitialized:
         return False
     return True
@@ -203,7 +204,7 @@ def current_agent() -> Any:
     if _foreign:
         return _foreign[-1]
     try:
-        node = farcall_api.current_node()
+        node = farcall_api.current_runtime()
     except NotInitialized as error:
         raise NotInitialized(
             f"Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)? "

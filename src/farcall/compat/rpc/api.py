@@ -28,6 +28,7 @@ from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
+from farcall.runtime.node.current import slot
 from farcall.serialize import use_rpc_pickler
 
 __all__ = [
@@ -77,8 +78,7 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _is_current_rpc_agent_set():
             raise NotInitialized(
-                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first "
-                f"({farcall_api._slot.why_none})."
+                f"RPC has not been initialized. Call torch.distributed.rpc.init_rpc first ({slot.why_none})."
             )
         return func(*args, **kwargs)
 
@@ -308,7 +308,7 @@ def _wait_for_proceed(
     states: AllGatherStates, group: set[str], leader: str, name: str, waiting_s: float | None
 ) -> None:
     """Until all have come. A worker that is gone does not come any more."""
-    node = farcall_api.current_node()
+    node = farcall_api.current_runtime()
     deadline = None if waiting_s is None else monotonic() + waiting_s
     with node.calls.waiting():
         while not states.proceed_signal.wait(_LOOK_AGAIN_S if deadline is None else min(_LOOK_AGAIN_S, waiting_s or 0)):
@@ -377,7 +377,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     if not graceful:
         farcall_api.shutdown(graceful=False)
         return
-    node: Any = farcall_api.current_node()
+    node: Any = farcall_api.current_runtime()
     farcall_api._ignore_rref_leak = _ignore_rref_leak
     failures: list[Exception] = []
 
@@ -388,7 +388,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         except Exception as error:
             failures.append(error)
 
-    node.part(NodeReferences).parting.give_up = give_up
+    node.part(NodeReferences).shutdown.give_up = give_up
     agreed = False
     try:
         if agent.is_static_group:

@@ -7,19 +7,23 @@ from typing import Any
 from farcall.compat.rpc import api
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.rpc import proxy
+from farcall.rpc import owner_calls
 from farcall.rpc.rref import RRef
 
 __all__: list[str] = []
 
 
-class RRefProxy(proxy.Proxy):
+class RRefProxy(owner_calls.Proxy):
     """The methods of ``rref``'s value, called by ``rpc_api``: one of rpc_sync, rpc_async and remote."""
 
     __slots__ = ()
 
     def __init__(self, rref: RRef[Any], rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-        ways = {api.rpc_sync: proxy.call_sync, api.rpc_async: proxy.call_async, api.remote: proxy.call_remote}
+        ways = {
+            api.rpc_sync: owner_calls.call_method,
+            api.rpc_async: owner_calls.call_method_async,
+            api.remote: owner_calls.call_method_remote,
+        }
         super().__init__(ways[rpc_api], rref, timeout)
 
 

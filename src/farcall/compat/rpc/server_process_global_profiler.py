@@ -16,6 +16,7 @@ from torch.autograd.profiler_util import EventList
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
+from farcall.observe.capture import Detail
 from farcall.observe.profile import PROFILER, Collector
 from farcall.observe.spans import Harvest
 
@@ -53,9 +54,9 @@ class _server_process_global_profile(profiler_legacy.profile):
             raise RuntimeError("autograd profiler traces are not reentrant")
         self.entered = True
         bits = {
-            capture.SHAPES: self.record_shapes,
-            capture.MEMORY: self.profile_memory,
-            capture.DEVICE: self.use_cuda,
+            Detail.SHAPES: self.record_shapes,
+            Detail.MEMORY: self.profile_memory,
+            Detail.DEVICE: self.use_cuda,
         }
         self._everything = _Everything(sum(bit for bit, wanted in bits.items() if wanted))
         PROFILER.add(self._everything)

@@ -1,12 +1,12 @@
-"""Who may see the page.
+"""Access to the page.
 
     served on        seen by
-    loopback         whoever is on this host; other web pages in the same browser are not, see below
-    anything else    whoever knows the cluster's secret: HTTP digest authentication (RFC 7616) with SHA-256, any user
+    loopback         everybody on this host, but not other web pages in the same browser, see below
+    anything else    everybody with the cluster's secret: HTTP digest authentication (RFC 7616) with SHA-256, any user
                      name, and the secret as the password. It is proved and never sent
 
 A page on the internet can have a browser connect to loopback under a name of its own choice (DNS rebinding), so on
-loopback a request must name a loopback host. Digest authentication hides the secret and not what is seen: for that use
+loopback a request must name a loopback host. Digest authentication hides the secret, not the page: for that use
 ``farcall dashboard --connect`` on your own machine over a network you trust, or a tunnel.
 
 Sans-I/O: headers in, a verdict out. Invariant: no answer twice with the same nonce and count.
@@ -45,7 +45,7 @@ class Access:
     """The rules for one server."""
 
     def __init__(self, secret: bytes | None) -> None:
-        """``secret``: what has to be known; None: the server is on loopback, and nothing has."""
+        """``secret``: the password; None: the server is on loopback, and needs none."""
         self._secret = secret
         self._key = secrets.token_bytes(32)
         self._used: dict[str, set[str]] = {}

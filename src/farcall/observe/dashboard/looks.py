@@ -1,8 +1,8 @@
-"""Looking at a cluster again and again, for the page: the thread that asks, and what it has seen.
+"""Regular looks at a cluster, for the page: the thread that asks, and the latest state.
 
-Owns the connection to the cluster, the rhythm and the history. One thread looks; threads of the web server read what
-it has put together, which is replaced as a whole. While nobody has the page open it looks seldom, so that there is a
-history to see; and looking takes at most a third of its time, however large the cluster is.
+Owns the connection to the cluster, the rhythm and the history. One thread looks; threads of the web server read the
+state, which is replaced as a whole. While nobody has the page open it looks seldom, so that there is a history to see;
+and looking takes at most a third of its time, however large the cluster is.
 
     state        event                        then
     unconnected  connected                    connected: looks
@@ -24,8 +24,9 @@ from farcall.errors import RpcError
 from farcall.observe.dashboard import digest
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Observer
-from farcall.observe.rates import rows
-from farcall.observe.snapshot import WorkerSnapshot, still_threads
+from farcall.observe.rates import pairs_of_looks, rows
+from farcall.observe.snapshot import WorkerSnapshot
+from farcall.observe.troubles import still_threads
 from farcall.transport.interface import TransportError
 
 __all__ = ["Looks"]
@@ -44,10 +45,10 @@ STOP_S: Final = 5.0
 
 
 class Looks:
-    """What is known about a cluster."""
+    """The latest state of a cluster, and its history."""
 
     def __init__(self, connect: Callable[[], Observer]) -> None:
-        """``connect`` is called on the thread that looks, whenever there is no connection."""
+        """``connect`` runs on the thread that looks, whenever there is no connection."""
         self._connect = connect
         self._observer: Observer | None = None
         self._stopping = threading.Event()
@@ -67,7 +68,7 @@ class Looks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. From any thread but the one that looks."""
+        """End the looks. From any thread but the one that looks."""
         self._stopping.set()
         self._asked.set()
         observer = self._observer
@@ -78,14 +79,14 @@ class Looks:
     # ------------------------------------------------------------------ for the web server
 
     def state(self, since: int) -> dict[str, Any]:
-        """What was seen last, and the points of time after number ``since``."""
+        """The latest state, and the points of time after number ``since``."""
         self._asked_at = monotonic()
         self._asked.set()
         points = [point for point in list(self._points) if point["number"] > since]
         return {**self._state, "now": time.time(), "points": points}
 
     def functions_between(self, caller: str, callee: str) -> list[dict[str, Any]]:
-        """What one worker calls on another."""
+        """The functions that one worker calls on another."""
         return digest.functions_between(self._metrics, caller, callee)
 
     # ------------------------------------------------------------------ the thread that looks
@@ -114,7 +115,7 @@ class Looks:
             observer.close()
 
     def _pause(self, pause_s: float) -> None:
-        """Until the next look is due; sooner, where somebody opens the page after a while."""
+        """Wait until the next look is due, or somebody opens the page after a while."""
         if self._stopping.wait(pause_s) or monotonic() - self._asked_at < WATCHED_S:
             return
         self._asked.clear()
@@ -132,6 +133,7 @@ class Looks:
         self._number += 1
         found = rows(before, heard.answers)
         sent = digest.channels(before, heard.answers)
+        seconds = max((seconds for _, _, seconds in pairs_of_looks(before, heard.answers)), default=1e-3)
         if before:  # a first look has nothing to compare with
             self._points.append({"number": self._number, **digest.point(time.time(), found, sent)})
         self._state = {
@@ -140,9 +142,9 @@ class Looks:
             "asked": observer.member,
             "number": self._number,
             "looked_at": time.time(),
-            "workers": digest.workers(found, heard),
+            "workers": digest.workers(found, heard.silent),
             "pairs": digest.pairs(self._some_time_ago(heard.answers), heard.answers),
-            "functions": digest.functions(before, heard.answers, _seconds(before, heard.answers)),
+            "functions": digest.functions(before, heard.answers, seconds),
             "channels": sent,
             "waiting": digest.waiting(snapshots.answers),
             "troubles": digest.troubles(snapshots.answers, still),
@@ -157,9 +159,3 @@ class Looks:
         then = self._recent[0][1] if self._recent else []
         self._recent.append((at, now))
         return then
-
-
-def _seconds(before: list[Metrics], now: list[Metrics]) -> float:
-    """How long it was between two looks, by the workers' own clocks."""
-    earlier = {(one.worker, one.process_id): one.up_s for one in before}
-    return max([1e-3, *(one.up_s - earlier.get((one.worker, one.process_id), 0.0) for one in now)])

@@ -1,11 +1,11 @@
-"""The web server of the live page: a few files, and what was seen as JSON.
+"""The web server of the live page: a few files, and the latest state as JSON.
 
 Owns the addresses of the page (the table below) and the port. Answers ``GET`` only, and has no way to change anything.
-Nothing on the page comes from elsewhere, and the browser is told to refuse it if it did.
+Nothing on the page comes from elsewhere; headers have the browser refuse it if it did.
 
-    address               what
+    address               content
     /, /style.css ...     the page (``page/``)
-    /state.json?since=7   what was seen last, and the points of time after the seventh
+    /state.json?since=7   the latest state, and the points of time after the seventh
     /calls.json?from=&to= the functions that one worker calls on another
 """
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -33,14 +35,12 @@ __all__ = ["Dashboard"]
 logger: logging.Logger = logging.getLogger("farcall")
 
 _TYPES: Final = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "app.js": "text/javascript; charset=utf-8",
-    "charts.js": "text/javascript; charset=utf-8",
-    "matrix.js": "text/javascript; charset=utf-8",
-    "words.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
+_PAGE: Final = {file.name: file for file in (files(__package__) / "page").iterdir()}
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -52,6 +52,8 @@ _IDLE_S: Final = 30.0
 
 
 class _Server(ThreadingHTTPServer):
+    """The server, with what its handlers need."""
+
     daemon_threads = True
     block_on_close = False  # a browser keeps its connection open
 
@@ -59,8 +61,6 @@ class _Server(ThreadingHTTPServer):
         self.access = access
         self.looks = looks
         if ":" in address[0]:
-            import socket
-
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
 
@@ -69,6 +69,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """The answers of one connection."""
+
     server: _Server
     server_version = "farcall"
     sys_version = ""
@@ -92,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(self.server.looks.functions_between(asked.get("from", ""), asked.get("to", "")))
         else:
             name = target.path[1:] or "index.html"
-            if name in _TYPES:
-                self._answer(200, _TYPES[name], (files(__package__) / "page" / name).read_bytes())
+            if name in _PAGE:
+                self._answer(200, _TYPES[os.path.splitext(name)[1]], _PAGE[name].read_bytes())
             else:
                 self._answer(404, "text/plain; charset=utf-8", b"there is no such page\n")
 
@@ -115,7 +117,7 @@ class Dashboard:
     """The page of one cluster, served until it is closed."""
 
     def __init__(self, connect: Callable[[], Observer], host: str, port: int, secret: bytes | None) -> None:
-        """``connect`` finds the cluster; ``secret`` is the cluster's, as far as its user has chosen one."""
+        """``connect`` finds the cluster; ``secret`` is the cluster's, if its user has chosen one."""
         if not is_loopback(host) and secret is None:
             raise InitError(
                 f"the dashboard is served on {host} only behind the cluster's secret: set one (option secret, or "

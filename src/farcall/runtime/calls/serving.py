@@ -3,7 +3,7 @@
 Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
 cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
 
-A request whose function was quick when it last ran is run by the I/O thread itself (`reader.py`), all others by
+A request whose function was quick when it last ran is run by the I/O thread itself (`run_inline.py`), all others by
 workers.
 
 A function answers in one of these ways, found out from what it returned:
@@ -25,16 +25,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from types import CoroutineType
+from typing import Any, Protocol
 
 import torch
 
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
-from farcall.protocol.notes import KEEP
+from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.run_inline import InlineFunctions
 from farcall.runtime.devices.streams import Lane, StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
@@ -54,16 +56,6 @@ from farcall.serialize import (
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-QUICK_S = 100e-6
-"""A function that took less than this when it last ran is expected to be quick again."""
-
-PARDON_RUNS = 64
-MOST_PARDON_RUNS = 4096
-"""How often, times 4 for each ban, a function must be quick on a worker before it may run on the I/O thread again."""
-
-FORGOTTEN_S = 10.0
-"""A ban that is older than this counts for nothing: what was slow was the machine, or that was long ago."""
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
@@ -96,6 +88,33 @@ class StoredFailure(Exception):
         self.frame = frame
 
 
+class ReferenceKeeper(Protocol):
+    """The references of a node, as seen by the messages that carry some: `rpc/references.py`."""
+
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        """Turn the forks in the notes of ``frame`` into references; False: the frame must not be read, or not now.
+
+        A request with the flag REFUSED will not run, and creates nothing.
+        """
+
+    def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
+        """The request of a frame with the flag KEEP, whose result stays here."""
+
+
+class NoReferences:
+    """The `ReferenceKeeper` of a node without references."""
+
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        return True
+
+    def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
+        return Request(server, peer, frame)
+
+
+_LATER = frozenset((CoroutineType, Later, MarkedResult))
+"""The classes of results that are no answers yet."""
+
+
 class Server:
     """Runs requests and answers them."""
 
@@ -105,14 +124,11 @@ class Server:
         self.worker = worker
         self._executor = executor
         self._on_thread_start = on_thread_start
-        self._quick: dict[bytes, int] = {}  # 2: was quick; 1: was not, for once; 0: was not, twice in a row
+        self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
         self.event_log: event_log.EventLog = event_log.EventLog()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
-        # Functions that were slow, or made calls, on the I/O thread: how often they must be quick elsewhere first.
-        self._banned: dict[bytes, int] = {}
-        self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
         self._corked: set[Peer] = set()
         self.lanes: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
@@ -124,8 +140,8 @@ class Server:
         self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
-        self.kept_request: Callable[[Server, Peer, Frame], Request] = Request
-        """Makes the request of a frame whose result is not for the caller (KEEP); set by the layer above."""
+        self.references: ReferenceKeeper = NoReferences()
+        """The references of the node; the layer above sets them once, before the first message comes."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
@@ -148,17 +164,18 @@ class Server:
 
     def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
+        request = self.references.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
         self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
-        if self._quick.get(function) == 2 and function not in self._banned:
+        if function in self.inline.trusted:
             kept = peer.run_inline(task if self.lanes is None else StreamTask(task, self.lanes))
             if kept is not None:
                 if not kept:
-                    self._ban(function)
-                    self.flush()  # this thread is nobody now, and the one that took over may be asleep already
+                    self.inline.ban(function)
+                    # This thread lost the reader role. Its successor may be asleep, so flush here.
+                    self.flush()
                 return
         request.queued_at = perf_counter()
         self.submit(task)
@@ -166,22 +183,6 @@ class Server:
     def submit(self, task: Task) -> None:
         """Have a worker run ``task``; in a node with devices, on streams of its own."""
         self._executor.submit(task if self.lanes is None else StreamTask(task, self.lanes))
-
-    def _ban(self, function: bytes) -> None:
-        """Keep a function off the I/O thread: for a while, since it may only have met a garbage collection there."""
-        bans, banned_at = self._bans.get(function, (0, 0.0))
-        now = perf_counter()
-        bans = min(bans + 1, 8) if now - banned_at < FORGOTTEN_S else 1
-        self._bans[function] = bans, now
-        self._banned[function] = min(PARDON_RUNS << (2 * bans), MOST_PARDON_RUNS)
-
-    def _was_quick(self, function: bytes) -> None:
-        """A banned function was quick on a worker."""
-        left = self._banned.get(function, 1) - 1
-        if left > 0:
-            self._banned[function] = left
-        else:
-            self._banned.pop(function, None)
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
@@ -259,6 +260,7 @@ class Request:
         "peer",
         "profile",
         "queued_at",
+        "quick",
         "server",
         "started_at",
         "thread_id",
@@ -269,16 +271,14 @@ class Request:
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
+        self.quick: bool = server.inline.is_quick(frame.function)
+        """Is its function expected to be quick?"""
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later
         self.function_name: str = ""
         self.queued_at: float = 0.0  # if a worker was to run it
         self.started_at: float = 0.0
         self.thread_id: int = 0
-
-    @property
-    def quick(self) -> bool:
-        return self.server._quick.get(self.frame.function, 0) > 0
 
     def run(self, more: bool) -> None:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
@@ -295,7 +295,7 @@ class Request:
         self.thread_id = threading.get_ident()
         started = self.started_at = perf_counter()
         if not self.quick:
-            server.flush()  # what is held back must not wait behind a function that may take long
+            server.flush()  # this function may take long: answers that were held back go first
         try:
             if function:
                 func = decode_function(function)
@@ -314,7 +314,12 @@ class Request:
             else:
                 outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
-            if _answers_later(func, outcome[0]):
+            # `_answers_later`, without the calls: this is on the way of every request.
+            if (
+                outcome[0].__class__ in _LATER
+                or hasattr(func, ASYNC_MARK)
+                or (func.__class__ is partial and is_async_execution(func))
+            ):
                 self._answer_later(func, outcome[0])
                 return
         except BaseException as error:
@@ -328,12 +333,7 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                if took_s < QUICK_S or (took_s < 2 * QUICK_S and self.quick):
-                    server._quick[function] = 2
-                    if function in server._banned:
-                        server._was_quick(function)
-                else:  # once is forgiven: this thread may have been off its core, or collecting garbage
-                    server._quick[function] = server._quick.get(function, 0) >> 1
+                self.quick = server.inline.ran(function, took_s)
             if recording is not None:
                 RECORDING.set(outside)
         self.answer(outcome, more)
@@ -466,7 +466,7 @@ def _on_lane(lanes: StreamPool, lane: Lane, done: Callable[[Any], None]) -> Call
 
 
 def _answers_later(func: Callable[..., Any], result: Any) -> bool:
-    return result.__class__ in (Later, MarkedResult) or inspect.iscoroutine(result) or is_async_execution(func)
+    return result.__class__ in _LATER or is_async_execution(func)
 
 
 def is_async_execution(func: Callable[..., Any]) -> bool:

@@ -30,7 +30,7 @@ from farcall.runtime.membership.shutdown import Leaving, Withdrawing
 from farcall.runtime.observing.counters import LOST
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED, EventLog
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.runtime.rendezvous.entry import Entry
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -181,7 +181,7 @@ class MemberChanges:
         leaving: Leaving | Withdrawing,
         events: MemberEvents,
         event_log: EventLog,
-        entry: Entry | None,
+        entry: DynamicRendezvous | None,
         joined_hooks: Sequence[Callable[[Peer], None]],
         gone_hooks: Sequence[Callable[[Peer], None]],
     ) -> None:

@@ -1,17 +1,17 @@
-"""One member of a cluster, and what it consists of. Other folders import `Node` and `current_node` from here.
+"""One member of a cluster, and what it consists of. Other folders import the names below from here.
 
-    node.py          the member: wires its parts together, starts and stops them
-    node_api.py          the questions that anybody may ask it, and what the layers above attach to it
-    lifecycle.py          new, starting, running ...: the states, and who may change them
-    current.py       which nodes this process has, and which of them a thread works for
-    resources.py    what it has without anybody else: I/O thread, workers, memory, a door
-    cluster_links.py       what it has with the others: peers, links that come back, the watch
-    dispatcher.py      what each message that comes is handed to
+    runtime.py        wires the parts of a member, starts and stops them
+    hooks.py          the functions that the layers above have it call
+    lifecycle.py      new, starting, running ...: the states, and the one way to change them
+    current.py        the runtimes of this process, and which of them a thread works for
+    resources.py      what it holds without any peer: I/O thread, memory, a listener
+    cluster_links.py  what it holds with the others: peers, links that come back, the failure detector
+    dispatcher.py     the handler of each message that arrives
 
 Of these only `dispatcher.py` is on the way of every call.
 """
 
-from farcall.runtime.node.current import Current, current_node, node_of_thread
-from farcall.runtime.node.node import Node
+from farcall.runtime.node.current import HasRuntime, current_runtime, runtime_of, runtime_of_thread
+from farcall.runtime.node.runtime import Runtime, start_runtime
 
-__all__ = ["Current", "Node", "current_node", "node_of_thread"]
+__all__ = ["HasRuntime", "Runtime", "current_runtime", "runtime_of", "runtime_of_thread", "start_runtime"]

@@ -1,7 +1,8 @@
-"""The nodes of this process: the one that a thread works for, and those that a forked child must let go of.
+"""The runtimes of this process: the one of each thread, the one that `init_rpc` made, and those a forked child closes.
 
-Which node is "the current one" for a thread that works for none is decided by `farcall.api`, through `Current`. Each
-thread sets and reads its own entry; the set of started nodes is changed by the threads that start and end nodes.
+A thread that runs a function for a node, or an I/O thread, works for that node; every other thread works for the one in
+`slot`, which `farcall.api` fills. Each thread sets and reads its own entry; the slot changes under its lock; the set of
+started runtimes is changed by the threads that start and end them.
 """
 
 from __future__ import annotations
@@ -9,53 +10,81 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Protocol
 
 from farcall.errors import NotInitialized
 
 if TYPE_CHECKING:
-    from farcall.runtime.node.node import Node
+    from farcall.runtime.node.runtime import Runtime
 
-__all__ = ["STARTED", "Current", "current_node", "node_of_thread", "work_for"]
-
-_thread = threading.local()
-STARTED: weakref.WeakSet[Node] = weakref.WeakSet()
-"""Nodes that hold descriptors: a forked child must let go of its copies of those."""
+__all__ = ["STARTED", "current_runtime", "runtime_of", "runtime_of_thread", "slot", "work_for"]
 
 
-class Current:
-    """Where functions that are given no node find one; `farcall.api`, which keeps the current node, fills this in."""
+class Slot:
+    """The runtime that `init_rpc` made, if any."""
 
-    find: ClassVar[Callable[[], Node] | None] = None
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.runtime: Runtime | None = None
+        self.why_none = "init_rpc has not been called in this process"
 
-
-def current_node() -> Node:
-    """The node whose function the calling thread runs, or the one that `init_rpc` made."""
-    if Current.find is not None:
-        return Current.find()
-    node = node_of_thread()
-    if node is None:
-        raise NotInitialized("RPC has not been initialized. Call farcall.init_rpc first.")
-    return node
+    def clear(self, why: str) -> None:
+        """Hold no runtime any more, because of ``why``."""
+        self.runtime, self.why_none = None, why
 
 
-def node_of_thread() -> Node | None:
-    """The node whose function the calling thread runs, if it runs one."""
-    return getattr(_thread, "node", None)
+class _Thread(threading.local):
+    runtime: Runtime | None = None
 
 
-def work_for(node: Node | None) -> None:
-    """The calling thread is one of this node's from now on; None: nobody's."""
-    _thread.node = node
+class HasRuntime(Protocol):
+    """A `farcall.Node`, as the layers below it see it."""
+
+    @property
+    def _runtime(self) -> Runtime: ...
+
+
+slot = Slot()
+_thread = _Thread()
+STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
+"""The runtimes of this process, until they have ended: in a forked child they are the parent's."""
+
+
+def current_runtime() -> Runtime:
+    """The runtime of the node that `init_rpc` made; inside a function that a node serves, of that node."""
+    runtime = _thread.runtime or slot.runtime
+    if runtime is None:
+        raise NotInitialized(
+            "RPC has not been initialized. Current RPC agent is not set! Did you initialize the RPC framework by "
+            f"init_rpc? ({slot.why_none})"
+        )
+    return runtime
+
+
+def runtime_of(node: HasRuntime | None) -> Runtime:
+    """The runtime of ``node``; None: the current one."""
+    return current_runtime() if node is None else node._runtime
+
+
+def runtime_of_thread() -> Runtime | None:
+    """The runtime of the node that the calling thread works for, if it works for one."""
+    return _thread.runtime
+
+
+def work_for(runtime: Runtime | None) -> None:
+    """The calling thread works for this node from now on; None: for none."""
+    _thread.runtime = runtime
 
 
 def _after_fork() -> None:
-    """In a forked child: whatever nodes there were, they are the parent's."""
+    """The child of a member is no member: threads and connections belong to the parent."""
     work_for(None)
-    for node in list(STARTED):
-        node.close_after_fork()
+    for started in list(STARTED):
+        started.close_after_fork()
     STARTED.clear()
+    slot.lock = threading.Lock()
+    if slot.runtime is not None:
+        slot.clear("this process was forked from a worker; call init_rpc here to make it a worker of its own")
 
 
 if hasattr(os, "register_at_fork"):

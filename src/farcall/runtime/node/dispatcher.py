@@ -90,11 +90,6 @@ class Dispatcher:
         self._controls = controls
         self._in_order = in_order
         self._letters = letters
-        self.take_forks: Callable[[Peer, Frame, Notes], bool] = lambda peer, frame, notes: True
-        """Turns the forks in a frame's notes into references; False: nobody is to read it now. Set by the layer above.
-
-        A request with the flag REFUSED will not be run, and creates nothing.
-        """
         self.find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
         """Gives a frame its distributed autograd context. Set by the layer above."""
         in_order |= set(HANDLED_ANYWHERE)
@@ -184,7 +179,7 @@ class Dispatcher:
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Fill in what the notes of ``frame`` stand for. False: nobody is to read it, or not now."""
-        if (notes.created is not None or notes.forks) and not self.take_forks(peer, frame, notes):
+        if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
             return False
         if notes.context_id:
             self.find_recording(frame, notes)
@@ -205,7 +200,7 @@ class Dispatcher:
             logger.info("%s: %s was not told that its call was refused: %s", self._name, peer.info.name, error)
 
     def redeliver(self, peer: Peer, frame: Frame) -> None:
-        """On the I/O thread: take a message that ``take_forks`` has deferred."""
+        """On the I/O thread: take a message that the references of this node have deferred."""
         if frame.kind == REQUEST and frame.flags & REFUSED:
             self.refuse(peer, frame)
         else:

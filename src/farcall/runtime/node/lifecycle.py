@@ -1,76 +1,87 @@
-"""The states of a node, and the one way to change them.
+"""The states of a node, and the one way to change them: the rows of `TRANSITIONS`.
 
-    state      by                             to
-    new        start()                        starting: meets the others, dials the earlier ones, awaits the later ones
-    starting   all linked; or let in          running: serves calls (those that came before have waited)
-    starting   an error                       ended
-    running    shutdown(graceful)             leaving: agrees with all members, then ends; in a group without a fixed
-                                              size: ends its own work, tells the others, then ends
-    running    shutdown(graceful=False)       ended
-    running    the others declare it dead     expelled, then ended: every call fails and says so
-    (any)      fork(), in the child           forked: it is the parent's
+    starting   meets the others, dials the earlier ones, awaits the later ones; or asks to be let in
+    running    makes and serves calls
+    leaving    as running; agrees with all members, or ends its own work where members come and go
+    expelled   declared dead by the others: every call fails and says so
+    forked     in a forked child: the node is the parent's
 
 The thread that starts or shuts down a node and its I/O thread, which learns that it is expelled, change the state under
-the lock: who moves it away from "running" is the one that ends the node. Any thread reads, without a lock.
+the lock: the one that moves it away from "running" ends the node. Any thread reads, without the lock.
 Knows nothing of what is to be started or stopped.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
 
 from farcall.errors import NotInitialized, RpcError
 
-__all__ = ["Lifecycle"]
+__all__ = ["TRANSITIONS", "Event", "Lifecycle", "State"]
+
+State = Literal["new", "starting", "running", "leaving", "expelled", "ended", "forked"]
+Event = Literal["start", "connected", "leave", "expel", "end", "end expelled", "fork"]
+
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    "new": {"start": "starting"},
+    # A node that is expelled while a thread starts it, or shuts it down, is ended by that thread.
+    "starting": {"connected": "running", "end": "ended", "end expelled": "expelled", "fork": "forked"},
+    "running": {"leave": "leaving", "expel": "expelled", "fork": "forked"},
+    "leaving": {"end": "ended", "end expelled": "expelled", "fork": "forked"},
+    "expelled": {"fork": "forked"},
+    "ended": {},
+    "forked": {},
+}
 
 
 class Lifecycle:
-    """One node's."""
+    """The state of one node."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._ending: threading.Thread | None = None
-        self.state: str = "new"
+        self.name: str = name
+        self.state: State = "new"
         self.is_running: bool = False
         """May calls be made? True in the states "running" and "leaving": every call asks, so it is kept."""
         self.verdict: RpcError | None = None
         """Why the others hold this node for dead, if they do: that is final."""
+        self._lock = threading.Lock()
+        self._ending: threading.Thread | None = None
 
-    def _become(self, state: str) -> None:
-        self.state = state
-        self.is_running = state in ("running", "leaving")
-
-    def move(self, before: str, after: str) -> bool:
-        """Change the state, if it is ``before``."""
+    def move(self, event: Event) -> bool:
+        """Change the state by ``event``; False: this state has no such row."""
         with self._lock:
-            if self.state != before:
-                return False
-            self._become(after)
-            return True
+            return self._follow(event)
+
+    def _follow(self, event: Event) -> bool:
+        after = TRANSITIONS[self.state].get(event)
+        if after is None:
+            return False
+        self.state = after
+        self.is_running = after in ("running", "leaving")
+        return True
 
     def is_over(self) -> bool:
-        """Has it ended, or is it ending without waiting for anybody?"""
-        return self.state not in ("new", "starting", "running", "leaving")
+        """Has the node ended, or is it ending without waiting for anybody?"""
+        return self.state in ("expelled", "ended", "forked")
 
     def expel(self, end: Callable[[RpcError], None]) -> bool:
         """On the I/O thread, when there is a verdict: have ``end`` called on a thread of its own.
 
-        False: somebody is starting or shutting the node down, and ends it.
+        False: another thread starts the node or shuts it down, and ends it.
         """
-        ending = threading.Thread(target=end, args=(self.verdict,), name=f"farcall-end-{self._name}", daemon=True)
+        ending = threading.Thread(target=end, args=(self.verdict,), name=f"farcall-end-{self.name}", daemon=True)
         with self._lock:
-            if self.state != "running":
+            if not self._follow("expel"):
                 return False
-            self._become("expelled")
-            ending.start()
+            ending.start()  # under the lock: a shutdown that sees the new state waits for this thread
             self._ending = ending
             return True
 
     def end(self) -> None:
-        """By who ends the node, whatever the state was."""
-        self._become("ended" if self.verdict is None else "expelled")
+        """By the thread that ends the node. Idempotent."""
+        self.move("end" if self.verdict is None else "end expelled")
 
     def wait_ended(self, timeout_s: float) -> None:
         """Wait for the thread that ends an expelled node, if there is one."""
@@ -78,12 +89,13 @@ class Lifecycle:
             self._ending.join(timeout_s)
 
     def fork(self) -> None:
-        """In a forked child."""
-        self._become("forked")
+        """In a forked child, where another thread of the parent may have held the lock for good."""
+        self._lock = threading.Lock()
+        self.move("fork")
 
     @property
     def why_ended(self) -> RpcError | None:
         """Why no calls can be made; None: they can."""
         if self.verdict is not None or self.is_running:
             return self.verdict
-        return NotInitialized(f"the node {self._name} is {self.state}: no calls can be made with it")
+        return NotInitialized(f"the node {self.name} is {self.state}: no calls can be made with it")

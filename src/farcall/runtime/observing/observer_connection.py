@@ -1,8 +1,8 @@
 """The connections of observers, at the member that they ask: questions in, answers out.
 
-Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of what is asked:
-it hands each question on, and sends what it is given. What the kernel does not take is kept, up to MOST_UNSENT_BYTES:
-an observer that does not read is cut off.
+Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of the subjects: it
+hands each question on, and sends the messages it is given. Bytes that the kernel does not take are kept, up to
+MOST_UNSENT_BYTES: an observer that does not read is cut off.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class ObserverConnections:
     """All observers that are connected to one node."""
 
     def __init__(self, name: str, loop: Loop, on_question: Callable[[], OnQuestion | None]) -> None:
-        """``on_question()`` is who answers; None: nobody does, and nobody may look on."""
+        """``on_question()`` gives the function that answers; None: no observer is let in."""
         self._name = name
         self._loop = loop
         self._on_question = on_question
         self._connected: set[ObserverConnection] = set()
 
     def admit(self, transport: Transport, established: Established) -> None:
-        """Somebody who may look on is connected."""
+        """Take over the connection of an observer that has proved itself."""
         on_question = self._on_question()
         if on_question is None:
             transport.close()
             return
         logger.info("%s: an observer is connected over %s", self._name, transport.describe())
-        onlooker = ObserverConnection(transport, self._loop, on_question, self._connected.discard)
-        self._connected.add(onlooker)
-        onlooker.start(established.leftover)
+        connection = ObserverConnection(transport, self._loop, on_question, self._connected.discard)
+        self._connected.add(connection)
+        connection.start(established.leftover)
 
     def close(self) -> None:
         """The node has ended."""
-        for onlooker in list(self._connected):
-            onlooker.close(f"{self._name} ended")
+        for connection in list(self._connected):
+            connection.close(f"{self._name} ended")
 
 
 class ObserverConnection:
-    """One observer that has proved itself."""
+    """The connection of one observer that has proved itself."""
 
     def __init__(
         self,

@@ -199,7 +199,7 @@ class RemotePeer(Peer):
             raise PeerDead(
                 f"{self.info.name} has left", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
             )
-        if self.segments is not None and self.segments.has_releases:
+        if self.segments is not None and self.segments.released:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:
             self.send_device_releases(more=True)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from farcall.node import Node
+from farcall.options import RpcBackendOptions
 from farcall.runtime.io import sigint
-from farcall.runtime.node import Node
-from farcall.runtime.node import current as process
-from farcall.runtime.node import resources as foundation
+from farcall.runtime.node import current, resources
 
 
 def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_loop(*_: object) -> None:
         raise OSError(24, "too many open files")
 
-    monkeypatch.setattr(foundation, "Loop", no_loop)
-    node = Node("w0", 0, 1)
+    monkeypatch.setattr(resources, "Loop", no_loop)
+    started = set(current.STARTED)
+    node = Node("w0", 0, 1, RpcBackendOptions(init_method="tcp://127.0.0.1:1"))
     users = sigint._state.users
     with pytest.raises(OSError, match="too many"):
         node.start()
     assert sigint.of_thread().sealed == 0, "Ctrl-C would be held back for good"
     assert sigint._state.users == users
-    assert node not in process.STARTED, "a forked child would close what there is not"
-    assert node.state == "ended"
+    assert set(current.STARTED) == started, "a forked child would close what there is not"
+    assert repr(node) == "<Node 'w0': ended>"
     node.shutdown()

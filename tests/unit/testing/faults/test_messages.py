@@ -93,10 +93,10 @@ def test_what_a_message_is_called(data, names):
 
 
 def test_letters_are_called_by_what_is_in_them():
-    from farcall.autograd.gradient_messages import encode_letters
+    from farcall.autograd.recorder import encode_messages
     from farcall.protocol.gradients import PassDone, PassId, ReleaseContext
 
-    letters = encode_letters([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)
+    letters = encode_messages([ReleaseContext(1), PassDone(1, PassId(0, 1))], None)
     assert only(encode_small(LETTER, letters.flags, 1, b"", b"", bytes(letters.payload))).names == {
         "letter",
         "ReleaseContext",

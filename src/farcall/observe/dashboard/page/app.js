@@ -1,4 +1,4 @@
-// The page: asks for what was seen, about once a second, and shows it. It can change nothing in the cluster.
+// The page: asks for the latest state, about once a second, and shows it. It can change nothing in the cluster.
 import { Chart } from "./charts.js";
 import { Matrix } from "./matrix.js";
 import { clock, count, duration, fill, make, size } from "./words.js";
@@ -7,6 +7,7 @@ const MOST_POINTS = 600;
 const LATE_S = 5;
 const find = (id) => document.getElementById(id);
 const rate = (value) => size(value) + "/s";
+const empty = (text) => [make("p", { class: "empty" }, text)];
 
 let state = null;
 let points = [];
@@ -187,7 +188,7 @@ function showMemory() {
     const bar = make("i");
     bar.style.width = `${(100 * worker.owned) / most}%`;
     return make("div", {}, make("span", { title: worker.name }, worker.name), make("span", {}, bar), make("span", {}, count(worker.owned)));
-  }) : [make("p", { class: "empty" }, "nobody refers to anything")]));
+  }) : empty("nobody refers to anything")));
   table(find("channel-table"), [
     ["channel", (row) => row.channel, "text"],
     ["ends", (row) => count(row.links)],
@@ -215,7 +216,7 @@ function showWaiting() {
   const list = find("waiting-list");
   const open = new Set([...list.querySelectorAll("details[open]")].map((one) => one.dataset.call));
   const calls = state.waiting ?? [];
-  list.replaceChildren(...(calls.length ? calls.map(waitingCall) : [make("p", { class: "empty" }, "no call is waiting")]));
+  list.replaceChildren(...(calls.length ? calls.map(waitingCall) : empty("no call is waiting")));
   for (const one of list.children) if (open.has(one.dataset.call)) one.open = true;
 }
 
@@ -249,16 +250,13 @@ function eventRow(event) {
     make("span", { class: "text" }, eventText(event), event.times > 1 ? ` ×${event.times}` : null, event.text ? make("small", {}, " " + event.text) : null));
 }
 
-function showEvents() {
-  const chosen = (state.events ?? []).filter((event) => eventKind === "all" || (KINDS[event.kind]?.[0] ?? "") === eventKind);
-  const key = eventKind + JSON.stringify(chosen.map((event) => [event.at, event.seen_by.length, event.times]));
-  fill(find("event-list"), key, () => (chosen.length ? chosen.map(eventRow) : [make("p", { class: "empty" }, "nothing has happened")]));
+function fillEvents(place, events) {
+  const key = eventKind + JSON.stringify(events.map((event) => [event.at, event.seen_by.length, event.times]));
+  fill(place, key, () => (events.length ? events.map(eventRow) : empty("nothing has happened")));
 }
 
-function showShortEvents() {
-  const latest = (state.events ?? []).slice(0, 8);
-  fill(find("short-events"), JSON.stringify(latest.map((event) => [event.at, event.seen_by.length, event.times])), () => (latest.length ? latest.map(eventRow) : [make("p", { class: "empty" }, "nothing has happened")]));
-}
+const showShortEvents = () => fillEvents(find("short-events"), (state.events ?? []).slice(0, 8));
+const showEvents = () => fillEvents(find("event-list"), (state.events ?? []).filter((event) => eventKind === "all" || (KINDS[event.kind]?.[0] ?? "") === eventKind));
 
 function showTroubles() {
   const place = find("troubles");

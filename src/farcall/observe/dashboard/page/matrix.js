@@ -1,5 +1,5 @@
-// Who calls whom, on a canvas: rows call, columns are called. Numbers are in the squares where these are large enough,
-// names beside them where there is room for them, and everything is under the pointer.
+// Callers and callees on a canvas: rows call, columns are called. Large squares have numbers, names stand beside them
+// where there is room, and the pointer shows everything.
 import { count, duration, size } from "./words.js";
 
 const FIELDS = { calls: 2, total: 3, p50: 4, p99: 5, errors: 6, bytes: 7 };

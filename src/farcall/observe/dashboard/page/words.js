@@ -1,5 +1,4 @@
-// How numbers read, and how elements are made. Names of workers and functions are the user's: they only ever become
-// text, never markup.
+// Numbers in words, and new elements. Names of workers and functions are the user's: they become text, never markup.
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

@@ -1,4 +1,4 @@
-"""Letters to a frame and back."""
+"""Gradient messages to a frame and back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.autograd.gradient_messages import GRADIENTS, decode_letters, encode_letters
-from farcall.autograd.passes import Gradient, Letter
+from farcall.autograd.passes import Gradient, Message
+from farcall.autograd.recorder import GRADIENTS, decode_messages, encode_messages
 from farcall.protocol.frames import LETTER, Frame
 from farcall.protocol.gradients import AbortPass, PassDone, PassFailed, PassId, ReleaseContext, StartPass
 from farcall.protocol.messages import ProtocolError
@@ -17,37 +17,36 @@ NOBODY: Any = None
 PASS = PassId(3, 7)
 
 
-def there_and_back(letters: list[Letter]) -> list[Letter]:
-    return decode_letters(encode_letters(letters, NOBODY), NOBODY)
+def there_and_back(messages: list[Message]) -> list[Message]:
+    return decode_messages(encode_messages(messages, NOBODY), NOBODY)
 
 
 def test_what_steers_a_pass() -> None:
-    letters: list[Letter] = [
+    messages: list[Message] = [
         StartPass(5, PASS, (0, 1, 2), True, 4),
         PassDone(5, PASS),
         PassFailed(5, PASS, 2, "broken"),
         AbortPass(5, PASS),
         ReleaseContext(5),
     ]
-    assert there_and_back(letters) == letters
-    frame = encode_letters(letters, NOBODY)
+    assert there_and_back(messages) == messages
+    frame = encode_messages(messages, NOBODY)
     assert (frame.flags, frame.buffers) == (0, ())
 
 
 def test_gradients_come_after_it() -> None:
     large = torch.rand(100, 100)
     sparse = torch.eye(3).to_sparse()
-    letters: list[Letter] = [
+    messages: list[Message] = [
         Gradient(5, PASS, 1, [torch.ones(2), None, large, sparse]),
         PassDone(5, PASS),
         Gradient(6, PASS, 2, None),
     ]
-    done, first, second = there_and_back(letters)
+    done, first, second = there_and_back(messages)
     assert done == PassDone(5, PASS)
     assert second == Gradient(6, PASS, 2, None)
     assert isinstance(first, Gradient)
-    assert first[:3] == (5, PASS, 1)
-    assert isinstance(first.pass_id, PassId)
+    assert (first.context_id, first.pass_id, first.message_id) == (5, PASS, 1)
     assert first.gradients is not None
     one, none, two, three = first.gradients
     assert none is None
@@ -60,6 +59,6 @@ def test_gradients_come_after_it() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x93", b"\x91\x81\xa4type\xa4Nope"])
-def test_what_is_no_letter_is_refused(payload: bytes) -> None:
-    with pytest.raises(ProtocolError, match="cannot read letters"):
-        decode_letters(Frame(LETTER, 0, GRADIENTS, payload=payload), NOBODY)
+def test_what_is_no_message_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot read gradient messages"):
+        decode_messages(Frame(LETTER, 0, GRADIENTS, payload=payload), NOBODY)

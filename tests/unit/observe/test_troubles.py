@@ -6,16 +6,15 @@ from farcall.observe.snapshot import (
     LATER,
     QUEUED,
     RUNNING,
-    Frame,
     OutgoingCall,
     PoolView,
     ServedCall,
+    StackLine,
     ThreadView,
     WorkerSnapshot,
-    find_troubles,
     function_title,
-    still_threads,
 )
+from farcall.observe.troubles import find_troubles, still_threads
 
 MAIN = 1
 WORKER = 2
@@ -23,7 +22,7 @@ IDLE_POOL = PoolView(size=16, threads=1, busy=1, parked=0, queued=0)
 
 
 def thread(number: int, position: int = 0, cpu_s: float = 1.0) -> ThreadView:
-    return ThreadView(number, f"thread-{number}", cpu_s, position, [Frame("app.py", 10 + number, "f")])
+    return ThreadView(number, f"thread-{number}", cpu_s, position, [StackLine("app.py", 10 + number, "f")])
 
 
 def waits(to: str, call_id: int, on: int) -> OutgoingCall:

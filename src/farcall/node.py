@@ -1,0 +1,218 @@
+"""`farcall.Node`: a member of a cluster as an object, for programs that want more than one in a process.
+
+A node *has* a runtime, from its start on, and shows the vocabulary of calls over it. The module-level functions of
+`farcall.api` do the same over the current runtime. Owns the list of the layers that every runtime is started with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+
+from farcall.autograd.recorder import Recorder
+from farcall.errors import NotInitialized
+from farcall.ids import WorkerInfo, check_worker_name
+from farcall.observe.logs import log_as_told
+from farcall.observe.metrics import Metrics, collect
+from farcall.observe.observability import Observability
+from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
+from farcall.observe.telemetry import Telemetry, TracedCalls
+from farcall.options import RpcBackendOptions
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.future import Future, call_async
+from farcall.rpc.gather import gather
+from farcall.rpc.references import NodeReferences, call_remote
+from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
+from farcall.rpc.rref import RRef
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.membership.events import MemberEvent
+from farcall.runtime.node import Runtime, start_runtime
+from farcall.runtime.node.lifecycle import Lifecycle
+
+__all__ = ["Node", "leave"]
+
+T = TypeVar("T")
+
+
+class Node:
+    """One member. A context manager: it starts on entry, and leaves, gracefully unless something was raised, on exit.
+
+    Args:
+        name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
+        rank: unique number, below ``world_size`` if there is one.
+        world_size: number of members; None: the group has no fixed size, unless the environment or the url says one.
+        options: see `RpcBackendOptions`.
+    """
+
+    checks_leaks: bool = False
+    """Should a graceful shutdown raise `ReferenceLeak` if references to values of this node are never given up?"""
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int | None = None,
+        options: RpcBackendOptions | None = None,
+    ) -> None:
+        if options is not None and not isinstance(options, RpcBackendOptions):
+            raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
+        self._lifecycle = Lifecycle(check_worker_name(name))
+        self._rank = rank
+        self._world_size = world_size
+        self._options = options or RpcBackendOptions()
+        self._started: Runtime | None = None
+
+    def __repr__(self) -> str:
+        if self._started is not None:
+            return repr(self._started)
+        return f"<Node {self._lifecycle.name!r}: {self._lifecycle.state}>"
+
+    @property
+    def _runtime(self) -> Runtime:
+        if self._started is None:
+            raise self._lifecycle.why_ended or NotInitialized(f"the node {self._lifecycle.name} is starting")
+        return self._started
+
+    def start(self) -> None:
+        """Meet the other members and connect to each; raises within the options' start timeout."""
+        if not self._lifecycle.move("start"):
+            raise RuntimeError(f"node {self._lifecycle.name!r} was started before; make a new one")
+        options = self._options
+        try:
+            log_as_told(options.log)
+            make_calls: Callable[..., CallTable] = CallTable
+            if options.opentelemetry:
+                make_calls = partial(TracedCalls, telemetry=Telemetry(self._lifecycle.name))
+            self._started = start_runtime(
+                self._lifecycle,
+                self._rank,
+                self._world_size,
+                options,
+                parts=(Recorder, NodeReferences, Observability),
+                make_calls=make_calls,
+            )
+        except BaseException:
+            self._lifecycle.end()
+            raise
+
+    def __enter__(self) -> Self:
+        if self._lifecycle.state == "new":
+            self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an exception the others may be waiting for calls that never come: do not wait for them.
+        self.shutdown(graceful=kind is None)
+
+    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
+        """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
+        if self._started is not None:
+            leave(self._started, graceful, timeout_s, self.checks_leaks)
+
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> T:
+        """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
+        if retry is not None:
+            return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+        return call_sync(self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[T]:
+        """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
+        if retry is not None:
+            return async_with(retry, self._runtime, to, func, args, kwargs, timeout)
+        return call_async(self._runtime, to, func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[T]:
+        """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
+        if retry is not None:
+            return remote_with(retry, self._runtime, to, func, args, kwargs, timeout)
+        return call_remote(self._runtime, to, func, args, kwargs, timeout)
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """The `WorkerInfo` of a name or rank; without one, of this node itself."""
+        runtime = self._runtime
+        return runtime.info if worker is None else runtime.peer(worker).info
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members, by rank; where members come and go, the present ones."""
+        return self._runtime.workers()
+
+    def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
+        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
+
+        Call what is returned to end that.
+        """
+        return self._runtime.member_events.subscribe(callback)
+
+    def member_events(self) -> AsyncIterator[MemberEvent]:
+        """The events of `on_member` as an async iterator, from now on until the node ends."""
+        return self._runtime.member_events.iterate()
+
+    def all_gather(
+        self, value: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT
+    ) -> dict[str, T]:
+        """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
+        return gather(self._runtime, value, worker_names, timeout)
+
+    def barrier(self, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> None:
+        """Return when all of ``worker_names`` (or all there are) have called this."""
+        gather(self._runtime, None, worker_names, timeout)
+
+    def shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor in shared memory, which workers on this host see instead of a copy of it."""
+        return self._runtime.shared_empty(shape, dtype)
+
+    def metrics(self) -> Metrics:
+        """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""
+        return collect(self._runtime)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """The calls that this worker makes and serves at this moment, and where its threads are."""
+        return take_snapshot(self._runtime)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where metrics are served for Prometheus, if they are."""
+        return None if self._started is None else self._started.part(Observability).metrics_port
+
+    @property
+    def dashboard_url(self) -> str | None:
+        """Where the live page is, if it is served."""
+        return None if self._started is None else self._started.part(Observability).dashboard_url
+
+
+def leave(runtime: Runtime, graceful: bool, timeout_s: float, checks_leaks: bool) -> None:
+    """Have the node leave its cluster; with ``checks_leaks``, raise if a value was held to the last."""
+    if not runtime.running:
+        runtime.shutdown(graceful, timeout_s)  # an expelled node is ending by itself: wait for that
+        return
+    references = runtime.part(NodeReferences).shutdown
+    references.checks_leaks = checks_leaks and graceful
+    runtime.shutdown(graceful, timeout_s)
+    references.raise_leaks()

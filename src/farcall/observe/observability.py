@@ -1,0 +1,83 @@
+"""The side of a node that observers see, as its options ask for it: spans, answers, metrics, the live page, a file.
+
+One per runtime, made while the node starts. Nothing of this makes calls slower than counting them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from farcall.observe.cluster import Tracing
+from farcall.observe.observer import Observer
+from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
+from farcall.observe.prometheus import MetricsServer
+from farcall.observe.telemetry import TracedCalls
+from farcall.protocol.hello import observer_key
+from farcall.runtime.node import Runtime
+
+__all__ = ["Observability"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+
+class Observability:
+    """What of one node can be observed, and where: ``runtime.part(Observability)``."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        options = runtime.options
+        self._runtime = runtime
+        self.metrics_port: int | None = None
+        self.dashboard_url: str | None = None
+        if isinstance(runtime.calls, TracedCalls):
+            runtime.server.wrap = runtime.calls.telemetry.traced
+        runtime.part(Tracing)
+        if options.observable:
+            self._leave_file()
+        if options.metrics_port is not None:
+            server = MetricsServer(runtime, options.metrics_host, options.metrics_port)
+            runtime.hooks.ended.append(server.close)
+            self.metrics_port = server.port
+            logger.info("%s: metrics are served at port %d", runtime.info.name, server.port)
+        if options.dashboard_port is not None:
+            self._serve_dashboard(options.dashboard_port)
+
+    def _serve_dashboard(self, port: int) -> None:
+        from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
+
+        runtime = self._runtime
+        membership, options = runtime.membership, runtime.options
+        key = observer_key(membership.secret)
+
+        def connect() -> Observer:
+            return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
+
+        dashboard = Dashboard(connect, options.dashboard_host, port, options.secret_bytes)
+        dashboard.start()
+        runtime.hooks.ended.append(dashboard.close)
+        self.dashboard_url = dashboard.url
+        logger.info("%s: the dashboard is at %s", runtime.info.name, dashboard.url)
+
+    def _leave_file(self) -> None:
+        """Leave a file by which commands find this node."""
+        runtime = self._runtime
+        membership, directory = runtime.membership, runtime.options.runtime_directory
+        presence = Presence(
+            name=runtime.info.name,
+            rank=runtime.info.id,
+            cluster_id=membership.cluster_id,
+            addresses=runtime.addresses,
+            key=observer_key(membership.secret).hex(),
+            process_id=os.getpid(),
+            process_start=process_start(os.getpid()),
+            namespace=namespace(),
+            started_at=time.time(),
+        )
+        try:
+            file = PresenceFile(runtime_directory(directory), presence)
+        except OSError as error:
+            level = logging.INFO if directory is None else logging.WARNING
+            logger.log(level, "%s: commands will not find this node: %s", runtime.info.name, error)
+        else:
+            runtime.hooks.ended.append(file.remove)

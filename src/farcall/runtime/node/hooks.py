@@ -1,0 +1,53 @@
+"""The functions that the layers above have a runtime call.
+
+Owns the tables only: the runtime's parts read them, the layers fill them while a node starts, or at a layer's first
+use. All hooks run on the I/O thread unless their line says otherwise, so none may block or run user code. Knows none of
+the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from farcall.protocol.frames import Frame
+from farcall.protocol.observing import Ask
+from farcall.runtime.observing.observer_connection import ObserverConnection
+from farcall.runtime.peers.peer import Peer, RemotePeer
+
+__all__ = ["Hooks"]
+
+
+@dataclass
+class Hooks:
+    """The hooks of one runtime. Lists grow by ``append``; entries are called in the order of their arrival."""
+
+    peer_joined: list[Callable[[Peer], None]] = field(default_factory=list)
+    """A member joined a running node; nothing of it has been read yet."""
+    peer_gone: list[Callable[[Peer], None]] = field(default_factory=list)
+    """A member left or died."""
+    unsettled: list[Callable[[], int]] = field(default_factory=list)
+    """Counts of work under way that is no call: a graceful shutdown waits until they are all 0. On any thread."""
+    agreed: list[Callable[[], None]] = field(default_factory=list)
+    """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down."""
+    ended: list[Callable[[], None]] = field(default_factory=list)
+    """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
+    question: Callable[[ObserverConnection, Ask], None] | None = None
+    """The answerer of observers' questions; None: nobody may observe."""
+    letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
+    """The taker of each subject's letters, on the thread that reads the link."""
+    controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)
+    """The handler of each kind of control message; see `on_control`."""
+    in_order: set[type[Any]] = field(default_factory=set)
+    """Kinds whose handlers run on the thread that reads the link."""
+
+    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
+        """Have ``handle`` called for each control message of this kind.
+
+        ``in_order``: on the thread that reads the link, and so before the messages behind it are looked at; ``handle``
+        must have a lock of its own then.
+        """
+        self.controls[kind] = handle
+        if in_order:
+            self.in_order.add(kind)
