@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 from torch import nn
 
 import farcall
