@@ -48,7 +48,7 @@ from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
-from farcall.runtime.observing.observer_connection import ObserverConnections
+from farcall.runtime.observing.observer_connection import ObserverConnections, Questions
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.addresses import choose_host
@@ -211,7 +211,7 @@ class Runtime:
         self.connector: Connector = self.links.connector
         self._peers = self.links.peers.named  # every call asks for its peer
 
-        self._observers = ObserverConnections(lifecycle.name, self.loop, lambda: self.hooks.question)
+        self._observers = ObserverConnections(lifecycle.name, self.loop)
         resources.listener.on_observer = self._observers.admit
         for kind in DEVICE_MESSAGES:
             self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
@@ -415,6 +415,11 @@ class Runtime:
     def part_if_made(self, kind: Callable[[Runtime], P]) -> P | None:
         """This node's ``kind``, or None if it was never used."""
         return self._parts.get(kind)
+
+    def use_questions(self, questions: Questions) -> None:
+        """Answer observers, and explain timeouts, by ``questions``: given once, while the node starts."""
+        self._observers.questions = questions
+        self.calls.questions = questions
 
     def something_ended(self) -> None:
         """Have a graceful shutdown look again: perhaps it waited for nothing else. From any thread."""
