@@ -26,7 +26,7 @@ from farcall.errors import (
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
+from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
 from farcall.rpc.future import call_async
 from farcall.rpc.owned_values import Owned
