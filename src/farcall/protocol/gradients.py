@@ -53,6 +53,7 @@ __all__ = [
     "Received",
     "ReleaseContext",
     "StartPass",
+    "Table",
     "Tell",
     "Wavefront",
     "WorkerLost",
