@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import RpcTimeout
-from farcall.testing.cluster import finish, free_port, start_processes
+from farcall.testing.cluster import finish, start_processes
 
-LONG_S = 30.0
 LIMIT_BYTES = 4 << 20
 BLOB = bytes(60 * 1024)  # small enough to be queued, not written by its own thread
 
@@ -104,12 +105,12 @@ def send_much() -> None:
 @pytest.mark.parametrize("with_pieces", [False, True])
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_frozen_reader_bounds_the_sender(transports: tuple[str, ...], with_pieces: bool) -> None:
-    members = start_processes(2, flood_a_frozen_one, free_port(), transports, with_pieces)
+    members = start_processes(2, flood_a_frozen_one, held_port(), transports, with_pieces)
     grown, most_queued, took = finish(members, timeout_s=90)[0]
     large = (32 << 20) if with_pieces else 0
     assert most_queued <= large + LIMIT_BYTES + (4 << 20)
     assert grown < large + LIMIT_BYTES + (64 << 20)
-    assert took < 10.0
+    assert took < AT_ONCE_S
 
 
 def read_slowly(rank: int, port: int) -> int:
@@ -143,7 +144,7 @@ def read_slowly(rank: int, port: int) -> int:
 
 
 def test_slow_reader_bounds_the_sender_all_the_time() -> None:
-    assert finish(start_processes(2, read_slowly, free_port()), timeout_s=90)[0] <= LIMIT_BYTES + (4 << 20)
+    assert finish(start_processes(2, read_slowly, held_port()), timeout_s=90)[0] <= LIMIT_BYTES + (4 << 20)
 
 
 def one_gets_stuck(rank: int, port: int) -> bool:
@@ -169,4 +170,4 @@ def one_gets_stuck(rank: int, port: int) -> bool:
 
 
 def test_frozen_reader_does_not_hold_up_the_others() -> None:
-    assert all(finish(start_processes(3, one_gets_stuck, free_port())))
+    assert all(finish(start_processes(3, one_gets_stuck, held_port())))

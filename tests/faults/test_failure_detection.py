@@ -9,17 +9,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.times import PATIENT
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import Member, start_processes, temporary_file_url
+from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
 QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
@@ -45,7 +46,7 @@ def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], repor
 
 
 class Cluster:
-    def __init__(self, node: farcall.Node, others: list[Member], report: str) -> None:
+    def __init__(self, node: farcall.Node, others: list[WorkerProcess], report: str) -> None:
         self.node = node
         self.others = others
         self.report = report
@@ -81,11 +82,10 @@ both = pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynam
 
 @both
 def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) -> None:
-    """With the default options: that it was killed shows, and no time has to pass."""
-    with cluster(4, is_static, str(tmp_path)) as found:
+    """Though its silence alone would not tell before the test is over: that it was killed shows."""
+    with cluster(4, is_static, str(tmp_path), **PATIENT) as found:
         pending = found.node.rpc_async("w3", sleep, (60,))
         seen = found.node.rpc_async("w1", _wait_for_death, ("w3",))
-        sleep_started = monotonic()
         found.signal("w3", signal.SIGKILL)
         with pytest.raises(PeerDead) as caught:
             pending.wait()
@@ -94,7 +94,6 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
         assert caught.value.delivery is Delivery.UNKNOWN
         assert seen.wait() == "dead"
         wait_until(lambda: ("dead", "w3") in found.events)
-        assert monotonic() - sleep_started < 8.0  # suspicion alone would take 10
         if not is_static:
             assert [info.name for info in found.node.workers()] == ["w0", "w1", "w2"]
         with pytest.raises(PeerDead):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.runtime.link import dialler

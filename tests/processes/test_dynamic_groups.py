@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import tcp_url
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -23,7 +24,7 @@ from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
 from farcall.runtime.node import runtime_of
 from farcall.runtime.peers import table as peer_table
-from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
+from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 BOUND_S = 30.0
 
@@ -96,7 +97,7 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
 
 
 def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() -> None:
-    finish(start_processes(4, _all_meet, f"tcp://127.0.0.1:{free_port()}", 4), BOUND_S)
+    finish(start_processes(4, _all_meet, tcp_url(), 4), BOUND_S)
 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
@@ -145,7 +146,7 @@ def _serve_the_store(rank: int, url: str, gone: str) -> None:
 
 
 def test_the_members_outlive_the_store(tmp_path: Any) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+    url = tcp_url()
     finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")), BOUND_S)
 
 

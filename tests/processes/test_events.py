@@ -9,7 +9,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import RpcTimeout

@@ -27,7 +27,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
 from farcall.runtime.node import current_runtime
-from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
+from farcall.testing.cluster import WorkerProcess, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
 SECRET = "the cluster's secret"
@@ -64,7 +64,7 @@ class Cluster:
         self.done = path / "done"
         self.size = size
         self.options = {"runtime_directory": str(self.directory), **options}
-        self.members: list[Member] = []
+        self.members: list[WorkerProcess] = []
 
     def __enter__(self) -> Cluster:
         self.members = start_cluster(self.size, stay, str(self.done), **self.options)
@@ -81,7 +81,7 @@ class Cluster:
         return Observer.find(options=RpcBackendOptions(runtime_directory=str(self.directory)))
 
 
-def stop(member: Member) -> None:
+def stop(member: WorkerProcess) -> None:
     """Stop a process and wait until each of its threads is: on a busy machine one may run on for a moment."""
     member.kill(signal.SIGSTOP)
     tasks = Path(f"/proc/{member.pid}/task")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.kit.times import AT_ONCE_S, LONG_S
 
 import farcall.options
 from farcall.errors import BadRank, InitError, MissingPeers
@@ -111,7 +112,7 @@ def test_a_missing_member_is_named_and_the_port_is_free_again(start: Any, port: 
     with pytest.raises(MissingPeers) as caught:
         start("a", 0, 2, url, 0.5).result(40)
     assert caught.value.missing == (1,)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < AT_ONCE_S
     gc.collect()
     socket.create_server(("127.0.0.1", port)).close()
     assert len(close([start("a", 0, 2, url), start("b", 1, 2, url)])) == 2
@@ -273,13 +274,13 @@ def test_ctrl_c_ends_the_wait(port: int) -> None:
         watcher = _wait_for_port(port)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=10)
+        output, _ = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
         process.wait()
     assert watcher
     assert "KeyboardInterrupt" in output
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < AT_ONCE_S
 
 
 def _wait_for_port(port: int, timeout_s: float = 30) -> bool:
