@@ -86,7 +86,7 @@ def gather_without_one(rank: int) -> str:
         wait_until(lambda: farcall.rpc_sync("w0", is_serving))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        farcall._barrier(["w0", "w1", "w2"])
+        farcall.barrier(["w0", "w1", "w2"])
     return str(caught.value)
 
 

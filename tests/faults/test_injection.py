@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
+from farcall.options import MembershipOptions, MemoryOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
@@ -424,7 +425,7 @@ def test_leases_are_not_duplicated():
 
 def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
     faults = Faults()
-    with team(faults, 3, reconnect_s=0) as nodes:
+    with team(faults, 3, membership=MembershipOptions(reconnect_s=0)) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
         faults.cut(sender="w0", to="w1")
         with pytest.raises(PeerDead):
@@ -440,7 +441,7 @@ def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
 
 def test_a_cut_at_a_message_takes_the_message_with_it():
     faults = Faults()
-    with team(faults, reconnect_s=0) as nodes:
+    with team(faults, membership=MembershipOptions(reconnect_s=0)) as nodes:
         faults.cut(kind="request", to="w1", skip=1)
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
         with pytest.raises(PeerDead):
@@ -487,7 +488,7 @@ def test_who_sends_into_silence_has_to_wait_at_last():
 
 def test_a_throttled_connection_takes_its_time():
     faults = Faults()
-    with team(faults, shared_memory=False) as nodes, faults.throttle(10e6, to="w1"):
+    with team(faults, memory=MemoryOptions(shared_memory=False)) as nodes, faults.throttle(10e6, to="w1"):
         big = torch.ones(1 << 20)
         began = time.monotonic()
         assert nodes[0].rpc_sync("w1", total, (big,)) == 1 << 20

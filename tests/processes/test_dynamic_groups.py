@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ import farcall
 from farcall import api
 from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.options import MemoryOptions
+from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
 from farcall.runtime.node import runtime_of
 from farcall.runtime.peers import table as acquaintances
@@ -89,7 +92,7 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
     node = api.current_runtime()
     wait_until(lambda: len(node.workers()) == size)
     farcall.rpc_sync(f"w{(rank + 1) % size}", int, ("7",))
-    api._barrier([f"w{other}" for other in range(size)])
+    farcall.barrier([f"w{other}" for other in range(size)])
     farcall.shutdown()
     return [info.name for info in node.workers()]
 
@@ -163,7 +166,7 @@ class Scale(torch.nn.Module):
 def _train(rank: int, url: str) -> None:
     farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
     wait_until(lambda: len(farcall.members()) == 3)
-    api._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         modules = [farcall.nn.RemoteModule(name, Scale, (2.0,)) for name in ("w1", "w2")]
         references = [parameter for module in modules for parameter in module.remote_parameters()]
@@ -176,7 +179,7 @@ def _train(rank: int, url: str) -> None:
         nested = farcall.remote("w1", torch.ones, (2,))
         assert farcall.rpc_sync("w2", _fetch, (nested,)).tolist() == [1.0, 1.0]
         del modules, references, optimizer, nested, loss
-    api._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     farcall.shutdown()
 
 
@@ -336,7 +339,7 @@ def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str) -> N
 def _come_and_go(rank: int, url: str, rounds: int) -> int:
     done = 0
     for _ in range(rounds):
-        options = farcall.RpcBackendOptions(init_method=url, shared_memory=False)
+        options = farcall.RpcBackendOptions(init_method=url, memory=MemoryOptions(shared_memory=False))
         with farcall.Node(f"w{rank}", rank, options=options) as node:
             for info in node.workers():
                 try:
@@ -366,10 +369,12 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
         wait_until(lambda: [contact.name for contact in contacts.enter(me).contacts] == ["w1", "w2"])
 
 
-def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str) -> None:
+def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
         late = member("w1", 1, url)
-        group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", runtime_of(late).me.incarnation))
+        incarnation = new_incarnation(secrets.randbits(62))
+        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda bits: incarnation)
+        group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()
         with late:

@@ -8,7 +8,6 @@ from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
     _rref_context_get_debug_info,
     _set_rpc_timeout,
-    get_rpc_timeout,
 )
 from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent
 from farcall.compat.rpc.agent import current_agent as _get_current_rpc_agent
@@ -23,6 +22,7 @@ from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendO
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.rpc.rref import RRef as PyRRef
+from farcall.runtime.node import current_runtime
 from farcall.torchscript import bridging
 
 __all__ = [
@@ -53,6 +53,11 @@ __all__ = [
 ]
 
 _gil_profiling = False
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this process's calls, in seconds; 0: they have no limit."""
+    return current_runtime().timeout_s
 
 
 def enable_gil_profiling(flag: bool) -> None:

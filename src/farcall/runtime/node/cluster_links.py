@@ -72,7 +72,7 @@ class ClusterLinks:
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
         hello = Hello(membership.me, membership.cluster_id)
         self.reconnecting: Reconnecting = Reconnecting(
-            hello, membership.secret, options.reconnect_s, self._ways_to, resources.loop, self._wrapped
+            hello, membership.secret, options.membership.reconnect_s, self._ways_to, resources.loop, self._wrapped
         )
         self.reconnecting.lost_hooks.append(turnover.on_interrupted)
         self.reconnecting.back_hooks.append(turnover.on_reconnected)
