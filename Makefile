@@ -6,11 +6,15 @@ READY  := $(VENV)/.ready
 # What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
 export FARCALL_CACHE := $(abspath $(VENV))/cache
 
-.PHONY: help demo test lint versions format bench docs clean
+# Test processes at a time. One more than two cores: tests with several processes wait for each other most of the time.
+JOBS ?= 3
+
+.PHONY: help demo check check-tests test lint versions format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    parameter servers train a model here; one is killed and comes back; ends by itself"
+	@echo "make check   style, types, layers, unit, property and simulation tests: two minutes, for every save"
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
 	@echo "make versions   all tests with another Python and torch (PYTHON=python3.14 TORCH=2.15.0)"
@@ -34,9 +38,16 @@ lint: $(READY)
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports
 
+check: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-tests lint
+
+check-tests: $(READY)
+	$(BIN)/pytest -q -n 2 --dist worksteal tests/unit tests/property tests/simulation $(ARGS)
+
+# loadgroup: PyTorch's suite has processes of its own that run two tests at a time, and stays with one worker.
 test: lint
 	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 # What docs/versions.md tells was found out with this. The pins of the other tools do not hold there.
 TORCH  ?= 2.6.0
@@ -44,7 +55,7 @@ OTHER   = build/versions/$(notdir $(PYTHON))-torch-$(TORCH)
 versions:
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'
-	FARCALL_CACHE=$(abspath $(OTHER))/cache $(OTHER)/bin/pytest $(ARGS)
+	FARCALL_CACHE=$(abspath $(OTHER))/cache $(OTHER)/bin/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

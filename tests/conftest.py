@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.kit.ports import let_ports_go
 
 # The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
 settings.register_profile(
@@ -35,6 +36,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # A shell that starts this in the background has SIGINT ignored, and every process of every test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded by now out of every later collection: a tenth of a second each, and many tests collect."""
+    gc.collect()
+    gc.freeze()
+
 
 CHECKED_FOLDERS = {"processes", "faults"}
 # Threads that the test closed may still be on their last lines, and children may not be reaped yet.
@@ -98,9 +106,11 @@ def remains(before: set[str]) -> set[str]:
 def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     if not CHECKED_FOLDERS & set(request.node.path.parts):
         yield
+        let_ports_go()
         return
     before = remains(set())
     yield
+    let_ports_go()
     give_up_at = time.monotonic() + SETTLING_S
     while left := remains(before):
         if time.monotonic() > give_up_at:

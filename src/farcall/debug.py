@@ -1,7 +1,7 @@
 """A look inside a running node: for people, and for tests.
 
-Public as ``farcall.debug``. Everything here is a picture of one moment; nothing here changes anything but what is
-recorded.
+Public as ``farcall.debug``. Everything here is a picture of one moment; `trace_references` alone changes something: how
+much is recorded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["OwnedValue", "References", "UsedReference", "references", "trace_ref
 
 @dataclass(frozen=True)
 class OwnedValue:
-    """A value that lives here, and who refers to it."""
+    """A value that lives here, and the holders of references to it."""
 
     ref: RefId
     what: str
-    """The name of its type, or what is there instead."""
+    """The name of its type, or the state of a value that is not there."""
     origin: str
-    """Where in which program it was created, if `trace_references` was on there."""
+    """The place in the program that created it, if `trace_references` was on there."""
     holders: dict[str, int]
-    """How many references each worker holds."""
+    """The number of references of each worker."""
 
     def __str__(self) -> str:
         held = ", ".join(f"{name} {count}" for name, count in self.holders.items()) or "nobody"
@@ -41,11 +41,11 @@ class UsedReference:
     fork: ForkId
     owner: str
     confirmed: bool
-    """Does the owner know of it?"""
+    """The owner knows of it."""
     given_up: bool
-    """Has the program dropped it, and only what it was sent on to keeps it?"""
+    """The program has dropped it; only messages that took it to other workers keep it."""
     on_the_way_to: list[str]
-    """Workers that it was sent to, and that have not told yet."""
+    """Workers that it was sent to, and that have not registered it yet."""
 
     def __str__(self) -> str:
         state = ("" if self.confirmed else ", not confirmed yet") + (", given up" if self.given_up else "")
@@ -93,7 +93,7 @@ def references(node: HasRuntime | None = None) -> References:
 
 
 def trace_references(enabled: bool = True, node: HasRuntime | None = None) -> None:
-    """Record where in the program each reference is created, from now on (about a microsecond for each)."""
+    """Record the place in the program that creates each reference, from now on (about a microsecond for each)."""
     runtime_of(node).part(NodeReferences).traced = enabled
 
 

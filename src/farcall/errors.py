@@ -1,4 +1,4 @@
-"""Every error farcall raises on purpose, as one tree.
+"""Every error that farcall raises on purpose, as one tree.
 
     RpcError (RuntimeError)
     ├── NotInitialized          no node here yet, or shut down, or this is a forked child
@@ -6,8 +6,8 @@
     ├── InitError               this node could not become a member
     │   ├── DuplicateName         two members asked for one name
     │   ├── BadRank               rank or world size make no sense
-    │   ├── BadDeviceMap          a device map names what is not there
-    │   └── MissingPeers          not everyone arrived in time (``.missing``)
+    │   ├── BadDeviceMap          a device map names a device or worker that is not there
+    │   └── MissingPeers          not all members arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
     │   └── FunctionNotFound      the callee has no such function
@@ -17,10 +17,10 @@
     │   ├── PeerDead              the peer's process or link is gone
     │   ├── AnswerLost            the function ran, and its large answer was lost with a connection
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
-    │   └── HandshakeRefused      the peer is not one of us
+    │   └── HandshakeRefused      the peer is no member of this cluster
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
-    ├── ReferenceLeak           references were still held when everyone had left
-    ├── ShutdownTimeout (TimeoutError too)   somebody did not agree to leave in time (``.late``)
+    ├── ReferenceLeak           references were still held when all members had left
+    ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
     └── Cancelled               the node shut down before the answer came
 
 ``RpcError`` derives from ``RuntimeError``, so programs that catch that keep working.
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class RpcError(RuntimeError):
-    """Root of everything farcall raises."""
+    """Root of all errors that farcall raises."""
 
 
 class NotInitialized(RpcError):
@@ -110,7 +110,7 @@ class FunctionNotFound(SerializationError, AttributeError):
 class RemoteError(RpcError):
     """The callee raised an exception whose class cannot be rebuilt here.
 
-    ``type_name``, ``message`` and ``remote_traceback`` keep what it was.
+    ``type_name``, ``message`` and ``remote_traceback`` describe it.
     """
 
     def __init__(self, text: str, type_name: str = "", message: str = "", remote_traceback: str = "") -> None:
@@ -121,17 +121,17 @@ class RemoteError(RpcError):
 
 
 class Delivery(StrEnum):
-    """What is known of a failed call: did the callee get it, did it run?"""
+    """The fate of a failed call, as far as it is known."""
 
     NOT_SENT = "not_sent"
     REFUSED = "refused"
-    """The callee got it, and did not run it."""
+    """The callee got the call, and did not run it."""
     UNKNOWN = "unknown"
     EXECUTED = "executed"
 
 
 class NetworkError(RpcError):
-    """The network, or a callee too busy to take it, failed the call; not the callee's code."""
+    """The network, or a callee too busy to take the call, failed it; not the callee's code."""
 
     def __init__(self, message: str, delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
@@ -141,7 +141,7 @@ class NetworkError(RpcError):
 class PeerDead(NetworkError, ConnectionError):
     """The peer's process ended, or left, or its link broke.
 
-    ``worker`` says who it was (a `WorkerInfo`), and ``incarnation`` which start of it.
+    ``worker`` is the peer (a `WorkerInfo`), and ``incarnation`` names the start of its process.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class PeerDead(NetworkError, ConnectionError):
 class Overloaded(NetworkError):
     """A worker had more calls waiting than it allows, and did not run this one: it is safe to make it again, later.
 
-    ``worker`` says who it was (a `WorkerInfo`), ``queued`` how many waited there, and ``limit`` how many may. Raised
-    only where the caller's option ``when_overloaded`` is "fail". One that a remote function raised (it has a
-    ``remote_traceback``) is about a call that the function made.
+    ``worker`` is the callee (a `WorkerInfo`), ``queued`` the number of calls that waited there, and ``limit`` the most
+    that may. Raised only where the caller's option ``when_overloaded`` is "fail". An error that a remote function
+    raised (it has a ``remote_traceback``) is about a call that the function made.
     """
 
     def __init__(
@@ -198,11 +198,11 @@ class RpcTimeout(RpcError, TimeoutError):
 
 
 class ReferenceLeak(RpcError):
-    """After a graceful shutdown somebody still held references to values of this node; the text says who, and what."""
+    """After a graceful shutdown a worker still held references to values of this node; the text names both."""
 
 
 class ShutdownTimeout(RpcError, TimeoutError):
-    """A graceful shutdown did not end in time; ``late`` names whom it waited for."""
+    """A graceful shutdown did not end in time; ``late`` names the members it waited for."""
 
     def __init__(self, message: str, late: Iterable[str] = ()) -> None:
         super().__init__(message)

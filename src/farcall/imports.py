@@ -1,4 +1,4 @@
-"""Things to be done when a module has been imported, by whomever.
+"""Functions to be called once a module has been imported.
 
 Must cost next to nothing and import nothing of farcall's: `farcall.pth` uses it at the start of processes that may
 never need any of the rest.
@@ -21,7 +21,7 @@ def find_and_then(
     path: Sequence[str] | None,
     then: Callable[[ModuleType], object],
 ) -> importlib.machinery.ModuleSpec | None:
-    """The module as all finders but ``asking`` find it; ``then`` is called with it once it is loaded."""
+    """The module as all finders but ``asking`` find it; its load calls ``then`` with it."""
     found = (finder.find_spec(fullname, path) for finder in sys.meta_path if finder is not asking)
     spec = next((spec for spec in found if spec is not None), None)
     if spec is None or spec.loader is None:
@@ -46,7 +46,7 @@ def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Stays until the module is there: many a program only asks whether it could be found, or tries again."""
+    """A finder that stays until the module is there: many programs only ask whether it exists, or try again."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self._name = name

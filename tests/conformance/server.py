@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance import suite
-from tests.conformance.rank import SHOW_STACKS_AND_DIE, Rank, skip_reasons, world_size
+from tests.conformance.rank import SHOW_STACKS_AND_DIE, Rank, ShortEnd, skip_reasons, world_size
 
 # A rank that waits for one that has failed mostly fails by itself, with an error worth reading.
 AFTER_FAILURE_S = 4.0
@@ -208,6 +208,7 @@ def main() -> int:
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--jobs", type=int, required=True)
     asked = parser.parse_args()
+    short_end = ShortEnd()  # before torch is loaded and has exit hooks of its own
     # Results have a descriptor of their own: what the suite prints while it is loaded goes to the log.
     results = open(os.dup(1), "wb", buffering=0)  # noqa: SIM115  (a fork closes it by itself)
     os.dup2(2, 1)
@@ -219,13 +220,19 @@ def main() -> int:
     if not asked.stock:
         suite.put_farcall_in_place()
     classes = suite.load(asked.part)
+    short_end.spare_finalizers()
     # Collecting in a fork would touch, and so copy, every object of torch and the suite: 0.8 s a rank instead of 0.2.
     gc.collect()
     gc.freeze()
     server = Server(classes, asked.jobs, results)
     server.say({"tests": suite.names(classes)})
     rank = server.serve()
-    return 0 if rank is None else rank.run()
+    if rank is None:
+        return 0
+    code = rank.run()
+    if code in skip_reasons() or not rank.goes_to_the_very_end:
+        short_end.leave_with(code)
+    return code
 
 
 if __name__ == "__main__":

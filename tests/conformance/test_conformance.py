@@ -15,6 +15,9 @@ from tests.conformance.listing import complaint, not_passed, sorted_tests
 
 from farcall.torchscript.extension import why_not
 
+# One worker asks the suite servers for everything: each of several would ask for all of it.
+pytestmark = pytest.mark.xdist_group("conformance")
+
 LISTED = not_passed(torch.cuda.device_count())
 # A part of the suite at a time: each has a server of its own, and only one is to be busy.
 SORTED = sorted_tests()

@@ -11,6 +11,9 @@ import pytest
 from tests.conformance.client import Result, SuiteRun
 from tests.conformance.listing import NotPassed, complaint, not_passed
 
+# One worker asks the suite server for every sample.
+pytestmark = pytest.mark.xdist_group("conformance driver")
+
 SAMPLES = [
     f"SampleTest.test_{name}"
     for name in (

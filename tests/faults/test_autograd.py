@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.processes.test_autograd import counts, known, onward, released_everywhere, through_weight
-from tests.waiting import wait_until
+from tests.kit.autograd_callees import counts, known, onward, released_everywhere, through_weight
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as autograd

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import RpcTimeout
 from farcall.options import LimitOptions, MembershipOptions, MemoryOptions
-from farcall.testing.cluster import finish, free_port, start_processes
+from farcall.testing.cluster import finish, start_processes
 
-LONG_S = 30.0
 LIMIT_BYTES = 4 << 20
 BLOB = bytes(60 * 1024)  # small enough to be queued, not written by its own thread
 
@@ -38,7 +39,7 @@ def memory_bytes() -> int:
 
 
 def queued_bytes() -> int:
-    link = api.current_runtime().links.acquaintances.remotes[1].link
+    link = api.current_runtime().links.peers.remotes[1].link
     return sum(map(len, list(link.outgoing._outbox))) + sum(map(len, list(link.outgoing._unsent)))
 
 
@@ -76,7 +77,7 @@ def flood_a_frozen_one(rank: int, port: int, transports: tuple[str, ...], with_p
         if with_pieces:
             # Another thread sits in the middle of a large message and holds the link meanwhile.
             writer.start()
-            wait_until(lambda: api.current_runtime().links.acquaintances.remotes[1].link.outgoing.queue.full)
+            wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
         started = time.monotonic()
         with pytest.raises((RpcTimeout, RuntimeError), match=r"does not read|in time|timeout"):
             flood()
@@ -105,12 +106,12 @@ def send_much() -> None:
 @pytest.mark.parametrize("with_pieces", [False, True])
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_frozen_reader_bounds_the_sender(transports: tuple[str, ...], with_pieces: bool) -> None:
-    members = start_processes(2, flood_a_frozen_one, free_port(), transports, with_pieces)
+    members = start_processes(2, flood_a_frozen_one, held_port(), transports, with_pieces)
     grown, most_queued, took = finish(members, timeout_s=90)[0]
     large = (32 << 20) if with_pieces else 0
     assert most_queued <= large + LIMIT_BYTES + (4 << 20)
     assert grown < large + LIMIT_BYTES + (64 << 20)
-    assert took < 10.0
+    assert took < AT_ONCE_S
 
 
 def read_slowly(rank: int, port: int) -> int:
@@ -147,7 +148,7 @@ def read_slowly(rank: int, port: int) -> int:
 
 
 def test_slow_reader_bounds_the_sender_all_the_time() -> None:
-    assert finish(start_processes(2, read_slowly, free_port()), timeout_s=90)[0] <= LIMIT_BYTES + (4 << 20)
+    assert finish(start_processes(2, read_slowly, held_port()), timeout_s=90)[0] <= LIMIT_BYTES + (4 << 20)
 
 
 def one_gets_stuck(rank: int, port: int) -> bool:
@@ -164,7 +165,7 @@ def one_gets_stuck(rank: int, port: int) -> bool:
         threads = [threading.Thread(target=send_much) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: api.current_runtime().links.acquaintances.remotes[1].link.outgoing.queue.full)
+        wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
         started = time.monotonic()
         for number in range(100):
             assert farcall.rpc_sync("w2", max, (number, -1), timeout=5.0) == number
@@ -178,4 +179,4 @@ def one_gets_stuck(rank: int, port: int) -> bool:
 
 
 def test_frozen_reader_does_not_hold_up_the_others() -> None:
-    assert all(finish(start_processes(3, one_gets_stuck, free_port())))
+    assert all(finish(start_processes(3, one_gets_stuck, held_port())))

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import Delivery, MissingPeers, RpcTimeout
-from farcall.testing.cluster import finish, free_port, start_cluster, start_processes
-
-LONG_S = 30.0
-AT_ONCE_S = 2.0
+from farcall.testing.cluster import finish, start_cluster, start_processes
 
 
 def touch_and_sleep(path: str) -> None:
@@ -74,7 +73,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_killed_peer_fails_its_calls_at_once(tmp_path: Path, transports: tuple[str, ...]) -> None:
-    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports)
+    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports, membership=PATIENT)
     outcome = finish(members, may_fail=[1])[0]
     assert [name for name, _, _ in outcome] == ["PeerDead"] * 4
     assert [delivery for _, delivery, _ in outcome] == [Delivery.UNKNOWN] * 2 + [Delivery.NOT_SENT] * 2
@@ -125,7 +124,7 @@ def wait_for_a_frozen_one(rank: int, port: int, frozen: str, thaw: str) -> list[
 
 
 def test_calls_to_a_frozen_peer_time_out_and_work_again_when_it_is_thawed(tmp_path: Path) -> None:
-    members = start_processes(2, wait_for_a_frozen_one, free_port(), str(tmp_path / "f"), str(tmp_path / "t"))
+    members = start_processes(2, wait_for_a_frozen_one, held_port(), str(tmp_path / "f"), str(tmp_path / "t"))
     took = finish(members)[0]
     assert len(took) == 3
     assert all(0.29 < seconds < 0.3 + AT_ONCE_S for seconds in took)
@@ -175,7 +174,7 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
     text = PROGRAM.replace("ASKED", asked).replace("PREPARE", prepare)
     program.write_text(text.replace("    END", textwrap.indent(end, "    ")))
     args = [sys.executable, str(program)]
-    port = str(free_port())
+    port = str(held_port())
     processes = [
         subprocess.Popen(
             [*args, str(rank), port, str(tmp_path / "go")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -232,7 +231,7 @@ def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple
     from farcall.runtime.link import mesh
 
     if rank == 1:
-        mesh.dial_member = lambda *args: os._exit(0)  # type: ignore[assignment]
+        mesh.Mesh._dial = lambda *args: os._exit(0)  # type: ignore[method-assign, assignment]
     started = time.monotonic()
     with pytest.raises(MissingPeers) as caught:
         farcall.init_rpc(
@@ -243,6 +242,6 @@ def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple
 
 
 def test_peer_that_dies_between_meeting_and_connecting_is_named() -> None:
-    text, seconds = finish(start_processes(2, die_before_connecting, free_port(), 3.0), may_fail=[1])[0]
+    text, seconds = finish(start_processes(2, die_before_connecting, held_port(), 3.0), may_fail=[1])[0]
     assert "w1" in text
     assert seconds < 3.0 + AT_ONCE_S

@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.times import PATIENT
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
 from farcall.options import MembershipOptions
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import Member, start_processes, temporary_file_url
+from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
 QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0)
@@ -47,7 +48,7 @@ def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], repor
 
 
 class Cluster:
-    def __init__(self, node: farcall.Node, others: list[Member], report: str) -> None:
+    def __init__(self, node: farcall.Node, others: list[WorkerProcess], report: str) -> None:
         self.node = node
         self.others = others
         self.report = report
@@ -83,11 +84,10 @@ both = pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynam
 
 @both
 def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) -> None:
-    """With the default options: that it was killed shows, and no time has to pass."""
-    with cluster(4, is_static, str(tmp_path)) as found:
+    """Though its silence alone would not tell before the test is over: that it was killed shows."""
+    with cluster(4, is_static, str(tmp_path), membership=PATIENT) as found:
         pending = found.node.rpc_async("w3", sleep, (60,))
         seen = found.node.rpc_async("w1", _wait_for_death, ("w3",))
-        sleep_started = monotonic()
         found.signal("w3", signal.SIGKILL)
         with pytest.raises(PeerDead) as caught:
             pending.wait()
@@ -96,7 +96,6 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
         assert caught.value.delivery is Delivery.UNKNOWN
         assert seen.wait() == "dead"
         wait_until(lambda: ("dead", "w3") in found.events)
-        assert monotonic() - sleep_started < 8.0  # suspicion alone would take 10
         if not is_static:
             assert [info.name for info in found.node.workers()] == ["w0", "w1", "w2"]
         with pytest.raises(PeerDead):
@@ -194,11 +193,12 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
     incarnation = runtime_of(nodes[1]).me.incarnation
-    runtime_of(nodes[0]).reconnecting.condemn(1, "for the test")
+    here = runtime_of(nodes[0])
+    here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "for the test"))
     wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
     record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None
-    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.acquaintances.on_suspected(record, False))
+    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.peers.on_suspected(record, False))
     wait_until(lambda: ("dead", "w1") in events)
     wait_until(lambda: not runtime_of(nodes[1]).running)
     with pytest.raises(Expelled, match="w0 could not reach it"):
@@ -218,11 +218,9 @@ def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
 
     def connect() -> None:
         wait_until(lambda: runtime_of(stays).is_gone("ends", runtime_of(ends).me.incarnation))
-        runtime_of(stays).call_soon(
-            lambda: runtime_of(stays).links.acquaintances._dialling.dial(runtime_of(ends).membership.me)
-        )
-        wait_until(lambda: runtime_of(ends).links.acquaintances._strangers)
-        came.extend(runtime_of(ends).links.acquaintances._strangers.values())
+        runtime_of(stays).call_soon(lambda: runtime_of(stays).connector.dial(runtime_of(ends).membership.me))
+        wait_until(lambda: runtime_of(ends).links.peers._strangers)
+        came.extend(runtime_of(ends).links.peers._strangers.values())
 
     runtime_of(ends).hooks.ended.append(connect)
     ends.shutdown(graceful=False)

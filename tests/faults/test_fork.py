@@ -7,43 +7,19 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.forks import in_a_fork
+from tests.kit.ports import held_port
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import NotInitialized, PeerDead
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
-
-LONG_S = 30.0
-
-
-def in_a_fork(work: Callable[..., Any], *args: Any) -> Any:
-    """What ``work`` returns in a forked child."""
-    receiving, sending = multiprocessing.Pipe(duplex=False)
-
-    def run() -> None:
-        try:
-            sending.send(work(*args))
-        except BaseException as error:
-            sending.send(error)
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    sending.close()
-    assert receiving.poll(LONG_S), "the child hangs"
-    result = receiving.recv()
-    receiving.close()
-    process.join(LONG_S)
-    assert process.exitcode == 0
-    if isinstance(result, BaseException):
-        raise result
-    return result
+from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 
 def try_to_call() -> list[str]:
@@ -103,8 +79,8 @@ def become_new_workers(rank: int) -> list[int]:
     if rank == 1:
         return []
     return [
-        in_a_fork(become_a_worker, free_port()),
-        farcall.rpc_sync("w1", fork_within_a_function, (free_port(),)),
+        in_a_fork(become_a_worker, held_port()),
+        farcall.rpc_sync("w1", fork_within_a_function, (held_port(),)),
         os.getpid(),
         farcall.rpc_sync("w1", os.getpid),
     ]

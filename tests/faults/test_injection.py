@@ -6,27 +6,29 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.team import team
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.options import MembershipOptions, MemoryOptions
-from farcall.protocol.frames import REQUEST, encode_small
+from farcall.protocol.frames import REQUEST, Frame, encode_small
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import free_port, run_cluster
+from farcall.testing.cluster import run_cluster
 from farcall.testing.faults import Faults
 from farcall.testing.transports import receive_exactly, send_all, wait_for_end
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, dial_unix
 
-LONG_S = 30.0
 SHORT_S = 0.3
 LARGE = 1 << 18  # elements; as floats 1 MiB, so it goes through shared memory
 
@@ -37,7 +39,7 @@ may_end = threading.Event()
 @pytest.fixture(autouse=True, scope="module")
 def _first_store() -> None:
     """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)
@@ -65,53 +67,6 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 
 def keep(rref: farcall.RRef[Any]) -> None:
     ran.append(rref)
-
-
-def together(actions: list[Callable[[], None]]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(action: Callable[[], None]) -> None:
-        try:
-            action()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG_S)
-    assert not any(thread.is_alive() for thread in threads)
-    if failures:
-        raise failures[0]
-
-
-@contextmanager
-def team(faults: Faults | list[Faults | None], size: int = 2, **options: Any) -> Iterator[list[farcall.Node]]:
-    """Nodes w0, w1, ... in this process; they leave gracefully, or if the block raises at once."""
-    url = f"tcp://127.0.0.1:{free_port()}"
-    given = faults if isinstance(faults, list) else [faults] * size
-    nodes = [
-        farcall.Node(
-            f"w{rank}",
-            rank=rank,
-            world_size=size,
-            options=farcall.RpcBackendOptions(init_method=url, **options),
-        )
-        for rank in range(size)
-    ]
-    with ExitStack() as installed:
-        for rank, one in enumerate(given):
-            if one is not None:
-                installed.enter_context(one.installed(f"w{rank}"))
-        together([node.start for node in nodes])
-    try:
-        yield nodes
-    except BaseException:
-        for node in nodes:
-            node.shutdown(graceful=False)
-        raise
-    together([node.shutdown for node in nodes])
 
 
 def leave_at_once(nodes: list[farcall.Node]) -> None:
@@ -379,7 +334,12 @@ def test_a_delay_in_order_holds_what_follows():
 
 def test_reordered_requests_swap():
     faults = Faults()
-    with team(faults) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
+    # One thread runs calls as they come in; and no probe passes the held request before the second one does.
+    silent = MembershipOptions(probe_interval_s=LONG_S)
+    with (
+        team(faults, num_worker_threads=1, membership=silent) as nodes,
+        faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S),
+    ):
         first = nodes[0].rpc_async("w1", run, (1,))
         assert nodes[0].rpc_sync("w1", run, (2,)) == 2
         assert first.wait() == 1
@@ -534,7 +494,7 @@ def test_in_other_processes_the_seed_makes_the_same_choices():
 
     class Call:
         names = frozenset({"request", "call"})
-        function = rule.function
+        frame = Frame(REQUEST, function=rule.function)
 
     direction = Faults(seed=5).direction("w0", "w1")
     assert found == [number for number in range(64) if direction.choose([rule], Call()) is not None]

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import held_port, tcp_url
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import NotInitialized
 from farcall.node import Node
-from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
-
-LONG_S = 30.0
-AT_ONCE_S = 3.0
+from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
 def block(path: str) -> str:
@@ -130,7 +129,7 @@ def wait_for_peers(rank: int, port: int) -> float:
 
 
 def test_interrupted_start_leaves_nothing_and_can_be_tried_again() -> None:
-    assert finish(start_processes(1, wait_for_peers, free_port()))[0] < AT_ONCE_S
+    assert finish(start_processes(1, wait_for_peers, held_port()))[0] < AT_ONCE_S
 
 
 def wait_in_shutdown(rank: int, port: int, path: str) -> float:
@@ -151,7 +150,7 @@ def wait_in_shutdown(rank: int, port: int, path: str) -> float:
 
 
 def test_interrupted_shutdown_leaves_at_once_and_the_others_notice(tmp_path: Path) -> None:
-    assert max(finish(start_processes(2, wait_in_shutdown, free_port(), str(tmp_path / "go")))) < AT_ONCE_S
+    assert max(finish(start_processes(2, wait_in_shutdown, held_port(), str(tmp_path / "go")))) < AT_ONCE_S
 
 
 # --- a storm
@@ -238,7 +237,7 @@ def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", ["sync", "many", "self", "tensor", "tcp sync", "tcp tensor"])
 def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str) -> None:
-    answered, interrupts = finish(start_processes(2, tight_loop, free_port(), kind), timeout_s=40)[0]
+    answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind), timeout_s=40)[0]
     assert answered > 20
     assert interrupts > 20
 
@@ -250,7 +249,7 @@ def use_two_nodes(rank: int, port: int) -> bool:
     first = Node("first", 0, 1, options)
     first.start()
     ours = signal.getsignal(signal.SIGINT)
-    second = Node("second", 0, 1, options.replace(init_method=f"tcp://127.0.0.1:{free_port()}"))
+    second = Node("second", 0, 1, options.replace(init_method=tcp_url()))
     thread = threading.Thread(target=second.start)
     thread.start()
     thread.join()
@@ -261,4 +260,4 @@ def use_two_nodes(rank: int, port: int) -> bool:
 
 
 def test_handler_stays_as_long_as_one_node_needs_it() -> None:
-    assert finish(start_processes(1, use_two_nodes, free_port())) == [True]
+    assert finish(start_processes(1, use_two_nodes, held_port())) == [True]

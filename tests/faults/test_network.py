@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from tests.faults.namespaces import Hosts, address, enter, hosts
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.cli.team import Team
@@ -19,7 +19,6 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 40.0
-LATE_S = 3.0
 CALL_S = 30.0
 SUSPICION_S = 1.0
 QUICK = MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.25, suspicion_s=SUSPICION_S, reconnect_s=1.0)
@@ -147,7 +146,7 @@ def test_one_cut_link_is_no_death(is_static: bool) -> None:
         found.ask(1, "begin", "waits too", "w0", CALL_S)
         timed_out = found.call(0, "times out", "w1", 1.0)
         assert timed_out.error == "RpcTimeout"
-        assert timed_out.took_s < 1.0 + LATE_S
+        assert timed_out.took_s < CALL_S / 2  # by its own time, not by that of the other calls
         stay_for(LONG_S)
         for rank in (0, 1):
             assert found.call(rank, f"past {rank}", "w2").result == f"past {rank}"

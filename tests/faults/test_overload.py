@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_injection import team, together
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.team import team, together
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as dist_autograd
@@ -28,10 +30,8 @@ from farcall.runtime.calls import executor
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import work_for
 from farcall.runtime.node.dispatcher import Dispatcher
-from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
 
-LONG_S = 30.0
 LIMIT = 2
 LARGE = 1 << 18
 PATIENT = farcall.Retry(attempts=10_000, backoff_s=0.001, longest_backoff_s=0.01)
@@ -44,7 +44,7 @@ opened = threading.Event()
 @pytest.fixture(autouse=True, scope="module")
 def _first_store() -> None:
     """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_injection import team
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.team import team
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.rpc.retry import Pauses
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import free_port
 from farcall.testing.faults import Faults
 
 LARGE = 1 << 18
@@ -27,7 +27,7 @@ ran: Counter[str] = Counter()
 @pytest.fixture(autouse=True, scope="module")
 def _first_store() -> None:
     """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)

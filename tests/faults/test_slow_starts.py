@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.runtime.link import listener as doors
-from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.link import dialler
+from farcall.runtime.link.connector import Connector
 from farcall.testing.cluster import temporary_file_url
 
 
@@ -44,12 +44,12 @@ def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
     """
     options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=20.0)
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
-    prove, admit = doors.prove, Reconnecting.admit
+    prove, admit = dialler.prove, Connector.admit
     attempts: list[Any] = []
     asked = threading.Event()
 
     def impatient(transport: Any, name: Any, me: Any, *args: Any) -> Any:
-        if me.name == "w1":
+        if me.member.name == "w1":
             attempts.append(transport)
             if len(attempts) == 1:
                 transport = ImpatientDialler(transport, lambda: "running" in repr(nodes[0]))
@@ -57,14 +57,14 @@ def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
                 assert asked.wait(10.0)
         return prove(transport, name, me, *args)
 
-    def admitting(self: Reconnecting, identity: Any, arrived_at: float) -> bytes:
+    def admitting(self: Connector, peer: Any, arrived_at: float) -> bytes:
         try:
-            return admit(self, identity, arrived_at)
+            return admit(self, peer, arrived_at)
         finally:
             asked.set()
 
-    monkeypatch.setattr(doors, "prove", impatient)
-    monkeypatch.setattr(Reconnecting, "admit", admitting)
+    monkeypatch.setattr(dialler, "prove", impatient)
+    monkeypatch.setattr(Connector, "admit", admitting)
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:

@@ -27,13 +27,13 @@ import farcall
 from farcall.options import MembershipOptions
 from farcall.protocol.member import incarnation_text
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import Member, temporary_file_url
+from farcall.testing.cluster import WorkerProcess, temporary_file_url
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
 SEED = int(os.environ.get("FARCALL_SEED", "6"))
 DURATION_S = 600.0 if FULL else 8.0
 BOUND_S = 30.0
-LATE_S = 3.0
+LATE_S = 6.0
 """How much later than its timeout a call may end on a busy machine."""
 DISTURBED = 4
 SHORTEST_DEATH_S = 3.0
@@ -59,14 +59,14 @@ class Worker:
     def __init__(self, rank: int, url: str, directory: str) -> None:
         self.rank = rank
         self.name = NAMES[rank]
-        self.process: Member
+        self.process: WorkerProcess
         self.frozen: list[tuple[int, float, float]] = []
         """Which process stood still, from when to when."""
         self._args = (rank, url, NAMES, directory, SEED, OPTIONS)
         self.start()
 
     def start(self) -> None:
-        self.process = Member(self.rank, work, self._args)
+        self.process = WorkerProcess(self.rank, work, self._args)
         self.ended = False
 
     def end(self) -> None:

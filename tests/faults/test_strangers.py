@@ -8,15 +8,15 @@ import resource
 import socket
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.ports import held_port
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import HandshakeRefused, InitError
 from farcall.protocol.hello import MAX_MESSAGE_BYTES
-from farcall.testing.cluster import finish, free_port, run_cluster, start_processes
-
-LONG_S = 30.0
+from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
 def addresses() -> list[str]:
@@ -168,13 +168,13 @@ def with_secret(rank: int, port: int, secrets: list[str | None], environment: bo
 
 @pytest.mark.parametrize("environment", [False, True])
 def test_same_secret_lets_everybody_in(environment: bool) -> None:
-    found = finish(start_processes(2, with_secret, free_port(), ["open sesame"] * 2, environment))
+    found = finish(start_processes(2, with_secret, held_port(), ["open sesame"] * 2, environment))
     assert found == [("in", "w1"), ("in", "w0")]
 
 
 def test_wrong_secret_keeps_out_and_both_sides_say_why() -> None:
     secrets: list[str | None] = ["open sesame", "open barley"]
-    listener, dialler = finish(start_processes(2, with_secret, free_port(), secrets, False))
+    listener, dialler = finish(start_processes(2, with_secret, held_port(), secrets, False))
     assert listener[0] == "MissingPeers"
     assert "w1" in listener[1]
     assert "secret" in listener[1]
@@ -184,7 +184,7 @@ def test_wrong_secret_keeps_out_and_both_sides_say_why() -> None:
 
 
 def test_secret_on_one_side_only_is_an_error_that_names_both() -> None:
-    for name, text in finish(start_processes(2, with_secret, free_port(), ["open sesame", None], False)):
+    for name, text in finish(start_processes(2, with_secret, held_port(), ["open sesame", None], False)):
         assert name == "InitError"
         assert "w0" in text
         assert "w1" in text

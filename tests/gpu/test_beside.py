@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.test_devices import CUDA, MAPS, MEBIBYTE, echo, share, slowly_filled
+from tests.gpu.callees import CUDA, MAPS, MEBIBYTE, echo, share, slowly_filled
 
 import farcall
 from farcall.testing.cluster import run_cluster

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.gpu.callees import CUDA, MAPS, MEBIBYTE, SLOW_CYCLES, echo, lent, share, slowly_filled, total
+from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd as autograd
@@ -21,39 +22,6 @@ from farcall.optim import DistributedOptimizer
 from farcall.options import MemoryOptions
 from farcall.runtime.node import current_runtime, runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster, start_processes, temporary_file_url
-
-CUDA = torch.device("cuda", 0)
-MAPS = {"device_maps": {"w0": {"cuda:0": "cuda:0"}, "w1": {"cuda:0": "cuda:0"}}}
-MEBIBYTE = 1 << 20
-SLOW_CYCLES = 200_000_000  # about 0.1 s
-
-
-def way(to: str) -> Any:
-    return current_runtime().peer(to).devices._ways.get(0)
-
-
-def lent() -> int:
-    devices = current_runtime().devices
-    return 0 if devices is None else devices.stats().lent
-
-
-def share(to: str) -> None:
-    """Until device memory goes to ``to`` without the host, and back."""
-
-    def is_shared() -> bool:
-        back = farcall.rpc_sync(to, send_back, args=(torch.ones(MEBIBYTE, device=CUDA), current_runtime().info.name))
-        return way(to) is True and bool(back)
-
-    wait_until(is_shared)
-
-
-def send_back(x: torch.Tensor, to: str) -> bool:
-    farcall.rpc_sync(to, total, args=(x,))
-    return way(to) is True
-
-
-def echo(*values: Any) -> Any:
-    return values
 
 
 def described(x: torch.Tensor) -> tuple[Any, ...]:
@@ -199,10 +167,6 @@ def test_what_the_pool_has_no_room_for_goes_through_the_host() -> None:
     run_cluster(2, beyond_limit, memory=MemoryOptions(device_memory_limit_bytes=128 * MEBIBYTE), **MAPS)
 
 
-def total(x: torch.Tensor) -> float:
-    return x.double().sum().item()
-
-
 def values_stay(rank: int) -> None:
     if rank:
         return
@@ -219,12 +183,6 @@ def values_stay(rank: int) -> None:
 
 def test_a_call_sees_what_its_caller_had_put_onto_the_stream_and_nothing_later() -> None:
     run_cluster(2, values_stay, **MAPS)
-
-
-def slowly_filled(value: int, size: int) -> torch.Tensor:
-    x = torch.zeros(size, device=CUDA)
-    torch.cuda._sleep(SLOW_CYCLES)
-    return x.fill_(value)
 
 
 def results_ready(rank: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_devices import CUDA, MAPS, MEBIBYTE, SLOW_CYCLES, echo, lent, share, total
-from tests.waiting import wait_until
+from tests.gpu.callees import CUDA, MAPS, MEBIBYTE, SLOW_CYCLES, echo, lent, share, total
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Delivery, NetworkError, RpcTimeout

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_devices import CUDA, MAPS, lent, share
-from tests.waiting import wait_until
+from tests.gpu.callees import CUDA, MAPS, lent, share
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.options import MemoryOptions

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.autograd_callees import Held, known, onward, released_everywhere, through_weight
+from tests.kit.waiting import wait_until
 from torch.utils.checkpoint import checkpoint
 
 import farcall
@@ -20,18 +21,6 @@ from farcall.testing.cluster import finish, run_cluster, start_processes, tempor
 # ---------------------------------------------------------------------- what the callees run
 
 
-class Held:
-    """What a worker has of its own."""
-
-    weight = torch.full((3, 3), 0.5, requires_grad=True)
-    kept: ClassVar[dict[str, torch.Tensor]] = {}
-    in_backward = threading.Event()
-
-
-def through_weight(x: torch.Tensor) -> torch.Tensor:
-    return x @ Held.weight
-
-
 def unweighted(x: torch.Tensor) -> torch.Tensor:
     return x.sin()
 
@@ -41,22 +30,8 @@ def weight_gradient(context_id: int) -> torch.Tensor | None:
     return autograd.get_gradients(context_id).get(Held.weight)
 
 
-def onward(route: list[str], x: torch.Tensor) -> torch.Tensor:
-    """Through this worker's weight, then on to the next of the route."""
-    y = through_weight(x)
-    return farcall.rpc_sync(route[0], onward, (route[1:], y)) if route else y
-
-
 def pair_of(x: torch.Tensor) -> dict[str, Any]:
     return {"used": [x * 2], "unused": (x * 3, "text", x.detach()), "again": x * 5}
-
-
-def known(context_id: int) -> bool:
-    return autograd._is_valid_context(context_id)
-
-
-def counts() -> dict[str, str]:
-    return autograd._get_debug_info()
 
 
 def current_id() -> int:
@@ -73,11 +48,6 @@ async def in_coroutine(to: str, x: torch.Tensor) -> torch.Tensor:
     await asyncio.sleep(0)
     assert autograd._current_context() is not None
     return through_weight(first)
-
-
-def released_everywhere(context_id: int, names: list[str]) -> None:
-    for name in names:
-        wait_until(lambda name=name: not farcall.rpc_sync(name, known, (context_id,)), f"release on {name}")
 
 
 def twin(x: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from tests.kit.ports import held_port, tcp_url
 
 TIMEOUT_S = 90.0
 SOURCES = Path(__file__).parents[2] / "src"
@@ -32,12 +32,6 @@ def double(x):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def environment(**more: str) -> dict[str, str]:
     cleared = {
         name: value
@@ -45,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
         if name not in ("RANK", "WORLD_SIZE", "FARCALL_INSTALL") and not name.startswith("TORCHELASTIC")
     }
     cleared["PYTHONPATH"] = str(SOURCES)
-    return {**cleared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **more}
+    return {**cleared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), **more}
 
 
 def run(
@@ -242,7 +236,7 @@ def test_torchrun(tmp_path: Path) -> None:
             say(rpc_sync(f"worker{(rank + 1) % size}", double, args=(rank,)), sys.argv[1:])
             rpc.shutdown()
     """
-    by = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "farcall")
+    by = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(held_port()), "-m", "farcall")
     assert run(tmp_path, program, "--own", by=by) == ["0 ['--own']", "2 ['--own']"]
 
 
@@ -415,7 +409,7 @@ def test_data_parallel_beside_rpc(tmp_path: Path) -> None:
     """
     # The mean over both of the looked-up rows' mean, as gradient of the replicated weight: 1 - (4 + 6) / 2 ...
     weight = [1.0 - (4.0 + 6.0) / 2 - column for column in range(4)]
-    assert run(tmp_path, program, f"tcp://127.0.0.1:{free_port()}") == [f"{weight} {weight}"]
+    assert run(tmp_path, program, tcp_url()) == [f"{weight} {weight}"]
 
 
 def test_installed_by_a_variable(tmp_path: Path) -> None:
@@ -548,8 +542,8 @@ def test_where_torch_was_built_without_rpc(tmp_path: Path) -> None:
 def test_installed_by_a_variable_and_by_the_program(tmp_path: Path) -> None:
     """The hook that waits for torch is met by the import of torch inside install(), as in a spawned child."""
     program = """
-    from farcall.compat import waiting
-    waiting.install_when_torch_comes()
+    from farcall import compat
+    compat.install_when_torch_comes()
     from farcall.compat import install, is_installed, uninstall
     install()
     import torch.distributed.rpc as rpc

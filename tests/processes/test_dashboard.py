@@ -30,7 +30,7 @@ import farcall
 from farcall.errors import InitError
 from farcall.observe.dashboard.server import Dashboard
 from farcall.options import ObservingOptions, RpcBackendOptions
-from farcall.testing.cluster import Member, finish, start_cluster
+from farcall.testing.cluster import WorkerProcess, finish, start_cluster
 
 PATIENCE_S = 60.0
 SECRET = b"the cluster's secret"
@@ -100,7 +100,7 @@ def work(rank: int, done: str) -> None:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[list[Member]]:
+def running(folder: Path) -> Iterator[list[WorkerProcess]]:
     done = folder / "done"
     members = start_cluster(
         SIZE,

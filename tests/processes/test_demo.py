@@ -11,8 +11,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tests.kit.waiting import wait_until
 from tests.processes.trace_reader import Trace
-from tests.waiting import wait_until
 
 from farcall.observe.presence import Presence, find_nodes
 

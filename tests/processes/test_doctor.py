@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-
-from farcall.testing.cluster import free_port
+from tests.kit.ports import held_port
 
 DOCTOR = [sys.executable, "-m", "farcall", "doctor"]
 
@@ -64,7 +63,7 @@ def test_this_machine_for_people() -> None:
 
 
 def test_a_store_that_is_there() -> None:
-    port = free_port()
+    port = held_port()
     # In a process of its own: torch's store keeps a pipe for as long as its process lives.
     with subprocess.Popen(
         [sys.executable, "-c", STORE, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -109,7 +108,7 @@ def test_a_way_back_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nobody_listens() -> None:
-    port = free_port()
+    port = held_port()
     status, findings = consult(f"127.0.0.1:{port}")
     assert status == 1
     assert findings["127.0.0.1"]["advice"] == f"run there: farcall doctor --listen {port}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.kit.ports import held_port, tcp_url
 from tests.processes.documentation import (
     PAGE_WORKERS,
     ROOT,
@@ -18,7 +19,7 @@ from tests.processes.documentation import (
     run_program,
 )
 
-from farcall.testing.cluster import finish, free_port, start_processes
+from farcall.testing.cluster import finish, start_processes
 
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 PAGES = {page: [block for block in blocks_of(page) if block.is_run and not block.is_program] for page in pages()}
@@ -26,7 +27,7 @@ PAGES = {page: [block for block in blocks_of(page) if block.is_run and not block
 
 @pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_a_page(page: str) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+    url = tcp_url()
     finish(start_processes(PAGE_WORKERS, join_and_run_page, url, PAGES[page]), 100.0)
 
 
@@ -34,7 +35,7 @@ def test_a_page(page: str) -> None:
     "block", [block for block in BLOCKS if block.is_run and block.is_program], ids=lambda block: block.place
 )
 def test_a_program(block: Block) -> None:
-    finish(start_processes(block.workers, run_program, block.workers, free_port(), block), 100.0)
+    finish(start_processes(block.workers, run_program, block.workers, held_port(), block), 100.0)
 
 
 def test_blocks_that_are_not_run_are_few_and_known() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.ports import tcp_url
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -24,8 +24,8 @@ from farcall.options import MemoryOptions
 from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
 from farcall.runtime.node import runtime_of
-from farcall.runtime.peers import table as acquaintances
-from farcall.testing.cluster import finish, free_port, start_processes, temporary_file_url
+from farcall.runtime.peers import table as peer_table
+from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 BOUND_S = 30.0
 
@@ -98,7 +98,7 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
 
 
 def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() -> None:
-    finish(start_processes(4, _all_meet, f"tcp://127.0.0.1:{free_port()}", 4), BOUND_S)
+    finish(start_processes(4, _all_meet, tcp_url(), 4), BOUND_S)
 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
@@ -147,7 +147,7 @@ def _serve_the_store(rank: int, url: str, gone: str) -> None:
 
 
 def test_the_members_outlive_the_store(tmp_path: Any) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+    url = tcp_url()
     finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")), BOUND_S)
 
 
@@ -273,7 +273,7 @@ def test_who_is_called_all_the_time_can_leave(url: str) -> None:
 
 
 def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintances, "MAX_GONE", 2)
+    monkeypatch.setattr(peer_table, "MAX_GONE", 2)
     with team(1, url) as nodes:
         decoders = set()
         for number in range(4):
@@ -371,9 +371,8 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
 
 def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
-        late = member("w1", 1, url)
-        incarnation = new_incarnation(secrets.randbits(62))
-        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda bits: incarnation)
+        late, incarnation = member("w1", 1, url), new_incarnation(7)
+        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda random_bits: incarnation)
         group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()

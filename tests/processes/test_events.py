@@ -9,14 +9,14 @@ from time import sleep
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import RpcTimeout
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.hello import Resume
-from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.link.connector import Connector
 from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
@@ -95,7 +95,7 @@ def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
 ) -> None:
     """Its key proves no member, whatever it says it wants."""
     asked: list[object] = []
-    monkeypatch.setattr(Reconnecting, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
+    monkeypatch.setattr(Connector, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
     monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
     monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from tests.kit.ports import tcp_url
+from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import Gate, add, whoami
-from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead, RpcError, RpcTimeout
 from farcall.runtime.node import runtime_of
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
+from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
 
@@ -156,7 +157,7 @@ def test_the_death_of_the_leader() -> None:
 
 def started_nodes(count: int) -> list[farcall.Node]:
     """Nodes that start together: each start waits for the others, so each has a thread."""
-    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    options = farcall.RpcBackendOptions(init_method=tcp_url())
     nodes = [farcall.Node(f"n{rank}", rank, count, options) for rank in range(count)]
     in_threads([node.start for node in nodes])
     return nodes

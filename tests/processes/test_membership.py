@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.ports import held_port, tcp_url
+from tests.kit.times import AT_ONCE_S, LONG_S
 
 import farcall
 from farcall import api
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, UnknownWorker
 from farcall.options import MemoryOptions
 from farcall.runtime.node.current import slot
-from farcall.testing.cluster import finish, free_port, run_cluster, start_processes, temporary_file_url
-
-LONG_S = 30.0
+from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
 
 def options(url: str, **more: Any) -> farcall.RpcBackendOptions:
@@ -57,12 +57,12 @@ def meet_by_environment(rank: int, size: int, port: int) -> list[str]:
 
 
 def test_env() -> None:
-    assert finish(start_processes(3, meet_by_environment, 3, free_port())) == [["w0", "w1", "w2"]] * 3
+    assert finish(start_processes(3, meet_by_environment, 3, held_port())) == [["w0", "w1", "w2"]] * 3
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_tcp(host: str) -> None:
-    assert finish(start_processes(3, meet, 3, f"tcp://{host}:{free_port()}")) == [["w0", "w1", "w2"]] * 3
+    assert finish(start_processes(3, meet, 3, f"tcp://{host}:{held_port()}")) == [["w0", "w1", "w2"]] * 3
 
 
 def test_file() -> None:
@@ -97,7 +97,7 @@ def test_torchrun(tmp_path: Path) -> None:
         "--nproc-per-node",
         "3",
         "--master-port",
-        str(free_port()),
+        str(held_port()),
     ]
     environment = {**os.environ, "RESULTS": str(tmp_path)}
     ran = subprocess.run([*command, str(program)], env=environment, capture_output=True, text=True, timeout=100)
@@ -129,7 +129,7 @@ def share_the_port(rank: int, port: int, order: str) -> list[float]:
 
 @pytest.mark.parametrize("order", ["gfFG", "fgGF", "fgFG", "gfGF", "fFgG", "gGfF", "fFfgGF"])
 def test_port_is_shared_with_a_process_group(order: str) -> None:
-    for sums in finish(start_processes(2, share_the_port, free_port(), order)):
+    for sums in finish(start_processes(2, share_the_port, held_port(), order)):
         assert set(sums) <= {3.0}
         assert sums
 
@@ -140,7 +140,7 @@ def test_port_is_shared_with_a_process_group(order: str) -> None:
 def describe_ways(rank: int) -> list[str]:
     see_everybody(2)
     node = api.current_runtime()
-    peer = node.links.acquaintances.remotes[1 - rank]
+    peer = node.links.peers.remotes[1 - rank]
     return [peer.link.transport.kind, "shared" if peer.lending is not None and peer.lending.is_used else "inline"]
 
 
@@ -157,7 +157,7 @@ def test_shared_memory_can_be_switched_off() -> None:
 
 
 def test_ipv6() -> None:
-    found = run_cluster(2, describe_ways, url=f"tcp://[::1]:{free_port()}", transports=("tcp",))
+    found = run_cluster(2, describe_ways, url=f"tcp://[::1]:{held_port()}", transports=("tcp",))
     assert found == [["tcp", "inline"]] * 2
 
 
@@ -200,7 +200,7 @@ def on_a_poor_system(rank: int, port: int, lacks: str, poor: int) -> list[str]:
 @pytest.mark.parametrize("poor", [0, 1])
 @pytest.mark.parametrize("lacks", ["memfd", "unix listen", "unix dial"])
 def test_fast_way_that_cannot_be_set_up_is_no_error(lacks: str, poor: int) -> None:
-    ways = finish(start_processes(2, on_a_poor_system, free_port(), lacks, poor))
+    ways = finish(start_processes(2, on_a_poor_system, held_port(), lacks, poor))
     assert ways[0][0] == ways[1][0]
     if lacks != "memfd":
         # Rank 1 dials: it must be able to, and rank 0 must listen.
@@ -217,7 +217,7 @@ def unlike_transports(rank: int, port: int) -> list[str]:
 
 
 def test_members_with_different_transports_take_what_both_have() -> None:
-    assert finish(start_processes(2, unlike_transports, free_port())) == [["tcp", "inline"]] * 2
+    assert finish(start_processes(2, unlike_transports, held_port())) == [["tcp", "inline"]] * 2
 
 
 def advertise(rank: int, port: int, how: str) -> list[str]:
@@ -237,7 +237,7 @@ def advertise(rank: int, port: int, how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["option", "variable", "neither"])
 def test_advertised_address_is_the_users_choice(how: str) -> None:
     host = "127.0.0.1" if how == "neither" else "127.0.0.2"
-    for found in finish(start_processes(2, advertise, free_port(), how)):
+    for found in finish(start_processes(2, advertise, held_port(), how)):
         assert all(address.startswith(f"tcp://{host}:") for address in found)
 
 
@@ -284,7 +284,7 @@ def try_to_meet(rank: int, url: str, names: list[str], ranks: list[int], sizes: 
 
 
 def attempt(names: list[str], ranks: list[int], sizes: list[int]) -> list[tuple[str, str, float]]:
-    return finish(start_processes(len(names), try_to_meet, f"tcp://127.0.0.1:{free_port()}", names, ranks, sizes))
+    return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes))
 
 
 def test_duplicate_name_is_told_to_both() -> None:
@@ -320,7 +320,7 @@ def test_what_makes_no_sense_is_refused_at_once(name: str, rank: int, size: int,
     started = time.monotonic()
     with pytest.raises(error):
         farcall.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options("tcp://127.0.0.1:1"))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < AT_ONCE_S
 
 
 def test_missing_peer_is_named_in_time() -> None:
@@ -354,7 +354,7 @@ def start_late(rank: int, url: str, marker: str) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["file", "tcp"])
 def test_second_attempt_after_a_missing_peer_works(tmp_path: Path, scheme: str) -> None:
-    url = f"file://{tmp_path}/store" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    url = f"file://{tmp_path}/store" if scheme == "file" else tcp_url()
     assert finish(start_processes(2, start_late, url, str(tmp_path / "marker"))) == [["w0", "w1"]] * 2
 
 
@@ -370,7 +370,7 @@ def meet_over(rank: int, port: int, transports: tuple[str, ...]) -> str:
 
 
 def test_members_without_a_transport_in_common() -> None:
-    waited, dialled = finish(start_processes(2, meet_over, free_port(), ("unix", "tcp")))
+    waited, dialled = finish(start_processes(2, meet_over, held_port(), ("unix", "tcp")))
     assert "w1 may use tcp only, and w0 (rank 0) cannot be reached over that" in dialled
     assert "w1 (rank 1)" in waited
 

@@ -27,7 +27,7 @@ from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
 from farcall.runtime.node import current_runtime
-from farcall.testing.cluster import Member, finish, run_cluster, start_cluster
+from farcall.testing.cluster import WorkerProcess, finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
 SECRET = "the cluster's secret"
@@ -65,7 +65,7 @@ class Cluster:
         self.size = size
         observing = ObservingOptions(runtime_directory=str(self.directory), observable=observable)
         self.options = {"observing": observing, **options}
-        self.members: list[Member] = []
+        self.members: list[WorkerProcess] = []
 
     def __enter__(self) -> Cluster:
         self.members = start_cluster(self.size, stay, str(self.done), **self.options)
@@ -84,7 +84,7 @@ class Cluster:
         )
 
 
-def stop(member: Member) -> None:
+def stop(member: WorkerProcess) -> None:
     """Stop a process and wait until each of its threads is: on a busy machine one may run on for a moment."""
     member.kill(signal.SIGSTOP)
     tasks = Path(f"/proc/{member.pid}/task")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 
 import farcall
 from farcall import api
@@ -17,7 +18,6 @@ from farcall.options import LimitOptions
 from farcall.runtime.calls import executor
 from farcall.testing.cluster import run_cluster
 
-LONG_S = 30.0
 LIMIT = 8
 CALLS = 150
 FLOODERS = 2

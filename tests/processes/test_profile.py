@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.waiting import wait_until
 from tests.processes.trace_reader import Slice, Trace
-from tests.waiting import wait_until
 
 import farcall
 import farcall.autograd as autograd

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.ports import held_port
 
 TIMEOUT_S = 90.0
 SOURCES = Path(__file__).parents[2] / "src"
@@ -57,20 +57,14 @@ def start(work, size):
 """
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def environment() -> dict[str, str]:
     cleared = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "FARCALL_INSTALL") and not name.startswith("TORCHELASTIC")
     }
-    own = {"PYTHONPATH": str(SOURCES), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    return {**cleared, **own, "OTHER_PORT": str(free_port()), "PYTHONFAULTHANDLER": "1"}
+    own = {"PYTHONPATH": str(SOURCES), "MASTER_ADDR": "localhost", "MASTER_PORT": str(held_port())}
+    return {**cleared, **own, "OTHER_PORT": str(held_port()), "PYTHONFAULTHANDLER": "1"}
 
 
 def said_by_both(tmp_path: Path, program: str, *arguments: str, **modules: str) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 from torch import nn
 
 import farcall
 import farcall.autograd as autograd
 from farcall.errors import SerializationError, UnknownWorker
 from farcall.nn import RemoteModule
-from farcall.nn.remote_device import parse_remote_device
+from farcall.nn.remote_module import parse_remote_device
 from farcall.testing.cluster import run_cluster
 
 

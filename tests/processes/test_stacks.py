@@ -24,7 +24,7 @@ from farcall.observe.troubles import find_troubles
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls
-from farcall.runtime.link import listener as doors
+from farcall.runtime.link import dialler
 from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
 ANSWER_S = 30.0
@@ -121,13 +121,13 @@ def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.M
     )
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
     shown: list[str] = []
-    prove = doors.prove
+    prove = dialler.prove
 
     def look_first(*args: Any) -> Any:
         shown.append(_command(tmp_path / "run", "stacks").stdout)
         return prove(*args)
 
-    monkeypatch.setattr(doors, "prove", look_first)
+    monkeypatch.setattr(dialler, "prove", look_first)
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:

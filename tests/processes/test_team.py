@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 from farcall.cli import team as team_module
 from farcall.cli.demo.play import Play

@@ -289,7 +289,7 @@ def test_calls_in_compiled_functions(tmp_path: Path) -> None:
 def test_remote_modules_for_scripts_move_tensors_to_their_device_and_back(tmp_path: Path) -> None:
     program = """
         from typing import Tuple
-        from farcall.compat.scriptable_module import _written
+        from farcall.compat.nn import _write_methods
 
         @torch.jit.interface
         class Interface(torch.nn.Module):
@@ -304,7 +304,7 @@ def test_remote_modules_for_scripts_move_tensors_to_their_device_and_back(tmp_pa
         start()
         rref = rpc.RRef(torch.jit.script(Module()), type_hint=Interface)
         for moves, has_map in ((False, False), (True, False), (True, True)):
-            written = _written(Interface, moves, has_map)
+            written = _write_methods(Interface, moves, has_map)
             source = str(written.run_forward.code)
             word = written.run_forward(rref, "cpu", torch.ones(1), 3, "it's")[1][0]
             print(word, source.count("to("), source.count("cpu("))

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tests.kit.ports import tcp_url
+from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import Gate, live_bytes, whoami
-from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import PeerDead
@@ -277,9 +278,8 @@ def outlive_the_sender(rank: int) -> list[float]:
 
 
 def _alone() -> farcall.RpcBackendOptions:
-    from farcall.testing.cluster import free_port
 
-    return farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
+    return farcall.RpcBackendOptions(init_method=tcp_url())
 
 
 @pytest.mark.parametrize("way", ["unix and shared memory", "tcp"])

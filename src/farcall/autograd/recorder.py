@@ -21,6 +21,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty
 from time import monotonic, perf_counter
 from typing import Final
@@ -103,6 +104,8 @@ class Recorder:
         self.worker_id: int = node.me.number
         self.origin: int = _origin_of(node.me)
         self.knows = node.is_peer
+        self.now = monotonic
+        self.pass_ended = node.something_ended
         self._held_back: dict[int, list[Message]] = {}
         self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
         self._flush_timer = node.timer(self._flush_held_back)
@@ -241,7 +244,7 @@ class Recorder:
                 # All that is to come comes over one link: reading it here saves a hop between threads.
                 local.flush(awaited=local)
                 peer = node.numbered(*others)
-                if peer is not None and not local.arrived:
+                if peer is not None and local.inbox.empty():
                     peer.help_until(local, deadline)
             else:
                 local.flush()
@@ -256,12 +259,6 @@ class Recorder:
     def info(self, worker_id: int) -> WorkerInfo | None:
         peer = self.node.numbered(worker_id)
         return self._gone.get(worker_id) if peer is None else peer.info
-
-    def now(self) -> float:
-        return monotonic()
-
-    def pass_ended(self) -> None:
-        self.node.something_ended()
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
         peer = self.node.numbered(worker_id)
@@ -286,11 +283,13 @@ class _Work:
 
     def run(self, more: bool) -> None:
         started = perf_counter()
-        devices = self._recorder.node.devices
+        run, profile, devices = self._local.run, self._local.profile, self._recorder.node.devices
+        if profile is not None:
+            run = partial(profile.run, run)
         if devices is None:
-            self._local.run()
+            run()
         else:
-            devices.on_default_streams(self._local.run)
+            devices.on_default_streams(run)
         self._recorder._quick[self._sender] = perf_counter() - started < QUICK_S
 
     def drop(self) -> None:

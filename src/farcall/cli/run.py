@@ -148,11 +148,17 @@ class _Cluster:
         }
         self._store: Any = None
         if restarts:
-            self._store = _serve_store()
+            import torch.distributed as dist  # takes a second, and only this needs it
+
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            self._environment["MASTER_PORT"] = str(self._store.port)
             del self._environment["WORLD_SIZE"]
             # As torchrun says where it has the store: rank 0 must not open one.
             self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-        self._environment["MASTER_PORT"] = str(self._store.port if restarts else _free_port())
+        else:
+            with socket.socket() as listening:
+                listening.bind(("127.0.0.1", 0))
+                self._environment["MASTER_PORT"] = str(listening.getsockname()[1])
         self._workers: list[_RunWorker] = []
         self._replaced: list[_RunWorker] = []
         for rank in range(size):
@@ -166,7 +172,9 @@ class _Cluster:
                 try:
                     self._step(selector)
                 except KeyboardInterrupt:
-                    self._on_interrupt()
+                    # After a second Ctrl-C there is no patience left.
+                    self.end(signal.SIGKILL if self._interrupted else signal.SIGINT)
+                    self._interrupted = True
         return self._report()
 
     def _step(self, selector: selectors.BaseSelector) -> None:
@@ -217,11 +225,6 @@ class _Cluster:
         again = self._workers[worker.rank] = _RunWorker(worker.rank, self._environment, self._program, count)
         _watch(selector, again)
 
-    def _on_interrupt(self) -> None:
-        # After a second Ctrl-C there is no patience left.
-        self.end(signal.SIGKILL if self._interrupted else signal.SIGINT)
-        self._interrupted = True
-
     def end(self, number: signal.Signals) -> None:
         """Signal all workers that still run; after a while, kill them."""
         for worker in self._workers:
@@ -264,16 +267,3 @@ def _watch(selector: selectors.BaseSelector, worker: _RunWorker) -> None:
     selector.register(worker.output, selectors.EVENT_READ, worker)
     # The end itself is an event: looking from time to time could not tell which worker was first.
     selector.register(worker.ending, selectors.EVENT_READ, None)
-
-
-def _serve_store() -> Any:
-    """A store on a free port of this machine; it ends with the last use of the object."""
-    import torch.distributed as dist  # takes a second, and only this needs it
-
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

@@ -1,18 +1,23 @@
 """farcall in the place of ``torch.distributed.rpc``: programs written for it run unchanged.
 
     farcall.compat.install()         from here on, in this process and in the processes it starts
-    python -m farcall script.py      the same for a program that shall not be touched
-    FARCALL_INSTALL=1 torchrun ...   the same for one that is started by something else
+    python -m farcall script.py      for a program that shall not be touched
+    FARCALL_INSTALL=1 torchrun ...   for a program that something else starts
 
-`installation` puts modules in place and back, `captured` finds what programs and torch itself took out of the old
-modules before, `children` takes it to processes that multiprocessing starts, `waiting` has it wait for torch, `program`
-runs a program with it. `rpc`, `autograd`, `nn` and `optim` are what is put in place: the names of torch, over the
-functions of farcall.
+`installation` puts modules in place and back, `patches` changes single names of torch's modules, `program` runs a
+program with both. `rpc`, `autograd`, `nn` and `optim` take the places: torch's names, over farcall's functions.
+
+Importing this package costs next to nothing and imports none of the rest: ``farcall.pth`` runs
+`install_when_torch_comes` at the start of every process in which FARCALL_INSTALL is set. Importing torch takes a
+second, and many processes never do it, so the installation waits for the program to import torch.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
+
+from farcall.imports import when_imported
 
 if TYPE_CHECKING:
     from farcall.compat.installation import install as install
@@ -21,9 +26,25 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "is_installed", "uninstall"]
 
+_waiting = False
+
+
+def install_when_torch_comes() -> None:
+    """Put farcall in place as soon as torch is imported."""
+    # Once: in an environment that sees the packages of another one, Python reads each .pth file twice.
+    global _waiting
+    if not _waiting:
+        _waiting = True
+        when_imported("torch", _install)
+
+
+def _install(torch: ModuleType) -> None:
+    from farcall.compat.installation import install
+
+    install()
+
 
 def __getattr__(name: str) -> object:
-    # Later, because `waiting` is loaded at the start of processes that may never need any of the rest.
     if name not in __all__:
         raise AttributeError(f"module 'farcall.compat' has no attribute {name!r}")
     from farcall.compat import installation

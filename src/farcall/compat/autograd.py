@@ -35,7 +35,7 @@ class context(farcall_autograd.context):
 
     @property
     def autograd_context(self) -> Any:
-        """The context itself, for who looks inside."""
+        """The context itself."""
         return self._context
 
 

@@ -1,11 +1,14 @@
 """Putting farcall's modules in the place of torch's, and torch's back.
 
-A module of torch's that is loaded already is replaced in ``sys.modules`` and in its parent, and the old module object,
-which programs may hold as ``rpc``, hands every question on to the new one. One that is not loaded yet is found by a
-finder when somebody imports it. What was taken out of the old modules by ``from ... import`` is the business of
-`captured`.
+    of torch's                  what happens
+    a loaded module             replaced in ``sys.modules`` and in its parent; the old module object, which programs may
+                                hold as ``rpc``, hands every question on to the new one
+    a module not loaded yet     a finder answers its import with the new one
+    functions and classes       exchanged by identity in every module that holds them under a name of its own, as after
+                                ``from torch.distributed.rpc import rpc_sync``
 
-Owns the table below and the order of things; knows nothing of what the new modules do.
+Processes that ``multiprocessing`` starts get the same. Owns the table below and the order of things; `patches` knows
+what else changes in torch's modules.
 
 Invariant: after `uninstall` everything that was touched is the object it was before.
 """
@@ -15,13 +18,16 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from farcall.compat import captured, children
+from farcall.compat import patches
+from farcall.compat.patches import Undo, patch
 from farcall.imports import find_and_then
 
 __all__ = ["REPLACED", "install", "is_installed", "uninstall"]
@@ -36,7 +42,7 @@ REPLACED = {
     "torch.distributed.rpc": "farcall.compat.rpc",
     "torch.distributed.rpc._testing": "farcall.compat.rpc.faults",
     "torch.distributed.rpc._testing.faulty_agent_backend_registry": "farcall.compat.rpc.faults",
-    "torch.distributed.rpc._utils": "farcall.compat.rpc.membership",
+    "torch.distributed.rpc._utils": "farcall.compat.rpc.native",
     "torch.distributed.rpc.api": "farcall.compat.rpc.api",
     "torch.distributed.rpc.backend_registry": "farcall.compat.rpc.backend_registry",
     "torch.distributed.rpc.constants": "farcall.compat.rpc.constants",
@@ -46,13 +52,89 @@ REPLACED = {
     "torch.distributed.rpc.rref_proxy": "farcall.compat.rpc.rref_proxy",
     "torch.distributed.rpc.server_process_global_profiler": "farcall.compat.rpc.server_process_global_profiler",
 }
-"""Each module of torch's, and what takes its place."""
+"""Each module of torch's, and the module that takes its place."""
 _IN_PLACE_AT_ONCE = ("torch._C._distributed_autograd", "torch._C._distributed_rpc", "torch.distributed.autograd")
 _TARGET = "__farcall_in_its_place__"
 
+_lock = threading.RLock()
+_undo: list[Undo] = []
+_installed = False
+
+
+def is_installed() -> bool:
+    """Is farcall in the place of ``torch.distributed.rpc`` in this process?"""
+    return _installed
+
+
+def install() -> None:
+    """Put farcall in the place of ``torch.distributed.rpc`` and its neighbours.
+
+    It does not matter what was imported before: modules, and functions and classes that other modules took out of
+    them with ``from ... import``, are exchanged everywhere. Out of reach is an old class or function kept elsewhere
+    than in a module: in a closure, an attribute of an object, a default argument. Where that matters, install before
+    the program is imported, as ``python -m farcall`` does.
+
+    Processes started by ``multiprocessing``, in whatever way, have it as well. Calling it again changes nothing.
+    """
+    global _installed
+    with _lock:
+        # Before the question: where FARCALL_INSTALL is set, this very import installs.
+        import torch
+
+        if _installed:
+            return
+        if not torch.distributed.is_available():
+            raise RuntimeError("this torch was built without torch.distributed, whose stores farcall needs")
+        native = sys.modules.get("torch._C._distributed_rpc")
+        if native is not None and native._is_current_rpc_agent_set():
+            raise RuntimeError(
+                "torch.distributed.rpc is running in this process: call farcall.compat.install() before it"
+            )
+        _installed = True
+        try:
+            _put_in_place()
+        except BaseException:
+            uninstall()
+            raise
+
+
+def uninstall() -> None:
+    """Put ``torch.distributed.rpc`` back as it was; shut down first.
+
+    Everything that was exchanged is exchanged back. Names that a program took out of the modules meanwhile, it keeps.
+    """
+    global _installed
+    with _lock:
+        if not _installed:
+            return
+        from farcall.runtime.node.current import slot
+
+        if slot.runtime is not None:
+            raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
+        while _undo:
+            _undo.pop()()
+        _give_back()
+        _installed = False
+
+
+def _put_in_place() -> None:
+    sys.meta_path.insert(0, _finder)
+    _undo.append(lambda: sys.meta_path.remove(_finder))
+    present = {name for name in REPLACED if name in sys.modules} | set(_IN_PLACE_AT_ONCE)
+    # All new modules first: importing one may import modules that torch has not loaded yet, and must not tear those.
+    replacements = {name: (sys.modules.get(name), importlib.import_module(REPLACED[name])) for name in sorted(present)}
+    _undo.extend(_rebind(replacements))
+    for name, (old, new) in replacements.items():
+        _replace(name, old, new)
+    _undo.extend(patches.apply())
+    _undo.append(_take_along())
+
+
+# ---------------------------------------------------------------------- modules
+
 
 class _Forwarding(ModuleType):
-    """What an old module becomes: whoever holds it talks to the new one."""
+    """The class that an old module gets: whoever holds it talks to the new one."""
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__("__dict__")
@@ -70,16 +152,39 @@ class _Forwarding(ModuleType):
         return dir(self.__dict__[_TARGET])
 
 
+def _replace(name: str, old: ModuleType | None, new: ModuleType) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = sys.modules[parent_name]
+    if isinstance(parent, _Forwarding):
+        parent = getattr(parent, _TARGET)
+    _undo.append(patch(parent, child, new))
+    sys.modules[name] = new
+    if old is None:
+        _undo.append(lambda: sys.modules.pop(name, None))
+        return
+    old.__dict__[_TARGET] = new
+    old.__class__ = _Forwarding
+
+    def put_back() -> None:
+        del old.__dict__[_TARGET]
+        object.__setattr__(old, "__class__", ModuleType)
+        sys.modules[name] = old
+
+    _undo.append(put_back)
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the new module when an old one that was not loaded yet is imported."""
+    """The finder of new modules for old ones that were not loaded yet, and of torch's that are to be patched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in REPLACED:
             return importlib.machinery.ModuleSpec(fullname, self)
-        after = captured.AFTER_IMPORT.get(fullname)
-        return None if after is None else _find_and_add(fullname, path, after)
+        after = patches.AFTER_IMPORT.get(fullname)
+        if after is None:
+            return None
+        return find_and_then(self, fullname, path, lambda module: _undo.extend(after(module)))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return None
@@ -87,118 +192,101 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what is in sys.modules afterwards.
         new = importlib.import_module(REPLACED[module.__name__])
-        _undo.append(lambda: sys.modules.pop(module.__name__, None))  # type: ignore[arg-type]
+        _undo.append(lambda: sys.modules.pop(module.__name__, None))
         sys.modules[module.__name__] = new
 
 
-def _find_and_add(
-    fullname: str, path: Sequence[str] | None, after: Callable[[ModuleType], list[captured.Undo]]
-) -> importlib.machinery.ModuleSpec | None:
-    """The module as it is, with our names added once it is loaded."""
-    return find_and_then(_finder, fullname, path, lambda module: _undo.extend(after(module)))
-
-
 _finder = _Finder()
-_lock = threading.RLock()
-_undo: list[captured.Undo] = []
-_installed = False
+
+# ---------------------------------------------------------------------- names that modules hold
 
 
-def is_installed() -> bool:
-    """Is farcall in the place of ``torch.distributed.rpc`` in this process?"""
-    return _installed
-
-
-def install() -> None:
-    """Put farcall in the place of ``torch.distributed.rpc`` and its neighbours.
-
-    It does not matter what was imported before: modules, and functions and classes that other modules took out of
-    them with ``from ... import``, are exchanged everywhere. What cannot be reached is an old class or function kept
-    elsewhere than in a module: in a closure, an attribute of an object, a default argument. Where that matters, install
-    before the program is imported, as ``python -m farcall`` does.
-
-    Processes started by ``multiprocessing``, in whatever way, have it as well. Calling it again changes nothing.
-    """
-    global _installed
-    with _lock:
-        # Before the question: where FARCALL_INSTALL is set, this very import installs.
-        import torch
-
-        if _installed:
-            return
-        if not torch.distributed.is_available():
-            raise RuntimeError("this torch was built without torch.distributed, whose stores farcall needs")
-        _refuse_while_running()
-        _installed = True
-        try:
-            _put_in_place()
-        except BaseException:
-            uninstall()
-            raise
-
-
-def uninstall() -> None:
-    """Put ``torch.distributed.rpc`` back as it was; shut down first.
-
-    What was exchanged is exchanged back. What a program took out of the modules meanwhile, it keeps.
-    """
-    global _installed
-    with _lock:
-        if not _installed:
-            return
-        from farcall.runtime.node.current import slot
-
-        if slot.runtime is not None:
-            raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
-        while _undo:
-            _undo.pop()()
-        captured.give_back(REPLACED)
-        _installed = False
-
-
-def _refuse_while_running() -> None:
-    native = sys.modules.get("torch._C._distributed_rpc")
-    if native is not None and native._is_current_rpc_agent_set():
-        raise RuntimeError("torch.distributed.rpc is running in this process: call farcall.compat.install() before it")
-
-
-def _put_in_place() -> None:
-    sys.meta_path.insert(0, _finder)
-    _undo.append(lambda: sys.meta_path.remove(_finder))
-    present = {name for name in REPLACED if name in sys.modules} | set(_IN_PLACE_AT_ONCE)
-    replacements: dict[str, tuple[ModuleType | None, ModuleType]] = {}
-    # All new modules first: importing one may import what torch has not loaded yet, and that must not be torn.
-    for name in sorted(present):
-        replacements[name] = (sys.modules.get(name), importlib.import_module(REPLACED[name]))
-    _undo.extend(captured.rebind(replacements))
-    for name, (old, new) in replacements.items():
-        _replace(name, old, new)
-    _undo.extend(captured.complete())
-    _undo.append(children.take_along())
-
-
-def _replace(name: str, old: ModuleType | None, new: ModuleType) -> None:
-    parent_name, _, child = name.rpartition(".")
-    parent = sys.modules[parent_name]
-    if isinstance(parent, _Forwarding):
-        parent = getattr(parent, _TARGET)
-    _undo.append(captured.setting(parent, child, new))
-    sys.modules[name] = new
-
-    def put_back() -> None:
+def _rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) -> list[Undo]:
+    """Give every module that holds something of the old modules its replacement."""
+    # Only functions, classes and modules, by identity: two equal numbers may be one object.
+    exchanged: dict[int, tuple[object, object]] = {}
+    old_modules: set[int] = set()
+    for old, new in replacements.values():
         if old is None:
-            sys.modules.pop(name, None)
-        else:
-            sys.modules[name] = old
+            continue
+        old_modules.add(id(old))
+        exchanged[id(old)] = (old, new)
+        for name, value in list(vars(old).items()):
+            home = getattr(value, "__module__", None)
+            is_named = isinstance(value, FunctionType | BuiltinFunctionType | type)
+            if is_named and isinstance(home, str) and home in replacements and name in vars(new):
+                exchanged[id(value)] = (value, vars(new)[name])
+    undo: list[Undo] = []
+    for module in list(sys.modules.values()):
+        # Do not ask the module itself: one that loads lazily would do so, and others may answer anything.
+        if not issubclass(type(module), ModuleType) or id(module) in old_modules:
+            continue
+        names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        module_name = str(names.get("__name__", ""))
+        if module_name == "farcall" or module_name.startswith("farcall."):
+            continue
+        for name, value in list(names.items()):
+            found = exchanged.get(id(value))
+            # A parent's attributes are modules, too; `_replace` sets those.
+            if found is not None and found[0] is value and f"{module_name}.{name}" not in replacements:
+                undo.append(patch(module, name, found[1]))
+    return undo
 
-    _undo.append(put_back)
-    if old is None:
-        return
-    old.__dict__[_TARGET] = new
-    old.__class__ = _Forwarding
 
-    def be_itself() -> None:
-        del old.__dict__[_TARGET]
-        object.__setattr__(old, "__class__", ModuleType)
+def _give_back() -> None:
+    """Give torch's modules that were loaded meanwhile what they would have had; ours are out of the way by now."""
+    homes: dict[int, tuple[str, str]] = {}
+    for old_name, new_name in REPLACED.items():
+        new = sys.modules.get(new_name)
+        if new is None:
+            continue
+        homes[id(new)] = (old_name, "")
+        for name, value in vars(new).items():
+            home = getattr(value, "__module__", None) if isinstance(value, FunctionType | type) else None
+            if isinstance(home, str) and home.startswith("farcall."):
+                homes[id(value)] = (old_name, name)
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("torch.") or not issubclass(type(module), ModuleType):
+            continue
+        for name, value in list(object.__getattribute__(module, "__dict__").items()):
+            if id(value) not in homes:
+                continue
+            home_name, name_there = homes[id(value)]
+            try:
+                found: object = importlib.import_module(home_name)
+                setattr(module, name, getattr(found, name_there) if name_there else found)
+            except (ImportError, AttributeError):  # a torch without RPC has no such thing
+                delattr(module, name)
 
-    _undo.append(be_itself)
+
+# ---------------------------------------------------------------------- children of this process
+
+_INSTALL = """
+import sys
+if {root!r} not in sys.path:
+    sys.path.append({root!r})
+from farcall.compat import install
+install()
+"""
+
+
+class _Installation:
+    """An object whose unpickling installs farcall."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        return exec, (_INSTALL.format(root=root),)
+
+
+def _take_along() -> Undo:
+    """Install farcall in processes that ``multiprocessing`` starts.
+
+    A forked process is a copy and needs nothing. A spawned one, or one of a fork server, first unpickles its
+    preparation data, before it imports the program's main module again; the installation rides there.
+    """
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {"farcall": _Installation(), **prepare(name)}
+
+    return patch(spawn, "get_preparation_data", get_preparation_data)

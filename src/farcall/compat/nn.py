@@ -1,22 +1,29 @@
-"""``torch.distributed.nn.RemoteModule``, served by farcall: farcall's own, in the shape that programs know.
+"""``torch.distributed.nn.RemoteModule``: farcall's own, in the shape that programs know.
 
 ``on`` and ``device`` are text, the methods are in the instance, and a module that arrived with a message has exactly
-the attributes that are sent. The module's own methods are asked at the reference's owner, whatever ``on`` says.
+the attributes that are sent. Methods of the module run at the reference's owner, whatever ``on`` says.
+
+`ScriptableRemoteModule` is one that TorchScript can compile, made for an interface whose ``forward`` gives the types.
+TorchScript compiles source, and knows no ``*args``; so its methods are written for each interface, as a module of
+their own that both workers make. Its worker and a reference to the remote module are attributes.
 """
 
 from __future__ import annotations
 
+import linecache
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from farcall.compat.rpc import api
 from farcall.compat.rpc.agent import current_agent, is_agent_set
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.compat.scriptable_module import ScriptableRemoteModule
 from farcall.nn import remote_module as farcall_module
-from farcall.nn.remote_device import parse_remote_device
+from farcall.nn.remote_module import parse_remote_device
 from farcall.rpc.rref import RRef
 
 __all__ = ["RemoteModule"]
@@ -87,7 +94,7 @@ class _RemoteModule(farcall_module.RemoteModule):
         self._set_attributes(shape)
 
     def _set_attributes(self, shape: tuple[Any, ...]) -> None:
-        # Not by setattr: one that arrives has nothing else, not even what nn.Module needs for that.
+        # Not by setattr: a module that arrives has nothing else, not even the attributes that nn.Module needs for it.
         attributes = self.__dict__
         attributes.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, shape, strict=True))
         for method in self.generated_methods:
@@ -102,7 +109,7 @@ class _RemoteModule(farcall_module.RemoteModule):
         return self._forward(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # it has no hooks, whether it was made here or arrived
+        return self.forward(*args, **kwargs)  # without nn.Module's hooks, which a module that arrived has no room for
 
     def train(self, mode: bool = True) -> Any:
         """Put the remote module into training mode, or out of it."""
@@ -144,6 +151,136 @@ def _has_device_map(remote_device: Any) -> bool:
         raise AssertionError("a RemoteModule needs RPC: call init_rpc first")
     agent = current_agent()
     return bool(agent._get_device_map(agent.get_worker_info(parse_remote_device(remote_device).worker)))
+
+
+# ---------------------------------------------------------------------- for TorchScript
+
+_SOURCE = """
+from typing import *
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.distributed.rpc import RRef
+from torch.futures import Future
+from {home} import {interface} as Interface
+
+
+@torch.jit.script
+def run_forward(module: RRef[Interface], device: str, {parameters}) -> {result}:
+    made = module.local_value().forward({moved})
+    return {brought}
+
+
+def forward_async(self, {parameters}) -> Future[{result}]:
+    return rpc.rpc_async(self.module_rref.owner(), run_forward, (self.module_rref, self.device, {names}))
+
+
+def forward(self, {parameters}) -> {result}:
+    return rpc.rpc_sync(self.module_rref.owner(), run_forward, (self.module_rref, self.device, {names}))
+"""
+
+
+class ScriptableRemoteModule(nn.Module):
+    """A module on another worker that ``torch.jit.script`` can compile."""
+
+    def __init__(self, remote_device: Any, module_rref: RRef[nn.Module], interface: type[Any], has_map: bool) -> None:
+        super().__init__()
+        where = parse_remote_device(remote_device)
+        written = _write_methods(interface, where.device.type != "cpu", has_map)
+        self.on: str = str(where.worker)
+        self.device: str = str(where.device)
+        self.is_device_map_set = has_map
+        self.is_scriptable = True
+        self.generated_methods: tuple[Any, Any] = (written.forward_async, written.forward)
+        self.module_rref = module_rref
+        for method in self.generated_methods:
+            setattr(self, method.__name__, types.MethodType(torch.jit.export(method), self))
+
+    @staticmethod
+    def make(
+        remote_device: Any,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        interface: type[Any],
+        has_map: bool,
+    ) -> ScriptableRemoteModule:
+        """Make the module on its worker."""
+        where = parse_remote_device(remote_device)
+        making = (module_cls, tuple(args or ()), dict(kwargs or {}), where.device, interface, has_map)
+        rref = api.rpc_sync(where.worker, _make_scriptable, making)
+        return ScriptableRemoteModule(remote_device, rref, interface, has_map)
+
+    @torch.jit.export
+    def __getstate__(self):  # type: ignore[no-untyped-def]
+        raise RuntimeError("Cannot pickle RemoteModule in python pickler. It can only be pickled when using RPC")
+
+    @torch.jit.export
+    def __setstate__(self, state):  # type: ignore[no-untyped-def]
+        raise RuntimeError("Cannot unpickle RemoteModule in python pickler. It can only be unpickled when using RPC")
+
+
+def _make_scriptable(
+    module_cls: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    interface: type[Any],
+    has_map: bool,
+) -> RRef[Any]:
+    """At the worker where the module lives."""
+    _write_methods(interface, device.type != "cpu", has_map)
+    return farcall_module._make_module(module_cls, args, kwargs, device, interface)
+
+
+def _write_methods(interface: type[Any], moves: bool, has_map: bool) -> Any:
+    """The Python module with the methods for ``interface``; equal on every worker, and made once."""
+    if not getattr(interface, "__torch_script_interface__", False):
+        raise ValueError(f"{interface} must be a type object decorated by @torch.jit.interface")
+    qualified = torch._jit_internal._qualified_name(interface)
+    name = f"_farcall_remote_{qualified.replace('.', '_')}{'_moved' * moves}{'_mapped' * has_map}"
+    if name in sys.modules:
+        return sys.modules[name]
+    forward = torch.jit._state._python_cu.get_interface(qualified).getMethod("forward")
+    assert forward is not None
+    parameters = forward.arguments[1:]  # without defaults: interfaces do not keep them
+    result = forward.returns[0].type
+    source = _SOURCE.format(
+        home=interface.__module__,
+        interface=interface.__name__,
+        parameters=", ".join(f"{parameter.name}: {parameter.type.annotation_str}" for parameter in parameters),
+        names=", ".join(parameter.name for parameter in parameters),
+        moved=", ".join(
+            f"{parameter.name}.to(device)" if moves and _is_tensor(parameter.type) else parameter.name
+            for parameter in parameters
+        ),
+        result=result.annotation_str,
+        brought=_brought("made", result) if moves and not has_map else "made",
+    )
+    module = types.ModuleType(name)
+    file = f"<{name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    sys.modules[name] = module
+    try:
+        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _is_tensor(kind: Any) -> bool:
+    return bool(kind.kind() == "TensorType")
+
+
+def _brought(name: str, kind: Any) -> str:
+    """An expression for the value called ``name``, with its tensors on the CPU."""
+    if _is_tensor(kind):
+        return f"{name}.cpu()"
+    if kind.kind() == "TupleType":
+        return "(" + "".join(f"{_brought(f'{name}[{at}]', part)}, " for at, part in enumerate(kind.elements())) + ")"
+    return name
 
 
 def __getattr__(name: str) -> Any:

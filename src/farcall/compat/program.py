@@ -1,7 +1,7 @@
-"""Running a program that was written for ``torch.distributed.rpc``, as ``python program.py`` would, over farcall.
+"""Running a program written for ``torch.distributed.rpc`` over farcall, as ``python program.py`` would.
 
-The program is ``__main__``, with its own arguments, path and name; what it starts by ``multiprocessing`` or as a
-subprocess has farcall in place, too. Knows nothing of clusters: one program, in this process.
+The program is ``__main__``, with its own arguments, path and name; processes that it starts, by ``multiprocessing`` or
+otherwise, have farcall in place, too. Knows nothing of clusters: one program, in this process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from farcall.compat.children import mark_environment
 from farcall.compat.installation import install
 
 __all__ = ["is_program", "run_program"]
@@ -28,12 +27,12 @@ def is_program(arguments: Sequence[str]) -> bool:
 
 
 def run_program(arguments: Sequence[str]) -> None:
-    """Run the program that the arguments name, with the rest of them as its own; returns when it ends."""
-    mark_environment()
+    """Run the program that the first arguments name, with the rest as its own; return when it ends."""
+    os.environ["FARCALL_INSTALL"] = "1"  # for programs that this one starts, where farcall.pth is installed
     install()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
-        # Where `python -m farcall` has put the current directory, as `python -m` of the module would.
+        # `python -m farcall` has put the current directory first in sys.path, as `python -m` of the module would.
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     path = arguments[0]
@@ -45,10 +44,10 @@ def run_program(arguments: Sequence[str]) -> None:
             source = file.read()
     except OSError as error:
         sys.exit(f"farcall: can't open file {path!r}: {error.strerror}")
-    # A module of its own, which stays: functions of the program may be called for as long as the process lives.
+    # A module that stays: functions of the program may be called for as long as the process lives.
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    # Compiled for itself: it has not asked for the __future__ of this module.
+    # dont_inherit: the program has not asked for this module's __future__ imports.
     exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)

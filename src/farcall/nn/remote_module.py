@@ -1,15 +1,15 @@
 """`RemoteModule`: a module on another worker, used like one of this worker.
 
-What it has here is a reference to the module and the signature of its ``forward``, so that wrong arguments are found
-before anything is sent. Parameters, buffers and hooks are the remote module's: methods that would have to pretend
-otherwise are refused, each with what to do instead.
+It holds a reference to the module and the signature of its ``forward``, so that wrong arguments are found before
+anything is sent. Parameters, buffers and hooks are the remote module's: methods that would have to pretend otherwise
+raise, each with the way to do it instead.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from farcall.api import current_runtime
 from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
-from farcall.nn.remote_device import parse_remote_device
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.owner_calls import call_method, call_method_async
@@ -28,7 +27,7 @@ __all__ = ["RemoteModule"]
 
 M = TypeVar("M", bound="RemoteModule")
 
-_SENT_DEFAULTS = (int, float, str, bool, type(None), type)  # other defaults of forward may be unknown elsewhere
+_SENT_DEFAULTS = (int, float, str, bool, type(None), type)  # other workers may not know the types of other defaults
 _ANYTHING = inspect.Signature(
     [
         inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
@@ -47,7 +46,7 @@ class RemoteModule(nn.Module):
         remote_device: ``"worker"``, ``"worker/cpu"``, ``"worker/cuda:0"``, ``"rank:0/cpu"``; the CPU if none is given.
         module_cls: a subclass of ``nn.Module``, or a function that makes a module, to be called there.
         args: for ``module_cls``.
-        kwargs: the same.
+        kwargs: for ``module_cls``, too.
     """
 
     module_rref: RRef[nn.Module]
@@ -87,7 +86,7 @@ class RemoteModule(nn.Module):
         self.on = rref.owner()
         self._signature = signature
 
-    # Made when asked for: kept in the instance they would be a cycle, and the reference would outlive its last use.
+    # Properties: kept in the instance, the methods would be a cycle, and the reference would outlive its last use.
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module's forward where it lives, and return its result."""
@@ -114,7 +113,7 @@ class RemoteModule(nn.Module):
         return call_async(current_runtime(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
 
     def _stays_on(self, device: torch.device) -> bool:
-        """Does our device map bring results from that device of the owner, so that they need not go to its CPU?"""
+        """Whether our device map brings results from that device of the owner, so that they may stay on it."""
         devices = current_runtime().peer(self.module_rref.owner()).devices
         return devices is not None and bool(devices.leads_back_from(device))
 
@@ -149,7 +148,7 @@ class RemoteModule(nn.Module):
             register_reducer(cls, _reduce)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Reached by picklers that are not ours; one that a user installed for calls may be at work on a call.
+        # Only foreign picklers come here. One that a user installed for calls may be at work on a call.
         if current_encoding() is None:
             raise SerializationError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: send "
@@ -158,7 +157,7 @@ class RemoteModule(nn.Module):
         return self._parts()
 
     def _parts(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What it is made from at the other end."""
+        """The function and arguments that make it at the other end."""
         parameters = [
             parameter if isinstance(parameter.default, _SENT_DEFAULTS) else parameter.replace(default=...)
             for parameter in self._signature.parameters.values()
@@ -186,7 +185,7 @@ def _with_signature(method: Callable[..., Any], name: str, signature: inspect.Si
 
 
 def _forward_signature(module_cls: Callable[..., nn.Module]) -> inspect.Signature:
-    """The parameters of the module's forward, without self; anything goes where that cannot be known."""
+    """The parameters of the module's forward, without self; any where they cannot be known."""
     if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
         return _ANYTHING
     try:
@@ -207,28 +206,71 @@ def _arrive(
     return made
 
 
+# ---------------------------------------------------------------------- where a module lives
+
+
+class RemoteDevice(NamedTuple):
+    """A worker, by name or rank, and a device of it."""
+
+    worker: str | int
+    device: torch.device
+
+
+class BadRemoteDevice(ValueError, RuntimeError):
+    """A malformed remote device; torch raises a ValueError or a RuntimeError, depending on the mistake."""
+
+
+def parse_remote_device(text: str | WorkerInfo) -> RemoteDevice:
+    """The worker and device of ``worker``, ``worker/device`` or ``rank:N/device``."""
+    if isinstance(text, WorkerInfo):
+        return RemoteDevice(text.name, torch.device("cpu"))
+    if not isinstance(text, str):
+        raise TypeError(f"a remote device is a string such as 'worker1/cpu', not {type(text).__name__}")
+    place, slash, device_text = text.partition("/")
+    if place and slash and not device_text:
+        raise BadRemoteDevice(f"could not parse the remote device {text!r}: Device string must not be empty")
+    if not place or "/" in device_text:
+        # The first sentence is what programs written for torch look for.
+        raise BadRemoteDevice(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>': could not parse the "
+            "remote device, expected 'worker', 'worker/device' or 'rank:N/device', for example 'worker1/cuda:0'"
+        )
+    try:
+        device = torch.device(device_text or "cpu")
+    except RuntimeError as error:
+        raise BadRemoteDevice(f"could not parse the remote device {text!r}: {error}") from None
+    if not slash and (place == "cpu" or place.partition(":")[0] == "cuda"):
+        raise BadRemoteDevice(f"the remote device {text!r} names no worker: write 'worker/{place}'")
+    if place.startswith("rank:"):
+        number = place.removeprefix("rank:")
+        if not number.isdecimal():
+            raise BadRemoteDevice(f"could not parse the remote device {text!r}: {number!r} is no rank")
+        return RemoteDevice(int(number), device)
+    return RemoteDevice(place, device)
+
+
 # ---------------------------------------------------------------------- at the worker where the module lives
 
 
 def _make_module(
-    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    module_cls: Callable[..., nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    type_hint: Any = None,
 ) -> RRef[nn.Module]:
-    _check_device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: invalid device "
+            "ordinal)"
+        )
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an instance "
             f"of {type(module)}."
         )
-    return RRef(module.to(device), type(module))
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: invalid device "
-            "ordinal)"
-        )
+    return RRef(module.to(device), type_hint or type(module))
 
 
 def _run_forward(
@@ -258,7 +300,7 @@ def _train(rref: RRef[nn.Module], mode: bool) -> None:
     rref.local_value().train(mode)
 
 
-# ---------------------------------------------------------------------- what makes no sense
+# ---------------------------------------------------------------------- methods that make no sense
 
 _INSTEAD = {
     "Please use ``remote_parameters`` instead.": (*("parameters", "named_parameters", "requires_grad_", "zero_grad"),),

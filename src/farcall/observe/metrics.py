@@ -163,7 +163,7 @@ def collect(node: Runtime) -> Metrics:
         contexts=0 if recorder is None else len(recorder.contexts.ids()),
         interruptions=node.event_log.count(INTERRUPTED),
         reconnects=node.event_log.count(RECONNECTED),
-        frames_sent_again=node.reconnecting.frames_sent_again,
+        frames_sent_again=node.connector.frames_sent_again,
         peers_lost=node.peers_lost,
         members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),

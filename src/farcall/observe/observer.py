@@ -40,7 +40,7 @@ from farcall.protocol.observing import (
     WorkerState,
     encode_framed,
 )
-from farcall.runtime.link.listener import prove
+from farcall.runtime.link.dialler import prove
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
 

@@ -1,8 +1,7 @@
 """`DistributedOptimizer`: a torch optimizer on each worker that owns parameters, stepped together.
 
-A parameter and its optimizer state stay where they are; only the order to step travels. Gradients come from a
-distributed autograd context, are lent to ``.grad`` for the time of the step, and what was in ``.grad`` before is put
-back.
+A parameter and its optimizer state stay where they are; only the order to step travels. Gradients of a distributed
+autograd context are in ``.grad`` for the time of the step; the ``.grad`` of before comes back.
 
 Invariant: of all optimizers of a node one steps at a time, since they may share parameters and each needs ``.grad``.
 """
@@ -41,7 +40,7 @@ class DistributedOptimizer:
         optimizer_class: any class of ``torch.optim``, or one like them, that all owners of parameters can import.
         params_rref: references to the parameters, or a list of groups, as ``torch.optim`` has them, of references.
         *args: for ``optimizer_class``, on every worker.
-        **kwargs: the same.
+        **kwargs: for ``optimizer_class``, too.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class DistributedOptimizer:
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
         inside = RECORDING.get()
-        RECORDING.set(None)  # what follows is no part of the graph
+        RECORDING.set(None)  # the calls that step are no part of the graph
         try:
             self._step(context_id)
         finally:
@@ -110,7 +109,7 @@ def _groups_by_owner(parameters: Iterable[RRef[torch.Tensor] | Mapping[str, Any]
 
 
 def _wait_for_all(futures: Mapping[WorkerInfo, torch.futures.Future[Any]], what: str) -> list[Any]:
-    """All results; after all have ended, the first error, with the names of all that failed."""
+    """All results. Waits until all have ended, then raises the first error, with a note that names all of them."""
     results = []
     errors: dict[WorkerInfo, Exception] = {}
     for owner, future in futures.items():
@@ -135,7 +134,7 @@ def _note_failures(errors: Mapping[WorkerInfo, Exception], among: int, what: str
 
 
 class _Steps:
-    """The right to step, one for each node."""
+    """The lock of a node under which one optimizer steps at a time."""
 
     def __init__(self, node: Runtime) -> None:
         self.lock = threading.Lock()
@@ -173,7 +172,7 @@ def _make_local(
 ) -> RRef[_LocalOptimizer]:
     local_groups = [{**group, "params": [rref.local_value() for rref in group["params"]]} for group in groups]
     parameters = [parameter for group in local_groups for parameter in group["params"]]
-    # A single group without options is what most classes, and those that only look like torch's, know.
+    # Classes that only look like torch's may know no groups: give a single group without options as a plain list.
     plain = len(local_groups) == 1 and local_groups[0].keys() == {"params"}
     optimizer = optimizer_class(parameters if plain else local_groups, *args, **kwargs)
     return RRef(_LocalOptimizer(current_runtime(), optimizer, parameters))

@@ -1,6 +1,6 @@
-"""`async_execution`: functions whose answer comes later than their return.
+"""`async_execution`: functions that return a future, whose value is the answer to the call.
 
-Public as ``farcall.functions``.
+Public as ``farcall.functions``. Owns the mark on such functions; `runtime/calls/serving.py` reads it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ R = TypeVar("R")
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
-    """Mark ``fn``, which returns a ``torch.futures.Future``: the caller gets the future's value, when it is there.
+    """Mark ``fn``, which returns a ``torch.futures.Future``: the caller gets the value of the future.
 
-    The thread that ran ``fn`` is free meanwhile. Works together with ``@staticmethod`` and ``@classmethod``, in either
-    order, and on methods used through a reference.
+    No thread waits for the future. Works together with ``@staticmethod`` and ``@classmethod``, in either order, and on
+    methods that are called through a reference.
     """
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(async_execution(fn.__func__))
@@ -38,7 +38,7 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 class AsyncScriptFunction:
-    """A TorchScript function that returns a future. It has no name of its own, and is sent as that of its function."""
+    """A marked TorchScript function. It travels by the qualified name of the TorchScript function inside."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

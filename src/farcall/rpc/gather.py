@@ -1,13 +1,13 @@
 """All-gather and barrier over calls, with one leader per group.
 
-Each member calls `_contribute` on the leader (the smallest name); that function answers, to everyone, when all
-contributions are there. So a gather costs each member one call, and its result travels in the answer.
+Each member calls `_contribute` on the leader (the smallest name). The leader answers all of these calls when the last
+contribution is there. So a gather costs each member one call, and the result travels in the answer.
 
-A gather is named by its group and its number in that group, counted by each member for itself: two gathers of a group
-cannot be confused, and different groups go on independently. A group is one of lives, not of names: with a member that
-came back under its name all count anew. The leader bounds each gather: when the time of the first
-contribution is up, or when a member is lost that has not contributed, all who wait get an error that names who did
-not come. The last such errors are kept, so that whoever comes too late gets the same one, at once.
+The name of a gather is its group and a number, which each member counts for itself: two gathers of a group cannot be
+confused, and groups do not disturb each other. A group consists of incarnations: the count begins anew with a member
+that was restarted under its name. The leader bounds each gather. When the time of the first contribution is up, or
+when a member dies before it has contributed, every waiting member gets an error with the names of the missing ones.
+The leader keeps the last errors, so that a late member gets the same error at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from farcall.runtime.peers.peer import Peer
 
 T = TypeVar("T")
 Group = tuple[tuple[str, int], ...]
-"""The names of its members and their incarnations, by name."""
+"""The names and incarnations of the members, sorted by name."""
 
 GRACE_S = 5.0
-"""How much longer a member waits than the leader, whose error says more than a plain timeout."""
+"""How much longer a member waits than the leader: the leader's error says more than a plain timeout."""
 KEPT_FAILURES = 64
 
 
@@ -52,7 +52,7 @@ class _Gather:
 
 
 class _Gathers:
-    """The gathers of one node: those it leads, and how many of each group it has begun."""
+    """The gathers that one node leads, and the number of its next gather in each group."""
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
@@ -94,7 +94,7 @@ class _Gathers:
         else:
             if deadline != NEVER:
                 self._timer.at(deadline)
-            # After it is among those led: on_peer_gone hears of later losses, and earlier ones are seen here.
+            # Only now that the gather is in ``_led``: `on_peer_gone` sees later losses, this loop the earlier ones.
             for member, incarnation in group:
                 if member not in gather.contributions and self._node.is_gone(member, incarnation):
                     self._on_member_lost(member, incarnation)
@@ -111,7 +111,7 @@ class _Gathers:
         return nearest
 
     def on_peer_gone(self, peer: Peer) -> None:
-        """Who is gone does not contribute any more: do not let the others wait for it."""
+        """Fail the gathers that wait for a contribution of ``peer``."""
         self._on_member_lost(peer.info.name, peer.incarnation)
 
     def _on_member_lost(self, name: str, incarnation: int) -> None:
@@ -121,7 +121,7 @@ class _Gathers:
                     self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
 
     def _fail(self, key: tuple[Group, int], error: RpcError) -> None:
-        """Under the lock: end a gather. A worker thread tells, since that runs what waits for the future."""
+        """Under the lock: end a gather. A worker completes the future, whose callbacks answer the waiting calls."""
         gather = self._led.pop(key)
         while len(self._failed) >= KEPT_FAILURES:
             del self._failed[next(iter(self._failed))]
@@ -130,7 +130,7 @@ class _Gathers:
 
 
 class _Unfinished:
-    """Tells those who came to a gather who did not. A task of the executor."""
+    """The failure of a gather, as a task of the executor."""
 
     quick = False
 
@@ -142,21 +142,21 @@ class _Unfinished:
         self._gather.future.set_exception(self._error)  # type: ignore[arg-type]
 
     def drop(self) -> None:
-        """The node ended first, and with it the calls of all who wait."""
+        """The node ended first, and with it the calls of all waiting members."""
 
 
 @async_execution
 def _contribute(
     group: Group, number: int, name: str, value: Any, timeout_s: float
 ) -> torch.futures.Future[dict[str, Any]]:
-    """On the leader: take one contribution; the future completes when all are there."""
+    """On the leader: take one contribution; the future completes with the last one."""
     node = runtime_of_thread()
     assert node is not None
     return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
 
 
 def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: float | None) -> dict[str, T]:
-    """Give ``value`` and get everyone's, by name. Raises if this node is not among ``names``."""
+    """Contribute ``value`` and return the values of all ``names``. Raises if this node is not one of them."""
     members = {info.name for info in node.workers()}
     chosen = members if names is None else set(names)
     if node.info.name not in chosen:
@@ -169,6 +169,6 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
     number = node.part(_Gathers).next_number(group)
     waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
     contribution = (group, number, node.info.name, value, timeout_s)
-    # Not to be refused: the others would wait for it in vain, and it cannot be given again under the same number.
+    # The leader must not refuse this call: the others would wait, and a number cannot be used a second time.
     result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)
     return result

@@ -17,7 +17,6 @@ Everything here may run on any thread of the program; `ask` is the hot path of m
 from __future__ import annotations
 
 import copy
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -26,15 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farcall.errors import AnswerLost, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
+from farcall.errors import NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references import Fork
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, plain_request, read_answer, refusal, send
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
 from farcall.rpc.future import Future
 from farcall.rpc.owned_values import OnWorker
 from farcall.runtime.calls.pending import PendingCall, SyncCall
-from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
@@ -45,10 +43,6 @@ if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
     from farcall.rpc.rref import RRef
 
-_MOST_ASKED = 8
-_PAUSE_S = 0.005
-_LONGEST_PAUSE_S = 0.25
-"""The first and the longest pause before a question is repeated that an overloaded owner refused."""
 _MOST_LOOKS = 100
 """How often a failed creation looks whether calls that it must fail have been sent by now."""
 
@@ -247,37 +241,6 @@ def ask_async(
         future.profile = PROFILING.begin_call(node, peer, "async", what, None)
     send(node.calls, future, frame)
     return future
-
-
-def ask_patiently(
-    rref: RRef[Any], what: Callable[..., Any], function: bytes, payload: bytes, timeout_s: float | None
-) -> Any:
-    """`ask` a question that changes nothing, again where the owner refused it or a large answer was lost."""
-    references = rref._references
-    node = references.node
-    began = monotonic()
-    bound_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
-    lost = refused = 0
-    while True:
-        try:
-            peer = references.peer(rref._fork)
-            return ask(rref, peer, what, plain_request(peer, function, payload), timeout_s)
-        except AnswerLost:
-            lost += 1
-            if lost > _MOST_ASKED:
-                raise
-        except Overloaded as error:
-            creation = rref._creation
-            if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
-                raise  # the owner refused the creation, or a call that its function made, and not this question
-            pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
-            refused += 1
-            if bound_s and monotonic() + pause_s > began + bound_s:
-                raise
-            with node.calls.waiting():
-                Gate().wait(pause_s)
-        if bound_s:
-            timeout_s = max(1e-3, began + bound_s - monotonic())
 
 
 def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:

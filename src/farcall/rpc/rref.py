@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
+import random
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 
 from farcall.errors import (
+    AnswerLost,
     Delivery,
     NotInitialized,
+    Overloaded,
     ReferenceLost,
     RpcError,
     SerializationError,
@@ -36,11 +39,11 @@ from farcall.rpc.owner_calls import (
     Proxy,
     ask,
     ask_async,
-    ask_patiently,
     call_method,
     call_method_async,
     call_method_remote,
 )
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
@@ -55,6 +58,11 @@ _TYPE_OF = b"pfarcall.rpc.owner_methods\0type_of"
 _BACKWARD = b"pfarcall.rpc.owner_methods\0backward"
 _EXTENSION_CODE = 0x66617272
 _LOOK_AGAIN_S = 0.0005
+_MOST_ASKED = 8
+"""How often a question is asked whose answers are lost."""
+_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.25
+"""The first and the longest pause before a question is asked again that an overloaded owner refused."""
 
 
 class RRef(Generic[T]):
@@ -181,14 +189,38 @@ class RRef(Generic[T]):
         """
         if self._owned is not None:
             return wait_for_value(self, self._owned, timeout)  # type: ignore[no-any-return]
+        references = self._references
         ref = self._fork.ref
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-        try:
-            return ask_patiently(self, RRef.to_here, _FETCH, payload, timeout)  # type: ignore[no-any-return]
-        except NotInitialized as error:
-            raise NotInitialized(
-                f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
-            ) from None
+        began = monotonic()
+        bound_s = references.node.timeout_s if timeout == UNSET_TIMEOUT else timeout
+        lost = refused = 0
+        # A question changes nothing at the owner, so it may be asked again: where a large answer was lost with its
+        # connection, or where the owner was overloaded.
+        while True:
+            try:
+                peer = references.peer(self._fork)
+                return ask(self, peer, RRef.to_here, plain_request(peer, _FETCH, payload), timeout)  # type: ignore[no-any-return]
+            except NotInitialized as error:
+                raise NotInitialized(
+                    f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
+                ) from None
+            except AnswerLost:
+                lost += 1
+                if lost > _MOST_ASKED:
+                    raise
+            except Overloaded as error:
+                creation = self._creation
+                if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
+                    raise  # the owner refused the creation, or a call that its function made, and not this question
+                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
+                refused += 1
+                if bound_s and monotonic() + pause_s > began + bound_s:
+                    raise
+                with references.node.calls.waiting():
+                    Gate().wait(pause_s)
+            if bound_s:
+                timeout = max(1e-3, began + bound_s - monotonic())
 
     def local_value(self) -> T:
         """The value itself; only at its owner."""

@@ -1,10 +1,11 @@
-"""Are these the arguments of that TorchScript function or operator? Found out before anything is sent, by its schema.
+"""Schemas of TorchScript functions and operators: arguments are checked against them before a request is sent.
 
-Owns the way from an operator's Python function (``torch.add``) to the one overload that its arguments mean. The rules
-and the texts of errors are torch's own.
+Owns the way from an operator's Python function (``torch.add``) to the one overload that fits its arguments. The rules
+and the texts of errors are torch's.
 
-Python is more generous with operators than their schemas are: sizes may be separate numbers, and some keywords exist
-only there. Such a call goes by the function's path, and so does one with several results, which Python names.
+Python accepts more than the schemas of operators say: sizes may be separate numbers, and some keywords exist only in
+Python. The request of such a call names the Python function instead. The same goes for operators with several results:
+Python returns them as a named tuple.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from farcall.serialize import encode_function, installed_pickler, policy
 __all__ = ["name_function"]
 
 _ONLY_IN_PYTHON = frozenset(("requires_grad", "out", "names", "pin_memory"))
-# Values of these types match or do not whatever they are, so that what was found once holds.
+# Whether a value of these types fits depends on the type alone, so one answer holds for all values.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 _MOST_REMEMBERED = 4096
 
 _check: Any = torch._C._check_schema_allow_fake_script_object
 _resolve: Any = torch._C._jit_resolve_packet
-# By the function's id and the types of its arguments. The function is held, so that its id stays its own.
+# By the id of the function and the types of its arguments. The entry holds the function: its id is not used again.
 _named: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
 
 
 def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes | None:
-    """The bytes that name ``func`` for these arguments, or None if it goes with them.
+    """The bytes that name ``func`` for these arguments; None: pickle ``func`` with the arguments.
 
     Raises:
         RuntimeError: ``func`` has a schema, and these are not its arguments.

@@ -39,18 +39,29 @@ def context() -> BaseContext:
     return found
 
 
-def free_port() -> int:
-    """A TCP port that is free on loopback right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Port:
+    """A TCP port of loopback, kept from everybody else until ``close``.
+
+    It is bound, so the system gives it to nobody, and not listened on, so a server that sets SO_REUSEADDR, as torch's
+    stores do, may have it meanwhile. A port that was only looked up would be anybody's.
+    """
+
+    def __init__(self) -> None:
+        self._bound = socket.socket()
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bound.bind(("127.0.0.1", 0))
+        self.number: int = self._bound.getsockname()[1]
+
+    def close(self) -> None:
+        self._bound.close()
 
 
-class Member:
-    """One process of a cluster."""
+class WorkerProcess:
+    """The process of one member of a cluster, or of any function beside it, and the port that it keeps."""
 
-    def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any]) -> None:
+    def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any], port: Port | None = None) -> None:
         self.rank = rank
+        self._port = port
         self.result: Any = None
         self.error: str | None = None
         found = context()
@@ -91,6 +102,8 @@ class Member:
         self.process.join()
         self.process.close()  # its descriptor, too: a failed test keeps this object in its traceback
         self._receiving.close()
+        if self._port is not None:
+            self._port.close()
 
 
 def _run(sending: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -133,27 +146,30 @@ def start_cluster(
     url: str | None = None,
     faults: Faults | None = None,
     **options: Any,
-) -> list[Member]:
+) -> list[WorkerProcess]:
     """Start ``size`` members named w0, w1, ... that run ``work(rank, *args)``.
 
     Args:
         size: number of members.
         work: a function of a module.
         *args: for ``work``. If ``faults`` is among them, ``work`` gets the very object that its node has.
-        url: where members meet; by default a free port.
+        url: where members meet; by default at a port of their own.
         faults: installed for every member.
         **options: of the nodes.
     """
-    url = url or f"tcp://127.0.0.1:{free_port()}"
-    return [Member(rank, _member, (rank, size, url, work, args, faults, options)) for rank in range(size)]
+    port = None
+    if url is None:
+        port = Port()
+        url = f"tcp://127.0.0.1:{port.number}"
+    return [WorkerProcess(rank, _member, (rank, size, url, work, args, faults, options), port) for rank in range(size)]
 
 
-def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[Member]:
+def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[WorkerProcess]:
     """Start ``size`` processes that run ``target(rank, *args)`` without a node."""
-    return [Member(rank, target, (rank, *args)) for rank in range(size)]
+    return [WorkerProcess(rank, target, (rank, *args)) for rank in range(size)]
 
 
-def finish(members: Sequence[Member], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
+def finish(members: Sequence[WorkerProcess], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
     """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
     try:
@@ -179,11 +195,11 @@ def temporary_file_url() -> str:
 
 
 __all__ = [
-    "Member",
     "MemberFailed",
+    "Port",
+    "WorkerProcess",
     "context",
     "finish",
-    "free_port",
     "run_cluster",
     "start_cluster",
     "start_processes",

@@ -1,12 +1,11 @@
-"""The conformance kit of transports: one set of checks, run over every way for bytes.
+"""The conformance kit of transports: one set of checks, run over every kind.
 
     from farcall.testing.transports import check_transport
     check_transport(lambda: memory_pair())          # all of them; raises AssertionError
     @pytest.mark.parametrize("check", TRANSPORT_CHECKS)     # or one test for each
 
-``make_pair`` returns two connected ends. A check uses only the contract of ``Transport``, waits for
-conditions and never for a time, and closes both ends. Whoever writes a transport runs this before anything
-else.
+``make_pair`` returns two connected ends. A check uses only the contract of ``Transport``, waits for conditions and
+never for a time, and closes both ends. The author of a transport runs this before anything else.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from farcall.transport.interface import (
 MakePair: TypeAlias = Callable[[], tuple[Transport, Transport]]
 Check: TypeAlias = Callable[[MakePair], None]
 
-#: Nothing here takes near this long unless it hangs.
-PATIENCE_S = 30.0
+PATIENCE_S = 30.0  # nothing here takes near this long unless it hangs
 _ENOUGH_TO_FILL_ANY_PIPE = 256 << 20
 
 
@@ -121,10 +119,9 @@ def _in_thread(work: Callable[[], None]) -> Iterator[None]:
 
 
 def _fill_up(transport: Transport) -> int:
-    """Send until nothing more is taken; return how much was.
+    """Send until the transport takes no more; return the number of bytes.
 
-    A network stack moves bytes to the reader's side a little later, and has room again then: so it waits for
-    that.
+    A network stack moves bytes to the reader's side a little later, and has room again then: wait for that.
     """
     chunk = bytes(1 << 20)
     total = 0

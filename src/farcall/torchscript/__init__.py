@@ -1,18 +1,15 @@
 """TorchScript code that issues calls and uses references, over farcall.
 
 Calling a TorchScript function, or a method of a script module, needs nothing of this: see `farcall.serialize` and
-`farcall.remote`. This is for scripts that themselves say ``rpc.rpc_async(...)`` or take an ``RRef[Tensor]``. What torch
-compiles those into are C++ operators; the optional extension in `bridge/`, built on first use, puts others in their
-place.
+`farcall.rpc`. This package is for scripts that themselves say ``rpc.rpc_async(...)`` or take an ``RRef[Tensor]``. Torch
+compiles those into C++ operators; the optional extension in `bridge/`, built on first use, puts others in their place.
 
-    extension   building it, keeping it, loading it; what to do where that is not possible
+    extension   building, keeping and loading it; errors where that is not possible
     bridging    putting it to work, and out of work
-    handlers    what the operators do, in Python
-    types       which type a value has for TorchScript
-    need        code that is about to be compiled and needs it
-    refusing    such code where there is no extension: compiled, and refused when called
+    handlers    the operators' work, in Python, and the types of values
+    need        code that needs it: before it is compiled, and where there is no extension
 
-Calls inside ``torch.compile``d functions are served by `operator`, which needs no extension.
+`operator` serves calls inside ``torch.compile``d functions, and needs no extension.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Putting the extension to work: from then on TorchScript's operators call farcall, and it knows farcall's references.
+"""Putting the extension to work: TorchScript's operators call farcall, and TorchScript knows farcall's references.
 
-What TorchScript gives to Python is an object of torch's own class, around the reference: that class hands every
-question on to it, and says that it is an `RRef` where asked. The other way round `RRef` says that it is of torch's
-class, and the extension makes one where it is wanted.
+TorchScript gives Python an object of torch's own class, around the reference: that class hands every question on to the
+reference, and says that it is an `RRef` where asked. The other way round `RRef` says that it is of torch's class, and
+the extension makes one where TorchScript wants one.
 
 Invariant: after `disable` torch's classes are what they were, and its operators do what they did.
 """
@@ -22,7 +22,7 @@ from farcall.serialize import RECORDING, Encoding, register_reducer
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import Recording
 from farcall.torchscript import extension, handlers
-from farcall.torchscript.types import type_of_result
+from farcall.torchscript.handlers import type_of_result
 
 __all__ = ["allow_pickling", "disable", "enable", "is_enabled"]
 
@@ -36,7 +36,7 @@ def is_enabled() -> bool:
 
 
 def enable() -> None:
-    """Have RPC in TorchScript code served by farcall; builds the extension if need be. Again: changes nothing.
+    """Let farcall serve RPC in TorchScript code; builds the extension if need be. Again: changes nothing.
 
     Raises:
         RpcError: there is no extension, and it cannot be built here; the text says what to do.
@@ -64,7 +64,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Have TorchScript as it was."""
+    """Put TorchScript back as it was."""
     with _lock:
         while _undo:
             _undo.pop()()
@@ -79,7 +79,7 @@ def allow_pickling(allowed: bool) -> None:
 
 
 def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Callable[[], object]]:
-    """Have torch's class hand on what it is asked."""
+    """Let torch's class hand on every question."""
 
     def describe(self: Any) -> str:
         return repr(unwrap(self))
@@ -110,7 +110,7 @@ def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Calla
 
 
 def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
-    """Gives a future its value as one of TorchScript, so that a script can wait for it, where the type is known."""
+    """A function that gives a future its value: where the type is known, as a value that scripts can wait for."""
     tensor = torch._C.TensorType.get()
     plain = torch._C.Future.set_result
 
@@ -121,7 +121,7 @@ def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
                 set_result(future, value, kind)
                 return
             except RuntimeError:
-                pass  # not of that type after all: Python has it as it is, and a script that waits for it says so
+                pass  # not of that type after all: Python gets it as it is, and a script that waits for it says so
         plain(future, value)
 
     return settle

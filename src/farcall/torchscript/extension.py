@@ -1,12 +1,12 @@
 """The C++ extension behind RPC in TorchScript: built once for each torch, kept, loaded.
 
-Owns where it is kept, and what is said where it cannot be built. It is kept in a directory of its own, named after
-everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``. Who finds
-it there needs no right to write, and no compiler.
+Owns the cache, and the errors where a build is impossible. A library lies in a directory of its own, named after
+everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``. A process
+that finds it there needs no right to write, and no compiler.
 
 Invariant: a library of that name is complete, since it is built elsewhere and comes there by one rename. One process
-builds, however many want to: the lock is one that the system takes away from a process that dies. Its compiler may
-live on, and never meets the next one's: each build has a directory of its own.
+builds, however many want to: the system releases the lock of a process that dies. Its compiler may live on, and never
+meets the next one's: each build has a directory of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _failure: str | None = None
 
 
 def build() -> Path:
-    """Build the extension, if that was not done before; where it is. Takes about a minute.
+    """Build the extension, unless that was done before; return its path. Takes about a minute.
 
     Raises:
         RpcError: there is no compiler, it failed, or the cache cannot be written; the text says what to do.
@@ -75,8 +75,8 @@ def build() -> Path:
 
 
 def _acquire(lock: IO[str], directory: Path) -> None:
-    """Wait until nobody else builds; the file says who does."""
-    import fcntl  # Windows has none; what is imported there imports this module, too
+    """Wait until no other process builds; the file names the one that does."""
+    import fcntl  # here, since modules that Windows imports, where there is none, import this one
 
     until = monotonic() + _LONGEST_WAIT_S
     told = False
@@ -109,7 +109,7 @@ def _build_into(library: Path) -> None:
 
 
 def load() -> ModuleType:
-    """The extension, built if need be. Raises what `build` raises, at once where it has failed before."""
+    """The extension, built if need be. Raises like `build`, at once where it has failed before."""
     global _loaded, _failure
     with _lock:
         if _loaded is None:
@@ -124,12 +124,12 @@ def load() -> ModuleType:
 
 
 def is_loaded() -> bool:
-    """Is it loaded in this process? Then code that needs it may have been compiled."""
+    """Whether it is loaded in this process; then code that needs it may have been compiled."""
     return _loaded is not None
 
 
 def failure() -> str | None:
-    """Why it could not be loaded when it was wanted in this process; None: it could, or was not wanted."""
+    """The error of loading it in this process; None: it was loaded, or never wanted."""
     return _failure
 
 
@@ -152,7 +152,7 @@ def _directory() -> Path:
     root = os.environ.get("FARCALL_CACHE")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "farcall")
-    # Not where torch is: that is known once it is loaded, so that environments and hosts with the same torch share.
+    # Without the path of torch, which is known once it is loaded: environments and hosts with the same torch share.
     depends_on = (
         *(source.read_text() for source in sorted(_SOURCES.iterdir())),
         " ".join(_FLAGS),
@@ -167,7 +167,7 @@ def _directory() -> Path:
 
 
 def why_not() -> str | None:
-    """What is missing here to build the extension, and what to do; None: nothing."""
+    """The reason why the extension cannot be built here, and the remedy; None: it can."""
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
@@ -194,14 +194,14 @@ def why_not() -> str | None:
 
 
 def _find_ninja() -> None:
-    """``pip install ninja`` puts it beside the interpreter, where a shell finds it only in an activated environment."""
+    """Find the ninja that pip puts beside the interpreter, which a shell finds only in an activated environment."""
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
 
 
 def _compile(directory: Path) -> Path:
-    """Build it in a fresh directory, and see that it can be loaded; what was built."""
+    """Build it in a fresh directory, and see that it can be loaded; return the library."""
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]

@@ -1,15 +1,19 @@
-"""What the operators of TorchScript do that `bridge/` has put in place: it calls the functions here by name.
+"""The Python side of TorchScript's RPC operators: `bridge/` calls the functions here by name.
 
 Each runs on the thread that runs the script, with the interpreter locked, and may raise anything: the script sees its
 text. TorchScript goes on with a function on other threads after it has waited for something; those know no distributed
 autograd context, so the number of the context comes along with each call.
+
+A value's type for TorchScript is known from the function that made it, given by its user, or inferred from it. The
+holder of a reference knows the type where it made the creating call itself; any other holder asks the owner.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,9 +26,8 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.io.reader import stop_reading
 from farcall.serialize import RECORDING
 from farcall.serialize.functions import decode_function
-from farcall.torchscript.types import type_of as type_of
+from farcall.torchscript import extension
 
-T = TypeVar("T")
 _NO_CONTEXT = -1
 
 # ---------------------------------------------------------------------- calls
@@ -34,43 +37,44 @@ def call_sync(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``rpc_sync`` in a script."""
-    function = _find(name)
-    return _in_context(context_id, lambda: api.rpc_sync(to, function, args, kwargs, timeout_s))
+    with _inside(context_id):
+        return api.rpc_sync(to, _find(name), args, kwargs, timeout_s)
 
 
 def call_async(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``rpc_async`` in a script."""
-    stop_reading()  # the script is likely to wait for the result, which it does where nobody sees it
-    function = _find(name)
-    return _in_context(
-        context_id, lambda: issue(api.current_runtime(), to, function, args, kwargs, timeout_s, "async_jit")
-    )
+    stop_reading()  # the script is likely to wait for the result in C++, where nothing can take over reading
+    with _inside(context_id):
+        return issue(api.current_runtime(), to, _find(name), args, kwargs, timeout_s, "async_jit")
 
 
 def call_remote(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``remote`` in a script."""
-    function = _find(name)
-    return _in_context(context_id, lambda: api.remote(to, function, args, kwargs, timeout_s))
+    with _inside(context_id):
+        return api.remote(to, _find(name), args, kwargs, timeout_s)
 
 
 def _find(name: str) -> Any:
-    """The script function of that name: the same object each time, which is what is known of functions is kept by."""
+    """The script function of that name: one object each time, since knowledge about functions is kept by object."""
     return decode_function(b"s" + name.encode())
 
 
-def _in_context(context_id: int, do: Callable[[], T]) -> T:
-    if context_id == _NO_CONTEXT or RECORDING.get() is not None:
-        return do()
-    recording = api.current_runtime().part(Recorder).contexts.find(context_id)
+@contextmanager
+def _inside(context_id: int) -> Iterator[None]:
+    """The distributed autograd context of that number, unless this thread is in one, or the context is unknown."""
+    recording = None
+    if context_id != _NO_CONTEXT and RECORDING.get() is None:
+        recording = api.current_runtime().part(Recorder).contexts.find(context_id)
     if recording is None:
-        return do()
+        yield
+        return
     outside = recording.enter()
     try:
-        return do()
+        yield
     finally:
         RECORDING.set(outside)
 
@@ -79,7 +83,7 @@ def _in_context(context_id: int, do: Callable[[], T]) -> T:
 
 
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
-    """The value; at its owner in the form in which scripts change it in place."""
+    """The value; at its owner as the object that scripts change in place."""
     if rref._owned is not None:
         wait_for_value(rref, rref._owned, timeout_s)
         return rref._owned.value
@@ -92,7 +96,7 @@ def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
 
 
 def local_value(rref: RRef[Any]) -> Any:
-    """The same without a copy, only at the owner."""
+    """The value without a copy, only at its owner."""
     if rref._owned is None:
         raise RpcError(
             f"Can't call RRef.local_value() on a non-owner RRef: {rref} belongs to {rref.owner_name()}; use to_here()"
@@ -102,28 +106,76 @@ def local_value(rref: RRef[Any]) -> Any:
 
 
 def keep_value(rref: RRef[Any], value: Any) -> None:
-    """A script has, at the owner, what it may change in place: that is the value from now on."""
+    """At the owner: make the object that a script may change in place the value from now on."""
     if rref._owned is not None:
         Owned.held_by_scripts = type(value)
         rref._owned.value = value
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Of an object of a script class that is Python's; None: it is something else."""
+    """The attributes of a Python object of a script class; None for anything else."""
     is_script_class = torch.jit._state._get_script_class(type(value)) is not None  # type: ignore[no-untyped-call]
     return vars(value) if is_script_class else None
 
 
 def numbers_of(rref: RRef[Any]) -> tuple[int, int]:
-    """Who we are, and who its owner is, by rank."""
+    """The ranks of this worker and of the owner."""
     return rref._references.node.info.id, rref.owner().id
+
+
+# ---------------------------------------------------------------------- types
+
+
+def type_of_result(function: Any) -> Any:
+    """The result type of a TorchScript function or of one operator; None for any other function."""
+    if isinstance(function, torch.jit.ScriptFunction):
+        schema: Any = function.schema  # a property, whatever torch's stubs say
+        returns = schema.returns
+    elif isinstance(function, torch._ops.OpOverload):
+        returns = function._schema.returns
+    else:
+        return None
+    return returns[0].type if len(returns) == 1 else None
+
+
+def type_of(rref: RRef[Any]) -> Any:
+    """The type of a reference's value; None if TorchScript does not know it."""
+    if rref._creation is not None:
+        known = type_of_result(rref._creation.what)
+        if known is not None:
+            return known
+    if rref._owned is not None:
+        wait_for_value(rref, rref._owned, api.current_runtime().timeout_s)
+        return _type_of_owned(rref._owned)
+    text = api.rpc_sync(rref.owner(), _type_as_text, (rref,))
+    return None if text is None else extension.load().parse_type(text)
+
+
+def _type_as_text(rref: RRef[Any]) -> str | None:
+    """At the owner."""
+    found = type_of(rref)
+    return None if found is None else str(found.annotation_str)
+
+
+def _type_of_owned(owned: Owned) -> Any:
+    if owned.type_hint is not None:
+        from torch._sources import fake_range
+        from torch.jit.annotations import try_ann_to_type
+
+        return try_ann_to_type(owned.type_hint, fake_range())  # type: ignore[no-untyped-call]
+    if owned.made_by[:1] in (b"s", b"o", b"b"):
+        known = type_of_result(decode_function(owned.made_by))
+        if known is not None:
+            return known
+    inferred = torch._C._jit_try_infer_type(owned.get())
+    return inferred.type() if inferred.success() else None
 
 
 # ---------------------------------------------------------------------- references in files
 
 
 class _Pickled:
-    """A part of a node: the references that it has written into files, as long as it lives."""
+    """The references that a node has written into files and read from them; a part of the node."""
 
     def __init__(self, node: Any) -> None:
         self.written: dict[int, RRef[Any]] = {}
@@ -132,12 +184,12 @@ class _Pickled:
 
 
 def keep_pickled(number: int, rref: RRef[Any]) -> None:
-    """TorchScript writes ``rref`` into a file. Nobody knows who will read it, nor how often: it is kept."""
+    """Keep ``rref``, which TorchScript writes into a file, for good: any number of readers may come."""
     rref._references.node.part(_Pickled).written[number] = rref
 
 
 def find_pickled(writer: int, number: int) -> RRef[Any]:
-    """TorchScript has read a reference that worker ``writer`` wrote as its ``number``-th."""
+    """The reference that worker ``writer`` wrote as its ``number``-th, for TorchScript, which read it from a file."""
     pickled = api.current_runtime().part(_Pickled)
     with pickled.lock:
         found = pickled.read.get((writer, number))

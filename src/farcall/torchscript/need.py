@@ -1,18 +1,23 @@
-"""Code that TorchScript is about to compile and that needs the extension: it is enabled just before.
+"""Code that needs the extension: `watch` enables it just before TorchScript compiles such code.
 
-Torch compiles ``rpc.rpc_async`` and ``RRef[...]`` whoever is in their place, and nobody is asked when such code runs;
-so this looks at what is compiled. `watch` is told which functions count by whoever took the place of
-``torch.distributed.rpc``, and wraps the doors through which such code comes: source, annotations, values whose type is
-inferred, and files.
+Torch compiles ``rpc.rpc_async`` and ``RRef[...]`` whoever is in their place, and nothing asks Python when such code
+runs; so `watch` looks at the code. Its caller, which took the place of ``torch.distributed.rpc``, names the functions
+that count. Code comes in four ways, which `watch` wraps: source, annotations, values of inferred type, and files.
 
-Where the extension cannot be had, code is compiled all the same (`refusing`). What fails at once is a reference that is
-to become part of a module: there is nothing that could hold it.
+Where the extension cannot be had, such code is compiled all the same, and `refuse` makes it fail when it is called:
+libraries compile it while they are imported, used or not. Torch's own operators would fail with a text that sends the
+user to ``init_rpc``. A reference that is to become part of a module fails at once: nothing could hold it.
+
+Invariant: while no such code was compiled, or the extension works, torch's script classes are as torch made them.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import logging
+import re
+import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
@@ -20,21 +25,31 @@ from typing import IO, Any
 
 import torch
 
+from farcall.errors import RpcError
 from farcall.rpc.rref import RRef
-from farcall.torchscript import extension, refusing
+from farcall.torchscript import extension
 from farcall.torchscript.bridging import enable
 
-__all__ = ["mentions", "mentions_in_file", "watch"]
+__all__ = ["mentions", "mentions_in_file", "needs_extension", "refuse", "stop_refusing", "watch"]
+
+logger: logging.Logger = logging.getLogger("farcall")
 
 _missing = object()
-# How TorchScript writes a reference, and the type of one.
+# TorchScript's bytes for a reference, and for the type of one.
 _PICKLED_REFERENCE = b"ctorch.distributed.rpc\nrref\n"
 _REFERENCE_TYPE = b"RRef["
 _MOST_LOOKED_AT = 1000
+# Torch's text for the operators that the extension replaces, and for the type of a reference.
+_NEEDED_BY = re.compile(r"prim::rpc_(?:sync|async|remote)\b|aten::(?:get_gradients|dist_backward)\b|\bRRef[\[(]")
+_CONSTANT_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+native: Any = torch._C
+_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
 
 
 def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
-    """From now on enable the extension where it is needed; what is returned ends that."""
+    """Enable the extension where it is needed from now on; the returned functions end that."""
     from torch.jit import annotations, frontend
 
     if not hasattr(torch._C, "_rpc_init"):
@@ -42,12 +57,11 @@ def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
     wanted = list(functions)
     front: Any = frontend
     notes: Any = annotations
-    native: Any = torch._C
     parse, infer, make_type = front.parse_def, native._jit_try_infer_type, native.RRefType
     load, load_buffer = native.import_ir_module, native.import_ir_module_from_buffer
     failure = extension.failure()
     if failure is not None:
-        refusing.refuse(failure)  # what was compiled before farcall was taken away
+        refuse(failure)  # code that was compiled before farcall was uninstalled
 
     def parse_def(function: Any) -> Any:
         parsed = parse(function)
@@ -78,17 +92,17 @@ def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
     def undo() -> None:
         front.parse_def, native._jit_try_infer_type, notes.RRefType = parse, infer, make_type
         native.import_ir_module, native.import_ir_module_from_buffer = load, load_buffer
-        refusing.disable()
+        stop_refusing()
 
     return [undo]
 
 
 def _prepare() -> None:
-    """Code is about to be compiled that needs the extension when it runs."""
+    """Prepare for code that is about to be compiled and needs the extension when it runs."""
     try:
         enable()
     except RuntimeError as error:  # there is none, or it does not know this torch
-        refusing.refuse(str(error))
+        refuse(str(error))
 
 
 def _prepare_for_file(file: str | IO[bytes]) -> None:
@@ -99,7 +113,7 @@ def _prepare_for_file(file: str | IO[bytes]) -> None:
 
 
 def mentions_in_file(file: str | IO[bytes], ending: str, wanted: bytes) -> bool:
-    """Does a part of that archive whose name ends like this hold those bytes? What is no archive holds nothing."""
+    """Whether a part of the archive whose name ends like this holds those bytes; False for what is no archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             return any(wanted in archive.read(name) for name in archive.namelist() if name.endswith(ending))
@@ -108,7 +122,7 @@ def mentions_in_file(file: str | IO[bytes], ending: str, wanted: bytes) -> bool:
 
 
 def mentions(function: Any, tree: ast.AST, wanted: list[Any]) -> bool:
-    """Does the code of ``function`` name one of the ``wanted`` functions?"""
+    """Whether the code of ``function`` names one of the ``wanted`` functions."""
     if not isinstance(function, FunctionType):
         return False
     names: dict[str, Any] = dict(function.__globals__)
@@ -143,3 +157,67 @@ def _holds_reference(value: Any, left: int = _MOST_LOOKED_AT) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_reference(item, left // 2) for item in value[:left])
     return False
+
+
+# ---------------------------------------------------------------------- without the extension
+
+
+def refuse(reason: str) -> None:
+    """Make calls of scripts that need the extension raise an `RpcError` of that text. Again: changes nothing."""
+    with _lock:
+        if _undo:
+            return
+        logger.warning("TorchScript code that uses RPC is compiled, and will fail when it is called: %s", reason)
+        for kind in (native.ScriptFunction, native.ScriptMethod):
+            _undo.append(_guard(kind, reason))
+
+
+def stop_refusing() -> None:
+    """Put torch's classes back as they were."""
+    with _lock:
+        while _undo:
+            _undo.pop()()
+
+
+def needs_extension(script: Any) -> bool:
+    """Whether this script function or method, or one that it calls, issues RPC or uses references."""
+    return _is_needed(script.inlined_graph)
+
+
+def _is_needed(graph: Any) -> bool:
+    if _NEEDED_BY.search(_CONSTANT_TEXT.sub("", str(graph))):
+        return True
+    for fork in graph.findAllNodes("prim::fork"):
+        forked = fork.g("Subgraph").copy()  # torch does not look into these when it inlines
+        native._jit_pass_inline(forked)
+        if _is_needed(forked):
+            return True
+    return False
+
+
+def _guard(kind: Any, reason: str) -> Callable[[], None]:
+    plain = kind.__call__
+    # The key of a method is its class, not the class's name: modules from files may share names. The class is held,
+    # so that its id stays its own.
+    looked_at: dict[tuple[str, int], tuple[bool, Any]] = {}
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind is native.ScriptMethod:
+            owner = self.raw_owner._type()
+            key = (self.name, id(owner))
+        else:
+            owner = None
+            key = (self.qualified_name, 0)
+        found = looked_at.get(key)
+        if found is None:
+            found = looked_at[key] = (needs_extension(self), owner)
+        if found[0]:
+            raise RpcError(reason)
+        return plain(self, *args, **kwargs)
+
+    kind.__call__ = call
+
+    def undo() -> None:
+        kind.__call__ = plain
+
+    return undo

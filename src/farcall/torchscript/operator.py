@@ -1,13 +1,12 @@
-"""Remote calls as an operator of torch's: ``torch.compile`` takes it into its graph instead of breaking it.
+"""Remote calls as an operator of torch's, which ``torch.compile`` takes into its graph instead of breaking it.
 
     from farcall.torchscript import call
     y = call("worker1", "mypackage.layers.forward", [x, weight])
 
-An operator's arguments and results are tensors, numbers and text, and its result's shape must be known while nobody is
-called: so the function is given by its dotted name, takes tensors and returns one tensor, which looks like the first of
-them unless said otherwise. Gradients do not flow through it: make a call that must be recorded by a distributed
-autograd context the ordinary way. Everything else that a call can be works in compiled functions, too, with a break in
-the graph.
+An operator's arguments and results are tensors, numbers and text, and the shape of its result must be known without a
+call: so the function is given by its dotted name, takes tensors and returns one tensor, of the first one's shape and
+dtype unless given otherwise. Gradients do not flow through it: make a call that a distributed autograd context must
+record the ordinary way. All other calls work in compiled functions, too, with a break in the graph.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def call(
         timeout: seconds; 0 for none; by default that of the options.
 
     Raises:
-        RpcError: the result is not what was said.
+        RpcError: the result has another type, shape or dtype.
     """
     result: Any = api.rpc_sync(to, _find(function), tuple(args), timeout=timeout)
     if not isinstance(result, torch.Tensor):

@@ -6,6 +6,7 @@ import contextlib
 import threading
 
 import pytest
+from tests.kit.ports import tcp_url
 from tests.processes.calls.callees import PATIENCE_S, Gate, whoami
 
 import farcall
@@ -14,7 +15,7 @@ from farcall.errors import (
     NotInitialized,
     PeerDead,
 )
-from farcall.testing.cluster import finish, free_port, run_cluster, start_cluster
+from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 
 def leave_in_the_middle(rank: int) -> None:
@@ -47,7 +48,7 @@ def leave_in_the_middle(rank: int) -> None:
         "alone",
         rank=0,
         world_size=1,
-        rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}"),
+        rpc_backend_options=farcall.RpcBackendOptions(init_method=tcp_url()),
     )
     assert farcall.rpc_sync("alone", whoami) == "alone"
 

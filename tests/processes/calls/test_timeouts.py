@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import PATIENCE_S, Gate, live_bytes, whoami
-from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import (

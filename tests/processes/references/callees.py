@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api

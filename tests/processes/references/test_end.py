@@ -8,6 +8,7 @@ import textwrap
 from typing import Any
 
 import pytest
+from tests.kit.ports import tcp_url
 from tests.processes.references.callees import Counter, identity, keep
 
 import farcall
@@ -21,7 +22,6 @@ from farcall.rpc.references import NodeReferences
 from farcall.testing.cluster import (
     MemberFailed,
     finish,
-    free_port,
     run_cluster,
     start_processes,
 )
@@ -96,14 +96,14 @@ def live_twice(rank: int, urls: list[str]) -> None:
 
 
 def test_references_after_shutdown_and_another_life() -> None:
-    urls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    urls = [tcp_url() for _ in range(2)]
     finish(start_processes(2, live_twice, urls))
 
 
 def test_references_left_at_the_end_of_the_interpreter_make_no_noise() -> None:
     script = f"""
         import farcall, threading, operator
-        options = farcall.RpcBackendOptions(init_method="tcp://127.0.0.1:{free_port()}")
+        options = farcall.RpcBackendOptions(init_method="{tcp_url()}")
         farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
         kept = [farcall.remote("alone", operator.add, (1, 2)) for _ in range(100)]
         more = farcall.RRef(kept)

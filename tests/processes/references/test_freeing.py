@@ -10,8 +10,8 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.kit.waiting import wait_until
 from tests.processes.references.callees import complete, identity, is_kept, kept_future, nothing_is_left
-from tests.waiting import wait_until
 
 import farcall
 from farcall.testing.cluster import (

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.ports import held_port
+from tests.kit.waiting import wait_until
 from tests.processes.references.callees import (
     PATIENCE_S,
     Counter,
@@ -23,7 +25,6 @@ from tests.processes.references.callees import (
     kept_future,
     nothing_is_left,
 )
-from tests.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -34,7 +35,6 @@ from farcall.errors import (
 from farcall.runtime.node import runtime_of_thread
 from farcall.testing.cluster import (
     finish,
-    free_port,
     run_cluster,
     start_processes,
     temporary_file_url,
@@ -239,7 +239,7 @@ def ask_early_alone(rank: int, port: int) -> None:
 
 
 def test_questions_before_the_value_is_there() -> None:
-    finish(start_processes(2, ask_early_alone, free_port()), may_fail=[1])
+    finish(start_processes(2, ask_early_alone, held_port()), may_fail=[1])
 
 
 def make_at_owner() -> Any:

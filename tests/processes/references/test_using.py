@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.waiting import wait_until
 from tests.processes.references.callees import Counter, add, boom, count, identity, nothing_is_left
-from tests.waiting import wait_until
 
 import farcall
 from farcall.errors import (

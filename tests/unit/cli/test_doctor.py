@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.kit.ports import tcp_url
 
 from farcall.cli.doctor import machine, store
 from farcall.cli.doctor.finding import Finding, as_json, exit_status, note, ok, wrong
@@ -100,8 +100,8 @@ def test_half_a_store_named() -> None:
     assert "MASTER_PORT" in found.found
 
 
-def test_a_store_that_nobody_serves_here_yet(free_port: Callable[[], int]) -> None:
-    *_, found = look(f"tcp://127.0.0.1:{free_port()}")
+def test_a_store_that_nobody_serves_here_yet() -> None:
+    *_, found = look(tcp_url())
     assert found.state == "ok"
     assert "rank 0, started on this machine, can" in found.found
 
@@ -126,13 +126,3 @@ def test_files(tmp_path: Path) -> None:
     [missing] = look(f"file://{tmp_path}/none/new")
     assert missing.state == "wrong"
     assert "no directory" in missing.found
-
-
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return find

@@ -14,7 +14,7 @@ from farcall.compat.rpc.faults import (
     is_available,
     to_faults,
 )
-from farcall.protocol.frames import REQUEST
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.protocol.notes import Notes, encode_notes
 from farcall.serialize import encode_function
 from farcall.testing.faults import Delay, Fail
@@ -36,9 +36,10 @@ class Seen:
     names: frozenset[str]
     function: bytes = b""
     notes: bytes = b""
-    kind: int = REQUEST
-    call_id: int = 1
-    repeatable: bool = True
+
+    @property
+    def frame(self) -> Frame:
+        return Frame(REQUEST, function=self.function, notes=self.notes)
 
 
 def meant(name: str, message: Seen) -> bool:

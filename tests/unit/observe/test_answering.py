@@ -46,20 +46,18 @@ class FakePeer(RemotePeer):
         self.sent.append(message)
 
 
-class FakeCalls:
-    explain: Any = None
-
-
 class FakeNode:
     """As much of a node as questions need."""
 
     def __init__(self) -> None:
         self.info = WorkerInfo("w0", 0)
-        self.calls = FakeCalls()
         self.running = True
         self.hooks = Hooks()
         self.timers = Timers(lambda: None)
         self.timer = self.timers.timer
+
+    def use_questions(self, questions: Answering) -> None:
+        pass
 
     def something_ended(self) -> None:
         pass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.channel.test_device_pool import FakeApi
+from tests.kit.fake_device import FakeApi
 
 from farcall.channel.device_pool import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo

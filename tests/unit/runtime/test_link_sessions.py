@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from queue import Queue
 
 import pytest
-from tests.waiting import wait_until
+from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo

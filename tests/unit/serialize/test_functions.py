@@ -91,7 +91,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("function", NAMED, ids=lambda function: str(function)[:50])
+@pytest.mark.parametrize("function", NAMED, ids=lambda function: getattr(function, "__qualname__", str(function)))
 def test_named_functions(function):
     for _ in range(3):
         data = encode_function(function)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.rpc import RRef
 
 from farcall.errors import RpcError
-from farcall.torchscript import refusing
+from farcall.torchscript import need
 
 pytestmark = pytest.mark.skipif(not hasattr(torch._C, "_rpc_init"), reason="this torch compiles no RPC")
 
@@ -61,9 +61,9 @@ def script(what: Any) -> Any:
 
 @pytest.fixture
 def refused() -> Iterator[None]:
-    refusing.refuse("there is no compiler")
+    need.refuse("there is no compiler")
     yield
-    refusing.disable()
+    need.stop_refusing()
 
 
 @pytest.mark.usefixtures("refused")
@@ -92,7 +92,7 @@ def test_of_a_module_only_the_method_that_needs_it_is_refused() -> None:
 
 
 def test_torchs_classes_come_back(refused: None) -> None:
-    refusing.disable()
+    need.stop_refusing()
     with pytest.raises(RuntimeError) as raised:
         script(issue)(torch.ones(1))
     assert not isinstance(raised.value, RpcError)

@@ -150,7 +150,11 @@ class Play:
         training.join("demo", self._team.directory)
         try:
             farcall.on_member(self._on_member)
-            self._look_around()
+            # A worker that died before this process listened would be missed by a call only after a minute.
+            there = {worker.name for worker in farcall.members()}
+            for name in (*SERVERS, *TRAINERS):
+                if name not in there:
+                    raise DemoFailed(self._how_it_died(name, "before training began"))
             self._train()
             self._evaluate()
         finally:
@@ -202,8 +206,10 @@ class Play:
         running = self._begin(steps)
         before = death.saved_steps = len(self.figures.steps)
         half_way = before + len(TRAINERS) * steps // 2
-        while (done := self._steps_done()) < half_way:
+        done = before
+        while done < half_way:
             self._back.wait(min(_LOOK_S, self._left_s()))
+            done = sum(farcall.rpc_sync(name, training.steps_done, timeout=self._left_s()) for name in TRAINERS)
         death.after_steps = done
         death.killed_s = monotonic()
         self._team.kill_member(SERVERS.index(VICTIM))
@@ -214,9 +220,6 @@ class Play:
         restored = farcall.rpc_sync(VICTIM, training.restored_steps)
         if restored != death.saved_steps:
             raise DemoFailed(f"{VICTIM} came back with the checkpoint of step {restored}, not {death.saved_steps}")
-
-    def _steps_done(self) -> int:
-        return sum(farcall.rpc_sync(name, training.steps_done, timeout=self._left_s()) for name in TRAINERS)
 
     def _train_and_record(self, steps: int) -> None:
         recorded = min(steps, RECORDED_STEPS)
@@ -251,13 +254,6 @@ class Play:
             self._back.set()
         elif event.kind == "dead" and self._failure is None:
             self._give_up(self._how_it_died(name, event.why))
-
-    def _look_around(self) -> None:
-        """Miss workers that died before anybody listened here, and not for a minute by a call to them."""
-        there = {worker.name for worker in farcall.members()}
-        for name in (*SERVERS, *TRAINERS):
-            if name not in there:
-                raise DemoFailed(self._how_it_died(name, "before training began"))
 
     def _how_it_died(self, name: str, why: str) -> str:
         how = self._team.how_it_ended(RANKS[name] - 1)

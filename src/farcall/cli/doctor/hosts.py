@@ -33,7 +33,7 @@ from farcall.options import ENV_ADVERTISE, ENV_SECRET
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
 from farcall.protocol.member import Member, new_incarnation
-from farcall.runtime.link.listener import prove
+from farcall.runtime.link.dialler import prove
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
 from farcall.transport.tcp import format_tcp, leads_to, parse_tcp

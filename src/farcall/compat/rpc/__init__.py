@@ -1,7 +1,7 @@
-"""``torch.distributed.rpc``, served by farcall: what `farcall.compat.install` puts in its place.
+"""``torch.distributed.rpc``, served by farcall: `farcall.compat.install` puts this package in its place.
 
-The same names at the same places. Each module here is named like torch's; where a name of torch's stands for a part of
-the old agent that farcall does not have, see `unserved`.
+Torch's names at torch's places. Each module here is named like torch's; `unserved` stands for parts of the old agent
+that farcall does not have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from farcall.compat import autograd as dist_autograd
-from farcall.compat.rpc import api, backend_registry, membership, native, server_process_global_profiler
+from farcall.compat.rpc import api, backend_registry, native, server_process_global_profiler
 from farcall.compat.rpc.api import (
     AllGatherStates,
     RRef,
@@ -59,9 +59,9 @@ __all__ = [
     "shutdown",
 ]
 
-# Everything of torch._C._distributed_rpc is here, too, and some more.
+# Torch's package has the names of torch._C._distributed_rpc, too.
 globals().update({name: getattr(native, name) for name in native.__all__})
-_utils = membership
+_utils = native
 _server_process_global_profile = server_process_global_profiler._server_process_global_profile
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def init_rpc(
         backend = _find_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    # farcall opens its store itself, so that it can say who is missing; other backends are given one.
+    # farcall opens its store itself, so that it can name missing workers; other backends get one.
     store = None if backend.name == "TENSORPIPE" else _open_store(rpc_backend_options, rank, world_size)
     dist_autograd._init(rank)
     _start(backend, store, name, rank, world_size, rpc_backend_options)
@@ -113,7 +113,7 @@ def _find_backend(rpc_backend_options: Any) -> Any:
         try:
             kind = type(backend_registry.construct_rpc_backend_options(candidate))
         except TypeError:
-            continue  # it has options without defaults
+            continue  # a backend whose options have no defaults
         if isinstance(rpc_backend_options, kind):
             if candidate.name != "TENSORPIPE":
                 logger.warning(
@@ -184,7 +184,7 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
 
 @api._require_initialized
 def _get_debug_info() -> dict[str, str]:
-    """What is known of references, the agent and autograd, as text."""
+    """Numbers about references, the agent and autograd, as text."""
     info = dict(native._rref_context_get_debug_info())
     info.update(api._get_current_rpc_agent().get_debug_info())
     info.update(dist_autograd._get_debug_info())

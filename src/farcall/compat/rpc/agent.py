@@ -1,7 +1,7 @@
-"""The agent of this process, as programs know it: farcall's node under the old names.
+"""The agent of this process and its `WorkerInfo`, as programs know them: farcall's node under the old names.
 
-One `TensorPipeAgent` belongs to one node. `_get_current_rpc_agent` finds it, also for a node that was made by
-``farcall.init_rpc``. Device maps are kept and told; farcall has no use of its own for them here.
+One `TensorPipeAgent` belongs to one node. `current_agent` finds it, also for a node that ``farcall.init_rpc`` made.
+The agent keeps the device maps of its options only to tell them; farcall's node has its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -18,28 +19,49 @@ import torch
 import torch.distributed as dist
 
 from farcall import api as farcall_api
+from farcall import ids
 from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
-from farcall.compat.rpc.worker_info import WorkerInfo as CheckedWorkerInfo
 from farcall.errors import NotInitialized, RpcError, UnknownWorker
-from farcall.ids import WorkerInfo
 from farcall.runtime.node.current import slot
 
-__all__ = ["RpcAgent", "TensorPipeAgent", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
+__all__ = ["RpcAgent", "TensorPipeAgent", "WorkerInfo", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
 
-_SCHEME = "farcall-store"
-_stores: dict[int, Any] = {}
-_store_numbers = itertools.count()
 _ATTRIBUTE = "_agent_of_old"
-"""Where a node keeps its agent: the two refer to each other, and are gone together."""
+"""The attribute of a node that keeps its agent: the two refer to each other, and end together."""
+
+
+class _AnyWorkerInfo(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, ids.WorkerInfo)
+
+
+class WorkerInfo(ids.WorkerInfo, metaclass=_AnyWorkerInfo):
+    """A member of the cluster: its unique ``name``, checked here, and its rank, called ``id``.
+
+    Those that farcall makes itself count as instances, too.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, id: int) -> WorkerInfo:
+        if not name:
+            raise RpcError("Worker name must be non-empty")
+        if len(name) > ids.MAX_NAME_CHARACTERS:
+            raise RpcError(f"Worker name must be shorter than 128 characters, this one has {len(name)}")
+        try:
+            ids.check_worker_name(name)
+        except ValueError as error:
+            raise RpcError(f"Worker name must match ^[A-Za-z0-9-_:]*$: {error}") from None
+        return super().__new__(cls, name, id)
 
 
 class RpcAgent:
-    """What every agent can be asked, and told."""
+    """The interface of every agent."""
 
-    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+    def get_worker_info(self, worker: str | int | None = None) -> ids.WorkerInfo:
         raise NotImplementedError
 
-    def get_worker_infos(self) -> list[WorkerInfo]:
+    def get_worker_infos(self) -> list[ids.WorkerInfo]:
         raise NotImplementedError
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -50,7 +72,7 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """farcall's node, by the old name."""
+    """farcall's node, under the old name."""
 
     def __init__(
         self,
@@ -65,7 +87,7 @@ class TensorPipeAgent(RpcAgent):
         from farcall.compat.rpc import api
 
         if isinstance(name, str):
-            CheckedWorkerInfo(name, rank)  # a RuntimeError, where farcall's own init_rpc raises a ValueError
+            WorkerInfo(name, rank)  # a RuntimeError, where farcall's own init_rpc raises a ValueError
         self._options = rpc_backend_options
         self.store = store
         if not is_agent_set():
@@ -96,7 +118,7 @@ class TensorPipeAgent(RpcAgent):
         return agent
 
     def _print_failure(self, error: BaseException) -> None:
-        """What a function raised is printed where it ran, too."""
+        """Print an error that a function raised where it ran, too, as torch does."""
         text = "".join(traceback.format_exception(error))
         print(f"On {self._node.info}:\n{text}", file=sys.stderr)
 
@@ -105,7 +127,7 @@ class TensorPipeAgent(RpcAgent):
         """The name of this worker."""
         return self._node.info.name
 
-    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+    def get_worker_info(self, worker: str | int | None = None) -> ids.WorkerInfo:
         """The worker of that name or rank; without one, this worker."""
         if worker is None:
             return self._node.info
@@ -114,14 +136,12 @@ class TensorPipeAgent(RpcAgent):
         except UnknownWorker as error:
             raise UnknownWorker(f"could not find destination {worker!r}: {error}") from None
 
-    def get_worker_infos(self) -> list[WorkerInfo]:
+    def get_worker_infos(self) -> list[ids.WorkerInfo]:
         """All workers."""
         return self._node.workers()
 
     def get_debug_info(self) -> dict[str, str]:
         """Numbers about this worker, as text."""
-        from farcall.compat.rpc import native
-
         executor = self._node.executor
         info = {
             "agent.num_pending_requests": str(len(self._node.calls)),
@@ -131,12 +151,12 @@ class TensorPipeAgent(RpcAgent):
             "agent.server_active_calls": str(len(self._node.server.active)),
             "agent.server_active_async_calls": str(sum(one.deferred for one in self._node.server.active)),
         }
-        if native.gil_profiling_enabled():
+        if _gil_profiling:
             info["agent.gil_average_wait_time_us"] = f"{_interpreter_wait_us():.3f}"
         return info
 
     def get_metrics(self) -> dict[str, str]:
-        """The same as `get_debug_info`."""
+        """What `get_debug_info` returns."""
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -155,9 +175,9 @@ class TensorPipeAgent(RpcAgent):
         """Leave at once."""
         self._node.shutdown(graceful=False)
 
-    def _get_device_map(self, worker: WorkerInfo | str | int) -> dict[torch.device, torch.device]:
+    def _get_device_map(self, worker: ids.WorkerInfo | str | int) -> dict[torch.device, torch.device]:
         """From devices here to devices of ``worker``."""
-        name = worker.name if isinstance(worker, WorkerInfo) else self.get_worker_info(worker).name
+        name = worker.name if isinstance(worker, ids.WorkerInfo) else self.get_worker_info(worker).name
         return dict(self._options.device_maps.get(name, {}))
 
     def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
@@ -170,33 +190,37 @@ class TensorPipeAgent(RpcAgent):
         return f"<TensorPipeAgent over farcall: {self._node.info}>"
 
 
-_LETS_GO = bytes(1 << 19)
+_DATA = bytes(1 << 19)
 _TRIES = 5
+_gil_profiling = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Let `get_debug_info` measure how long a thread waits for the interpreter."""
+    global _gil_profiling
+    _gil_profiling = flag
 
 
 def _interpreter_wait_us() -> float:
-    """How long a thread waits for the interpreter that has let it go for a moment, on average of a few times."""
+    """The time that a thread waits for the interpreter's lock after it let go of it: the average of a few tries."""
     began, computed = perf_counter(), thread_time()
     for _ in range(_TRIES):
-        zlib.crc32(_LETS_GO)  # without the interpreter's lock, and for long enough that another thread takes it
+        zlib.crc32(_DATA)  # without the interpreter's lock, and for long enough that another thread takes it
     return max(0.0, (perf_counter() - began) - (thread_time() - computed)) / _TRIES * 1e6
 
 
 # ---------------------------------------------------------------------- which one is current
 
 _foreign: list[Any] = []
-"""An agent that is not farcall's, of a registered backend."""
+"""The agent of another registered backend, if that is current."""
 
 
 def is_agent_set() -> bool:
     """Is RPC initialized in this process?"""
-    if _foreign:
-        return True
     try:
-        farcall_api.current_runtime()
+        return bool(_foreign) or farcall_api.current_runtime() is not None
     except NotInitialized:
         return False
-    return True
 
 
 def current_agent() -> Any:
@@ -224,7 +248,7 @@ def set_agent(agent: Any) -> None:
 
 
 def reset_agent() -> None:
-    """There is no agent any more."""
+    """End the current agent, at once."""
     if _foreign:
         _foreign.clear()
     elif is_agent_set():
@@ -233,31 +257,26 @@ def reset_agent() -> None:
 
 # ---------------------------------------------------------------------- meeting at a store that the program made
 
-
-class _meeting_at:
-    """The url under which farcall finds ``store``; without one, the url given."""
-
-    def __init__(self, store: Any, init_method: str) -> None:
-        self._store = store
-        self._url = init_method
-        self._number = -1
-
-    def __enter__(self) -> str:
-        if self._store is None:
-            return self._url
-        self._number = next(_store_numbers)
-        _stores[self._number] = self._store
-        _register_scheme()
-        return f"{_SCHEME}://{self._number}"
-
-    def __exit__(self, *_: object) -> None:
-        _stores.pop(self._number, None)
+_SCHEME = "farcall-store"
+_stores: dict[int, Any] = {}
+_store_numbers = itertools.count()
 
 
-def _register_scheme() -> None:
+@contextmanager
+def _meeting_at(store: Any, init_method: str) -> Iterator[str]:
+    """The url under which farcall finds ``store``; without a store, ``init_method``."""
+    if store is None:
+        yield init_method
+        return
     rendezvous: Any = sys.modules["torch.distributed.rendezvous"]  # the package has a function of that name
     if _SCHEME not in rendezvous._rendezvous_handlers:
         rendezvous.register_rendezvous_handler(_SCHEME, _open_given_store)
+    number = next(_store_numbers)
+    _stores[number] = store
+    try:
+        yield f"{_SCHEME}://{number}"
+    finally:
+        del _stores[number]
 
 
 def _open_given_store(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:

@@ -1,8 +1,8 @@
-"""``torch.distributed.rpc.api``: calls, gathers and the end, by farcall.
+"""``torch.distributed.rpc.api``: calls, gathers and the end, over farcall.
 
 Programs and tests set names of this module to their own, so every function here looks names up in the module when it
-runs. The gather keeps the old protocol (tell the leader, be told by it), since its parts have names of their own; the
-end keeps the old order: all have come, references are given up, the node leaves.
+runs. A gather keeps the old protocol (tell the leader, hear from the leader), since its parts have names of their own;
+the end keeps the old order: all have come, references are given up, the node leaves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
@@ -20,11 +20,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from farcall import api as farcall_api
-from farcall.compat.rpc import internal, membership, native
-from farcall.compat.rpc.agent import TensorPipeAgent
+from farcall.compat.rpc import internal, native
+from farcall.compat.rpc.agent import TensorPipeAgent, WorkerInfo
 from farcall.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.errors import NotInitialized, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
@@ -48,17 +47,17 @@ R = TypeVar("R")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Programs take these from here, and set them here: the functions below use what is here when they run.
+# Names that programs take from here, and set here.
 PyRRef = RRef
 PythonUDF = internal.PythonUDF
 RPCExecMode = internal.RPCExecMode
 _internal_rpc_pickler = internal._internal_rpc_pickler
 _build_rpc_profiling_key = internal._build_rpc_profiling_key
-_group_membership_management = membership._group_membership_management
-_update_group_membership = membership._update_group_membership
 _cleanup_python_rpc_handler = native._cleanup_python_rpc_handler
 _delete_all_user_and_unforked_owner_rrefs = native._delete_all_user_and_unforked_owner_rrefs
 _destroy_rref_context = native._destroy_rref_context
+_group_membership_management = native._group_membership_management
+_update_group_membership = native._update_group_membership
 _get_current_rpc_agent = native._get_current_rpc_agent
 _is_current_rpc_agent_set = native._is_current_rpc_agent_set
 _reset_current_rpc_agent = native._reset_current_rpc_agent
@@ -72,7 +71,7 @@ _LOOK_AGAIN_S = 0.2
 
 
 def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
-    """``func``, which raises where RPC is not initialized."""
+    """``func``, raising where RPC is not initialized."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -126,7 +125,7 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
 
 
 def _checked(to: Any, args: Any) -> tuple[Any, ...]:
-    """``args`` as a tuple: anything that can be unpacked was good enough. Raises for what was refused at once."""
+    """``args`` as a tuple: torch takes anything that can be unpacked. Raises at once for no worker, as torch does."""
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
     return () if args is None else tuple(args)
@@ -148,17 +147,13 @@ def _wait_all() -> Iterator[None]:
 @_require_initialized
 def get_worker_info(worker_name: Any = None) -> Any:
     """The `WorkerInfo` of a name; without one, of this worker."""
-    if worker_name is None:
-        return _get_current_rpc_agent().get_worker_info()
-    return _get_current_rpc_agent().get_worker_info(worker_name)
+    agent = _get_current_rpc_agent()
+    return agent.get_worker_info() if worker_name is None else agent.get_worker_info(worker_name)
 
 
 def _to_worker_info(to: Any) -> Any:
-    if isinstance(to, WorkerInfo):
-        return to
-    if isinstance(to, str | int):
-        return get_worker_info(to)
-    raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
+    _checked(to, None)
+    return to if isinstance(to, WorkerInfo) else get_worker_info(to)
 
 
 def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
@@ -186,7 +181,7 @@ new_method: Callable[..., Any] = method_factory("to_here", RRef.to_here.__doc__ 
 
 
 class AllGatherStates:
-    """One gather: what has come, and a signal when it is all."""
+    """The objects of one gather that have come, and a signal when all have."""
 
     def __init__(self) -> None:
         self.gathered_objects: Mapping[str, Any] | dict[str, Any] = {}
@@ -195,24 +190,19 @@ class AllGatherStates:
 
 _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
-_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id: Counter[str] = Counter()
 _all_gather_sequence_id_to_states: defaultdict[str, AllGatherStates] = defaultdict(AllGatherStates)
-_lost_gathers: dict[str, str] = {}  # the last that failed because somebody died, and the words for it
+_lost_gathers: dict[str, str] = {}  # the latest that failed because a worker died, and the text that says so
 _MOST_LOST = 64
 
 
-def _after_fork() -> None:
-    """A thread of the parent may hold the lock, and does not exist here."""
-    global _all_gather_dict_lock
-    _all_gather_dict_lock = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    # A thread that holds the lock may exist only in the parent.
+    os.register_at_fork(after_in_child=lambda: globals().update(_all_gather_dict_lock=threading.RLock()))
 
 
 def _forget_gathers() -> None:
-    """Those of the agent before. Before there is a new one: a quick peer may take part in a gather at once."""
+    """Forget gathers of the agent before; before there is a new one, whose peers may gather at once."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
@@ -220,7 +210,7 @@ def _forget_gathers() -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """A new agent, and its workers."""
+    """Take a new agent, and the names of its workers."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
@@ -228,7 +218,7 @@ def _init_rpc_states(agent: Any) -> None:
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    """At the leader: take what ``worker_name`` has."""
+    """At the leader: take the object of ``worker_name``."""
     with _all_gather_dict_lock:
         worker_names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in worker_names:
@@ -244,7 +234,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) -> None:
-    """At a follower: take what everybody has."""
+    """At a follower: take the objects of all."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     if states.proceed_signal.is_set():
@@ -254,7 +244,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) ->
 
 
 def _tell_loss(sequence_id: str, why: str) -> None:
-    """At each: somebody died who had not come, so nothing will come of this gather."""
+    """At each: give up a gather, because a worker died that had not come."""
     with _all_gather_dict_lock:
         _lost_gathers[sequence_id] = why
         while len(_lost_gathers) > _MOST_LOST:
@@ -275,9 +265,8 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
     name = _get_current_rpc_agent().get_worker_info().name
     with _all_gather_dict_lock:
         joined = "".join(sorted(group))
-        number = _all_gather_sequence_id.get(joined, 0)
-        _all_gather_sequence_id[joined] = number + 1
-        sequence_id = f"{joined}{number}"
+        sequence_id = f"{joined}{_all_gather_sequence_id[joined]}"
+        _all_gather_sequence_id[joined] += 1
     call_timeout_s = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     waiting_s = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
     if name == leader:
@@ -287,13 +276,28 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     try:
-        _wait_for_proceed(states, group, leader, name, waiting_s)
+        _wait_for_proceed(states, group, name, waiting_s)
         if sequence_id in _lost_gathers:
             raise PeerDead(_lost_gathers[sequence_id])
         if name == leader:
-            _tell_followers(sequence_id, states, group - {leader}, call_timeout_s)
+            result = (sequence_id, states.gathered_objects)
+            futures = {
+                follower: rpc_async(follower, _broadcast_to_followers, args=result, timeout=call_timeout_s)
+                for follower in sorted(group - {leader})
+            }
+            errors: dict[str, RuntimeError] = {}
+            for follower, future in futures.items():
+                try:
+                    future.wait()
+                except RuntimeError as error:
+                    errors[follower] = error
+            if errors:
+                raise RpcError(
+                    f"{', '.join(errors)} failed or timed out in _all_gather after {call_timeout_s:.2f} seconds; "
+                    f"the first said: {next(iter(errors.values()))}"
+                )
     except PeerDead as error:
-        if name == leader:  # those who wait are told; those who come later are when they come
+        if name == leader:  # tell those who wait now; latecomers hear it when they come
             _tell_loss(sequence_id, str(error))
             for follower in sorted(set(states.gathered_objects) - {leader}):
                 rpc_async(follower, _tell_loss, args=(sequence_id, str(error)))
@@ -304,10 +308,9 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
     return states.gathered_objects
 
 
-def _wait_for_proceed(
-    states: AllGatherStates, group: set[str], leader: str, name: str, waiting_s: float | None
-) -> None:
-    """Until all have come. A worker that is gone does not come any more."""
+def _wait_for_proceed(states: AllGatherStates, group: set[str], name: str, waiting_s: float | None) -> None:
+    """Wait until all have come; raise if one cannot come any more."""
+    leader = min(group)
     node = farcall_api.current_runtime()
     deadline = None if waiting_s is None else monotonic() + waiting_s
     with node.calls.waiting():
@@ -325,33 +328,13 @@ def _wait_for_proceed(
                 )
 
 
-def _tell_followers(sequence_id: str, states: AllGatherStates, followers: set[str], timeout_s: float) -> None:
-    futures = {
-        follower: rpc_async(
-            follower, _broadcast_to_followers, args=(sequence_id, states.gathered_objects), timeout=timeout_s
-        )
-        for follower in sorted(followers)
-    }
-    errors = {}
-    for follower, future in futures.items():
-        try:
-            future.wait()
-        except RuntimeError as error:
-            errors[follower] = error
-    if errors:
-        raise RpcError(
-            f"{', '.join(errors)} failed or timed out in _all_gather after {timeout_s:.2f} seconds; the first said: "
-            f"{next(iter(errors.values()))}"
-        )
-
-
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
     """Return when all of ``worker_names`` have called this."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
-        logger.exception("the barrier was not reached by all")
+        logger.exception("not all workers came to the barrier")
 
 
 @_require_initialized
@@ -371,8 +354,13 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the cluster; graceful: when all workers have called this and all work everywhere is done."""
     agent = _get_current_rpc_agent()
-    if not isinstance(agent, TensorPipeAgent):
-        _shut_down_foreign(agent, graceful, timeout)
+    if not isinstance(agent, TensorPipeAgent):  # of another backend: it ends itself
+        try:
+            if graceful:
+                agent.join(shutdown=True, timeout=timeout)
+            agent.shutdown()
+        finally:
+            _reset_current_rpc_agent()
         return
     if not graceful:
         farcall_api.shutdown(graceful=False)
@@ -382,7 +370,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     failures: list[Exception] = []
 
     def give_up() -> None:
-        # Called when all is done everywhere, in the middle of the shutdown: that goes on whatever happens here.
+        # Runs when all work is done everywhere, in the middle of the shutdown, which goes on whatever happens here.
         try:
             _delete_all_user_and_unforked_owner_rrefs()
         except Exception as error:
@@ -395,22 +383,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             try:
                 _wait_all_workers(timeout)
             except PeerDead as error:
-                failures.append(error)  # told below: the living may still need this worker, and leave together
+                failures.append(error)  # raised below: the living may still need this worker, and leave together
         agreed = True
     finally:
         farcall_api.shutdown(agreed, timeout)
     if failures:
         raise failures[0]
-
-
-def _shut_down_foreign(agent: Any, graceful: bool, timeout: float) -> None:
-    """An agent that is not farcall's ends itself."""
-    try:
-        if graceful:
-            agent.join(shutdown=True, timeout=timeout)
-        agent.shutdown()
-    finally:
-        _reset_current_rpc_agent()
 
 
 def _finalize_shutdown() -> None:

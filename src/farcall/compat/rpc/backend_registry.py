@@ -1,8 +1,8 @@
 """``torch.distributed.rpc.backend_registry``: kinds of backends by name.
 
-``TENSORPIPE``, the only one a program normally knows, is farcall here. Others can be registered, with functions that
-make their options and their agent, as before. `BackendType` is a new enumeration after each registration, as it always
-was; members of an earlier one are as good.
+``TENSORPIPE``, the only one a program normally knows, is farcall. Programs can register others, with functions that
+make their options and their agent. `BackendType` is a new enumeration after each registration, as in torch; members of
+an earlier one are as good.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from farcall.compat.rpc import constants
+from farcall.compat.rpc import api, constants
+from farcall.compat.rpc.agent import TensorPipeAgent
+from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
 from farcall.compat.rpc.unserved import find_unserved
 
 __all__ = [
@@ -27,7 +29,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How a backend's options and its agent are made."""
+    """The functions that make a backend's options and its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -37,15 +39,14 @@ def _make_type(members: dict[str, BackendValue]) -> Any:
     make: Any = enum.Enum
     made: Any = make("BackendType", members, module=__name__)
     made.__repr__ = lambda self: f"BackendType.{self.name}"
-    made.__doc__ = "The backends there are: ``TENSORPIPE``, which is farcall, and what was registered."
+    made.__doc__ = "All backends: ``TENSORPIPE``, which is farcall, and those that were registered."
     return made
 
 
 def is_member(backend: Any) -> bool:
     """Is it a member of `BackendType`, as it is now or was before the last registration?"""
-    return (
-        isinstance(backend, enum.Enum) and isinstance(backend.value, BackendValue) and backend_registered(backend.name)
-    )
+    is_backend = isinstance(backend, enum.Enum) and isinstance(backend.value, BackendValue)
+    return is_backend and backend_registered(backend.name)
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -90,8 +91,6 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     _channels: Any = None,
     **kwargs: Any,
 ) -> Any:
-    from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
-
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,
@@ -104,15 +103,24 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
-    from farcall.compat.rpc import api
-    from farcall.compat.rpc.agent import TensorPipeAgent
-    from farcall.compat.rpc.options import TensorPipeRpcBackendOptions
+    return start_agent(TensorPipeAgent, TensorPipeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options)
 
+
+def start_agent(
+    kind: type[TensorPipeAgent],
+    kind_of_options: type[Any],
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: Any,
+) -> TensorPipeAgent:
+    """Make an agent of that kind the current one; its arguments are checked as torch does."""
     if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
         raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
-    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
-    agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    if not isinstance(rpc_backend_options, kind_of_options):
+        raise TypeError(f"`rpc_backend_options` must be a `{kind_of_options.__name__}`. {rpc_backend_options}")
+    agent = kind(store, name, rank, world_size, rpc_backend_options)
     api._init_rpc_states(agent)
     return agent
 

@@ -1,10 +1,10 @@
 """``torch.distributed.rpc._testing``: the options of stock's faulty agent, over `farcall.testing.faults`.
 
-There is no special agent here: the ordinary one, started with faults between it and the others. Importing this
+There is no special agent: the ordinary one starts with faults between it and the others. Importing this module
 registers the backend ``FAULTY_TENSORPIPE``, as importing torch's does.
 
-A send that stock lets fail is an error at once for a call, and is tried again for what it retries, until
-``num_fail_sends`` attempts have failed. Here the same messages come late, and once: farcall's connections deliver.
+A failed send is an error at once for a call. Stock tries its other messages again, until ``num_fail_sends`` attempts
+have failed; here those come late, and once: farcall's connections deliver.
 
     stock's name                    farcall's message
     PYTHON_CALL, SCRIPT_CALL        a call, outside of an autograd context; script: of an operator or script function
@@ -22,21 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from farcall.compat.rpc import backend_registry, constants
 from farcall.compat.rpc.agent import TensorPipeAgent
 from farcall.compat.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farcall.protocol.notes import decode_notes
 from farcall.serialize import decode_function
-from farcall.testing.faults import Delay, Fail, Faults
+from farcall.testing.faults import Delay, Fail, Faults, Rule
 from farcall.testing.faults.messages import Message
-from farcall.testing.faults.rules import Fault, make_rule
+from farcall.testing.faults.rules import Fault
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_available"]
 
 RETRY_S = 0.05
-"""What stock waits for a second before it tries a failed send again; less, since nothing here hangs on it."""
+"""The pause before a failed send is tried again; stock's is a second, but no test depends on that."""
 
 
 def is_available() -> bool:
@@ -73,53 +72,29 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
     """farcall's node, with the faults that its options ask for."""
 
     def __init__(
-        self,
-        store: Any,
-        name: str,
-        rank: int,
-        world_size: int | None,
-        rpc_backend_options: FaultyTensorPipeRpcBackendOptions,
-        reverse_device_maps: Any = None,
-        devices: Any = None,
+        self, store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any, *rest: Any
     ) -> None:
         with to_faults(rpc_backend_options).installed():
-            super().__init__(store, name, rank, world_size, rpc_backend_options, reverse_device_maps, devices)  # type: ignore[arg-type]
+            super().__init__(store, name, rank, world_size, rpc_backend_options, *rest)
 
 
 # ---------------------------------------------------------------------- the names of messages
 
 
 def _is_script(message: Message) -> bool:
-    """Does it call an operator of torch's, or a script function? Stock sends those calls in another way."""
-    function = message.function
-    if not function:
+    """Whether it calls an operator of torch's, or a script function: stock has other messages for those."""
+    if not message.frame.function:
         return False
-    called = decode_function(function)
+    called = decode_function(message.frame.function)
     if isinstance(called, torch.jit.ScriptFunction | torch._ops.OpOverload):
         return True
     find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
     return find_builtin(called) is not None
 
 
-def _is_script_creation(message: Message) -> bool:
-    return _is_script(message)
-
-
-def _is_python_creation(message: Message) -> bool:
-    return not _is_script(message)
-
-
 def _in_context(message: Message) -> bool:
-    """Is it part of a distributed autograd context? Stock wraps such calls into messages of another name."""
-    return bool(message.notes) and decode_notes(message.notes).context_id != 0
-
-
-def _is_script_call(message: Message) -> bool:
-    return _is_script(message) and not _in_context(message)
-
-
-def _is_python_call(message: Message) -> bool:
-    return not _is_script(message) and not _in_context(message)
+    """Whether it belongs to a distributed autograd context: stock wraps such calls into messages of another name."""
+    return bool(message.frame.notes) and decode_notes(message.frame.notes).context_id != 0
 
 
 class _Meant(NamedTuple):
@@ -129,18 +104,18 @@ class _Meant(NamedTuple):
 
 MESSAGES = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": _Meant("ReleaseContext"),
-    "PYTHON_CALL": _Meant("call", _is_python_call),
-    "PYTHON_REMOTE_CALL": _Meant("create", _is_python_creation),
+    "PYTHON_CALL": _Meant("call", lambda message: not _is_script(message) and not _in_context(message)),
+    "PYTHON_REMOTE_CALL": _Meant("create", lambda message: not _is_script(message)),
     "PYTHON_RREF_FETCH_CALL": _Meant("fetch"),
     "RREF_ACK": _Meant("Confirm"),
     "RREF_CHILD_ACCEPT": _Meant("Accept"),
     "RREF_FORK_REQUEST": _Meant("Register"),
     "RREF_USER_DELETE": _Meant("Release"),
-    "SCRIPT_CALL": _Meant("call", _is_script_call),
-    "SCRIPT_REMOTE_CALL": _Meant("create", _is_script_creation),
+    "SCRIPT_CALL": _Meant("call", lambda message: _is_script(message) and not _in_context(message)),
+    "SCRIPT_REMOTE_CALL": _Meant("create", _is_script),
     "SCRIPT_RREF_FETCH_CALL": _Meant("fetch"),
 }
-"""Stock's names, and which of farcall's messages each means."""
+"""Stock's names, and the messages of farcall's that each means."""
 
 
 def to_faults(options: FaultyTensorPipeRpcBackendOptions) -> Faults:
@@ -158,7 +133,7 @@ def _add(faults: Faults, name: str, fault: Fault) -> None:
     meant = MESSAGES.get(name)
     if meant is None:
         raise ValueError(f"there is no message type called {name!r} to fail or delay: there are {', '.join(MESSAGES)}")
-    faults.add(make_rule(fault, kind=meant.kind, where=meant.where))
+    faults.add(Rule(fault, kind=meant.kind, where=meant.where))
 
 
 # ---------------------------------------------------------------------- the backend
@@ -178,18 +153,10 @@ def _construct_options(
     )
 
 
-def _init_backend(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> FaultyTensorPipeAgent:
-    from farcall.compat.rpc import api
-
-    if not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
-    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
-        raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
-    agent = FaultyTensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
-    api._init_rpc_states(agent)
-    return agent
+def _init_backend(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
+    return backend_registry.start_agent(
+        FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options
+    )
 
 
 if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):

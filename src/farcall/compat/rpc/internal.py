@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.internal``: the pickler that programs register reducers with, and some names.
 
-`_internal_rpc_pickler` writes bytes plus a list of tensors, as it always did. Calls themselves are written by farcall's
-own serializer, which knows the reducers registered here.
+`_internal_rpc_pickler` writes bytes plus a list of tensors, as torch's does. Farcall's own serializer writes calls, and
+knows the reducers registered here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serial
 
 
 class RPCExecMode(Enum):
-    """How a call is made."""
+    """The ways to make a call."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -37,7 +37,7 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """What was raised on the other side; farcall raises the exception itself."""
+    """An exception of the other side, as torch describes it; farcall raises the exception itself."""
 
     msg: str
     exception_type: type[BaseException]

@@ -1,7 +1,9 @@
-"""``torch._C._distributed_rpc``: the names that torch keeps in C++, over farcall."""
+"""``torch._C._distributed_rpc``, which torch has in C++, and ``torch.distributed.rpc._utils``, over farcall."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from farcall.api import (
@@ -9,7 +11,7 @@ from farcall.api import (
     _rref_context_get_debug_info,
     _set_rpc_timeout,
 )
-from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent
+from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent, WorkerInfo, enable_gil_profiling
 from farcall.compat.rpc.agent import current_agent as _get_current_rpc_agent
 from farcall.compat.rpc.agent import is_agent_set as _is_current_rpc_agent_set
 from farcall.compat.rpc.agent import reset_agent as _reset_current_rpc_agent
@@ -20,7 +22,6 @@ from farcall.compat.rpc.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.compat.rpc.worker_info import WorkerInfo
 from farcall.rpc.rref import RRef as PyRRef
 from farcall.runtime.node import current_runtime
 from farcall.torchscript import bridging
@@ -52,23 +53,10 @@ __all__ = [
     "get_rpc_timeout",
 ]
 
-_gil_profiling = False
-
 
 def get_rpc_timeout() -> float:
     """The default timeout of this process's calls, in seconds; 0: they have no limit."""
     return current_runtime().timeout_s
-
-
-def enable_gil_profiling(flag: bool) -> None:
-    """Tell in the debug info how long a thread waits for the interpreter: measured when the info is asked for."""
-    global _gil_profiling
-    _gil_profiling = flag
-
-
-def gil_profiling_enabled() -> bool:
-    """What `enable_gil_profiling` was told."""
-    return _gil_profiling
 
 
 def _set_profiler_node_id(node_id: int) -> None:
@@ -81,11 +69,21 @@ def _set_profiler_node_id(node_id: int) -> None:
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
-    """Nothing to do: a node's references end with it."""
+    """Do nothing: a node's references end with it."""
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Nothing to do: farcall keeps no Python objects outside of Python."""
+    """Do nothing: farcall keeps no Python objects outside of Python."""
+
+
+@contextmanager
+def _group_membership_management(store: Any, name: str, is_join: bool) -> Iterator[None]:
+    """Hold nothing: farcall's members agree among themselves."""
+    yield
+
+
+def _update_group_membership(worker_info: Any, my_devices: Any, reverse_device_map: Any, is_join: bool) -> Any:
+    return _get_current_rpc_agent()._update_group_membership(worker_info, my_devices, reverse_device_map, is_join)
 
 
 def _enable_jit_rref_pickle() -> None:
@@ -94,7 +92,7 @@ def _enable_jit_rref_pickle() -> None:
 
 
 def _disable_jit_rref_pickle() -> None:
-    """No longer."""
+    """Let TorchScript write no references any more."""
     bridging.allow_pickling(False)
 
 

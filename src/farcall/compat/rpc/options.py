@@ -1,7 +1,7 @@
-"""``TensorPipeRpcBackendOptions`` and its bases: settable, as torch's are, and checked when the node is made.
+"""``TensorPipeRpcBackendOptions`` and its bases: settable, as torch's are.
 
 `to_farcall` turns them into farcall's own options, which are frozen and checked. Names of transports and channels are
-those of the old agent: what restricts to TCP is kept, the rest is chosen by farcall itself.
+those of the old agent: a restriction to TCP is kept, the rest is farcall's choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DeviceMap = dict[torch.device, torch.device]
 
 
 class RpcBackendOptions:
-    """What all backends know: the default timeout, and where members meet."""
+    """Options of all backends: the default timeout, and where members meet."""
 
     def __init__(
         self,
@@ -151,14 +151,13 @@ def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
 
 
 _SAME_HOST = {"shm"}
-_NETWORK = {"ibv", "uv"}
 _told: set[str] = set()
 
 
 def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> farcall_options.RpcBackendOptions:
-    """The same wishes as farcall's options.
+    """Farcall's options for torch's.
 
-    ``_transports`` that name only those between hosts become TCP; ``_channels`` mean nothing here. Either is said once.
+    ``_transports`` that name only those between hosts become TCP; ``_channels`` mean nothing. Warns of either once.
     """
     chosen: dict[str, Any] = {}
     if options._transports:

@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.server_process_global_profiler``: one profile of all requests that a process serves.
 
 Entered on a worker, usually through a reference to it, it records the operators of every request until it is left.
-Several may be entered at once; each has what happened while it was.
+Several may be entered at once; each has the records of its own time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Everything:
         self.records: list[capture.Records] = []
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
-        """Nothing to do: this is about operators."""
+        """Do nothing: operators are not in a harvest."""
 
     def take_records(self, records: capture.Records) -> None:
         self.records.append(records)
@@ -81,7 +81,7 @@ class _server_process_global_profile(profiler_legacy.profile):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, such as ``rref.rpc_sync().__enter__()`` sends back, has what was found, and records nothing."""
+        """The state of a copy, such as ``rref.rpc_sync().__enter__()`` returns: results, and no recorder."""
         return {name: value for name, value in self.__dict__.items() if name != "_everything"}
 
 

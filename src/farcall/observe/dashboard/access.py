@@ -63,9 +63,12 @@ class Access:
             return
         if not authorization:
             raise Denied(401, "the cluster's secret is needed", self._challenge(now))
-        parts = _parts(authorization)
+        kind, _, rest = authorization.partition(" ")
+        found = _PART.findall(rest) if kind.lower() == "digest" else []
+        parts = {name: quoted or plain for name, quoted, plain in found}
         nonce, count = parts.get("nonce", ""), parts.get("nc", "")
-        if not self._is_ours(nonce):
+        text, _, signature = nonce.rpartition(":")
+        if not hmac.compare_digest(self._sign(text).encode(), signature.encode()):
             raise Denied(401, "an unknown nonce", self._challenge(now))
         if now - float(nonce.partition(":")[0]) > NONCE_S:
             raise Denied(401, "the nonce is too old", self._challenge(now, stale=True))
@@ -87,23 +90,12 @@ class Access:
     def _sign(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), "sha256").hexdigest()
 
-    def _is_ours(self, nonce: str) -> bool:
-        text, _, signature = nonce.rpartition(":")
-        return hmac.compare_digest(self._sign(text).encode(), signature.encode())
-
     def _proof(self, method: str, parts: dict[str, str]) -> str:
         assert self._secret is not None
         who = _hash(f"{parts.get('username', '')}:{REALM}:".encode() + self._secret)
         what = _hash(f"{method}:{parts.get('uri', '')}".encode())
         rest = (parts.get("nonce", ""), parts.get("nc", ""), parts.get("cnonce", ""), "auth", what)
         return _hash(":".join((who, *rest)).encode())
-
-
-def _parts(authorization: str) -> dict[str, str]:
-    kind, _, rest = authorization.partition(" ")
-    if kind.lower() != "digest":
-        return {}
-    return {name: quoted or plain for name, quoted, plain in _PART.findall(rest)}
 
 
 def _hash(data: bytes) -> str:

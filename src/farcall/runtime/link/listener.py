@@ -1,16 +1,14 @@
-"""How two members get connected: dialling with a handshake, and letting in those who dial.
+"""The listening end of connections: a dialler has to prove itself, and is handed on.
 
 Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is
-passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most.
-
-Accepting runs on the I/O thread; dialling on the thread that starts the node.
+passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most. Runs on the
+I/O thread.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol
@@ -20,7 +18,7 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.transport.address import dial, listen
+from farcall.transport.address import listen
 from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -29,12 +27,10 @@ HANDSHAKE_S = 10.0
 MAX_GUESTS = 256
 MAX_TOLD = 100
 """How many different refusals are logged and remembered: strangers choose the words in some of them."""
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 
 
 class _Guest:
-    """Somebody who connected and has not proved anything yet."""
+    """A connection whose dialler has not proved anything yet."""
 
     __slots__ = ("arrived_at", "deadline", "handshake", "transport")
 
@@ -46,10 +42,10 @@ class _Guest:
 
 
 class Returning(Protocol):
-    """Who decides about members that come back to a session (`reconnect.py`)."""
+    """The decision about members that come back to a session (`connector.py`)."""
 
     def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """What to send behind our proof; raises ``HandshakeRefused``."""
+        """The bytes to send behind our proof; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """That is on its way; the connection is yours."""
@@ -65,9 +61,9 @@ class PeerListener:
         self._guests: set[_Guest] = set()
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
-        """Who claimed to be whom and was turned away, with the reason: for the error that names the missing."""
+        """Why members were turned away, by the names that they claimed: for the error that names the missing."""
         self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
-        """Gets whoever proved that it may look on."""
+        """Gets the connections of proven observers."""
         failure: ListenFailed | None = None
         for address in addresses:
             try:
@@ -87,17 +83,18 @@ class PeerListener:
         self,
         me: Hello,
         secret: bytes,
-        admit: Callable[[Hello], str | None],
-        on_member: Callable[[Transport, Established], None],
+        *,
+        why_not: Callable[[Hello], str | None],
+        on_member: Callable[[Transport, Established], object],
         returning: Returning | None = None,
     ) -> None:
-        """Begin to accept. ``admit`` says why a proven peer is not wanted, or None; others go to ``on_member``.
+        """Begin to accept. ``why_not`` says why a proven member is not wanted, or None; others go to ``on_member``.
 
         Those who come back to a session go to ``returning``.
         """
         self._me = me
         self._secret = secret
-        self._admit = admit
+        self._why_not = why_not
         self._on_member = on_member
         self._returning = returning
         for listener in self._listeners:
@@ -108,7 +105,7 @@ class PeerListener:
                 self._loop.watch(descriptor, lambda _, listener=listener: self._accept(listener))  # type: ignore[misc]
 
     def become(self, me: Hello) -> None:
-        """Say to those who come from now on that this is who we are."""
+        """Greet diallers with ``me`` from now on."""
         self._me = me
 
     def _accept(self, listener: Listener) -> None:
@@ -172,11 +169,11 @@ class PeerListener:
                 self._returning.on_resumed(guest.transport, established)
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
-        """What to send behind our proof to who has proved to be ``peer``; raises ``HandshakeRefused``."""
+        """The bytes to send behind our proof to a proven ``peer``; raises ``HandshakeRefused``."""
         if isinstance(peer.purpose, Observe):
             return b""
         if not isinstance(peer.purpose, (Resume, Remind)):
-            why_not = self._admit(peer)
+            why_not = self._why_not(peer)
             if why_not is not None:
                 raise HandshakeRefused(why_not)
             return b""
@@ -216,7 +213,7 @@ class PeerListener:
         return nearest
 
     def close(self) -> None:
-        """Stop listening, and drop who has not proved anything."""
+        """Stop listening, and drop the connections that have not proved anything."""
         for guest in list(self._guests):
             self._guests.discard(guest)
             self._let_go(guest.transport)
@@ -233,62 +230,3 @@ class PeerListener:
             guest.transport.close_after_fork()
         for listener in self._listeners:
             listener.close_after_fork()
-
-
-def dial_member(
-    name: str, addresses: Sequence[str], me: Hello, secret: bytes, deadline: float
-) -> tuple[Transport, Established]:
-    """Connect to ``name`` over the first of ``addresses`` that works, trying again until ``deadline``.
-
-    Raises ``HandshakeRefused`` at once where trying again cannot help, else ``DialFailed`` when time is up.
-    """
-    pause_s = _FIRST_PAUSE_S
-    told: set[str] = set()
-    while True:
-        failure: TransportError | None = None
-        for address in addresses:
-            try:
-                transport = dial(address, max(0.05, deadline - monotonic()))
-            except TransportError as error:
-                failure = error
-                if address not in told:
-                    told.add(address)
-                    logger.info("%s cannot be reached over %s: %s", name, address, error)
-                continue
-            try:
-                return transport, prove(transport, name, me, secret, min(deadline, monotonic() + HANDSHAKE_S))
-            except TransportError as error:
-                failure = error
-                transport.close()
-            except BaseException:
-                transport.close()
-                raise
-        if monotonic() + pause_s >= deadline:
-            assert failure is not None
-            raise failure
-        time.sleep(pause_s)
-        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
-
-
-def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
-    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
-    handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
-    name = name or "the peer"
-    outgoing = handshake.start()
-    buffer = bytearray(64 * 1024)
-    while True:
-        while outgoing:
-            taken = transport.send((outgoing,))
-            outgoing = outgoing[taken:]
-            if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
-                raise DialFailed(f"{name} does not read while {handshake.state.value}")
-        if not transport.wait_readable(max(0.0, deadline - monotonic())):
-            raise DialFailed(f"{name} does not answer while {handshake.state.value}")
-        count = transport.receive_into(memoryview(buffer))
-        if count is None:
-            continue
-        if count == 0:
-            raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
-        outgoing, established = handshake.receive(memoryview(buffer)[:count])
-        if established is not None:
-            return established

@@ -71,6 +71,7 @@ class FailureDetector:
         self, me: Member, members: Iterable[Member] | None, options: MembershipOptions, loop: Loop, reach: Reach
     ) -> None:
         """``members``: those of the first hour; None: this node has to join."""
+        self._options = options
         self._machine = MembershipMachine(me, members, options, random.Random(), monotonic())
         self._loop = loop
         self._timer = loop.timer(self._do_due)
@@ -102,6 +103,13 @@ class FailureDetector:
                 break
             self._settled.wait(min(0.05, remaining_s))
         return self.is_member
+
+    def found(self) -> None:
+        """There is nobody to ask: be the first member of a group. From the thread that starts the node."""
+        self._running = False  # until `begin`, as for members of the first hour
+        me = self.me
+        self._machine = MembershipMachine(me, [me], self._options, random.Random(), monotonic())
+        self._received = {}
 
     @property
     def is_member(self) -> bool:

@@ -21,7 +21,7 @@ from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.observing.counters import LOST
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED, EventLog
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.runtime.rendezvous.entry import Entry
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 
 __all__ = ["Turnover"]
 
@@ -41,7 +41,7 @@ class Turnover:
         leaving: Leaving | Withdrawing,
         changes: MemberEvents,
         chronicle: EventLog,
-        entry: Entry | None,
+        entry: DynamicRendezvous | None,
         joined_hooks: Sequence[Callable[[Peer], None]],
         gone_hooks: Sequence[Callable[[Peer], None]],
     ) -> None:

@@ -15,14 +15,10 @@ from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
-from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello
-from farcall.protocol.membership import LinkLost, LinkRefused, Status
-from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.mesh import Mesh, usable_ways
-from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector, chosen
+from farcall.runtime.link.connector import Connector
+from farcall.runtime.link.mesh import Mesh
+from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
@@ -30,8 +26,8 @@ from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.table import PeerTable
-from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.rendezvous import Membership
+from farcall.runtime.rendezvous.agreement import Membership
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.transport.interface import Transport
 
 __all__ = ["ClusterLinks"]
@@ -61,8 +57,9 @@ class ClusterLinks:
         self._options = options
         self._resources = resources
         self._fail_unsent = turnover.fail_unsent
-        self._linked = sigint.Gate()
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
+        self._write_later = write_later
+        self._on_expelled = on_expelled
         self._releases = resources.loop.timer(self._send_releases)
         on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
@@ -70,61 +67,34 @@ class ClusterLinks:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
-        hello = Hello(membership.me, membership.cluster_id)
-        self.reconnecting: Reconnecting = Reconnecting(
-            hello, membership.secret, options.membership.reconnect_s, self._ways_to, resources.loop, self._wrapped
-        )
-        self.reconnecting.lost_hooks.append(turnover.on_interrupted)
-        self.reconnecting.back_hooks.append(turnover.on_reconnected)
-        self.reconnecting.on_lost = lambda peer: self.watch.feed(LinkLost(peer.incarnation))
-        self.reconnecting.on_vanished = lambda peer: self.watch.feed(LinkRefused(peer.incarnation))
-        self.reconnecting.is_trusted = lambda peer: self.watch.is_trusted(peer.incarnation)
-        self.acquaintances: PeerTable = PeerTable(
+        self.peers: PeerTable = PeerTable(
             self.myself,
-            is_static,
+            membership,
             options,
-            resources.loop,
-            resources.pool,
-            resources.memory,
-            self.reconnecting,
-            hello,
-            membership.secret,
-            lambda: self.watch,
-            write_later,
-            turnover.fail_unsent,
-            dispatcher.on_frame,
-            turnover.on_gone,
-            self.on_release,
-            self._wrapped,
+            resources,
+            is_static=is_static,
+            host=self,
+            watcher=turnover,
+            on_frame=dispatcher.on_frame,
         )
-        self.acquaintances.on_entered = turnover.on_entered
-        self.acquaintances.on_change = turnover.on_change
-        self.acquaintances.on_expelled = on_expelled
-        self.watch: FailureDetector = FailureDetector(
-            me,
-            membership.members if is_static else None,
-            chosen(options),
-            resources.loop,
-            self.acquaintances,
-        )
-        """Another one once this node has founded a group."""
+        self.connector: Connector = self.peers.connector
+        self.connector.lost_hooks.append(turnover.on_interrupted)
+        self.connector.back_hooks.append(turnover.on_reconnected)
+        self.watch: FailureDetector = self.peers.watch
 
-    def is_over(self, incarnation: int) -> bool:
-        """Has that member left or died? From any thread."""
-        status = self.watch.status_of(incarnation)
-        return status is not None and status >= Status.DEAD
-
-    def _ways_to(self, peer: RemotePeer) -> list[str]:
-        member = self.watch.member_of(peer.incarnation)
-        if member is None:
-            return []
-        return usable_ways(member.addresses, member.host_token, self._options.allowed_transports)
-
-    def _wrapped(self, transport: Transport, info: WorkerInfo) -> Transport:
+    def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
         """The transport for a link to ``info``: with the faults that a test has installed, if any."""
         if self._interference is None:
             return transport
         return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
+
+    def write_later(self, write: Callable[[], None]) -> None:
+        """Have a worker write what the I/O thread may not, because it can mean waiting."""
+        self._write_later(write)
+
+    def on_expelled(self, why: str) -> None:
+        """The others hold this node for dead."""
+        self._on_expelled(why)
 
     # ------------------------------------------------------------------ memory of others
 
@@ -135,7 +105,7 @@ class ClusterLinks:
     def _send_releases(self, now: float) -> float:
         """On the I/O thread: give back memory of peers that no message took along."""
         again = NEVER
-        for peer in self.acquaintances.everyone():
+        for peer in self.peers.everyone():
             if peer.segments is not None and peer.segments.released:
                 peer.send_releases()
             if peer.devices is not None:
@@ -148,41 +118,26 @@ class ClusterLinks:
 
     def connect_all(self, deadline: float) -> None:
         """In a group of fixed size: be connected to everybody."""
-        mesh = Mesh(self._membership, self._options, self.acquaintances.remotes, self._linked, self.is_over)
-        mesh.connect(self._resources.listener, self._on_connected, self.reconnecting, deadline)
-        self.reconnecting.starting = False
+        Mesh(self._membership, self._options, self.peers).connect(self._resources.listener, deadline)
 
-    def _on_connected(self, transport: Transport, established: Established, dialled: bool) -> None:
-        """A proven peer is connected anew; also on the I/O thread."""
-        self.acquaintances.connected(transport, established, dialled)
-        self._linked.open()
-
-    def join(self, entry: Entry) -> None:
+    def join(self, rendezvous: DynamicRendezvous) -> None:
         """In a group whose members come and go: be let in, or found it."""
-        resources = self._resources
-        entry.enter(
-            resources.listener, resources.loop, self.acquaintances, self.reconnecting, self.watch, self._set_watch
-        )
-        self.reconnecting.starting = False
-
-    def _set_watch(self, watch: FailureDetector) -> None:
-        self.watch = watch
+        rendezvous.enter(self._resources.listener, self._resources.loop, self.peers)
 
     # ------------------------------------------------------------------ the end
 
     def forget_device_segments(self) -> None:
         """All work is done everywhere: let go of the memory of others' devices while they still wait for us."""
-        for peer in self.acquaintances.everyone():
+        for peer in self.peers.everyone():
             if peer.devices is not None:
                 peer.devices.forget_segments()
 
     def say_goodbye(self, linger_s: float) -> None:
         """Tell all that this is no accident, and give them ``linger_s`` to read what was sent to them."""
-        self._left = self.acquaintances.everyone()
+        self._left = self.peers.everyone()
         for peer in self._left:
             peer.leaving = True
-        self.reconnecting.stop()
-        self.acquaintances.stop()
+        self.connector.stop()
         for peer in self._left:
             peer.control(messages.Goodbye("shutdown"))
         if linger_s:
@@ -202,7 +157,7 @@ class ClusterLinks:
 
     def close(self) -> None:
         """Give back what the peers hold. After the I/O thread has stopped."""
-        for peer in self.acquaintances.everyone():
+        for peer in self.peers.everyone():
             peer.link.close()  # also those who have come in meanwhile
             peer.close()
         for peer in self._left:
@@ -210,5 +165,4 @@ class ClusterLinks:
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of the descriptors."""
-        self.acquaintances.close_after_fork()
-        self.reconnecting.close_after_fork()
+        self.peers.close_after_fork()

@@ -36,7 +36,7 @@ from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import Callback, Timer
-from farcall.runtime.link.reconnect import Reconnecting
+from farcall.runtime.link.connector import Connector
 from farcall.runtime.membership.events import MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing, Work
@@ -48,12 +48,14 @@ from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.observing.event_log import EventLog
-from farcall.runtime.observing.observer_connection import ObserverConnections
+from farcall.runtime.observing.observer_connection import ObserverConnections, Questions
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.addresses import choose_host
-from farcall.runtime.rendezvous.entry import Entry
-from farcall.runtime.rendezvous.rendezvous import Membership, find_meeting_place, join
+from farcall.runtime.rendezvous.agreement import Membership
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
+from farcall.runtime.rendezvous.static import join
+from farcall.runtime.rendezvous.store import find_meeting_place
 
 __all__ = ["Runtime", "start_runtime"]
 
@@ -87,7 +89,7 @@ def start_runtime(
     place = find_meeting_place(rank, world_size, options.init_method)
     host = choose_host(options.advertise, place.host).host
     resources: Resources | None = None
-    entry: Entry | None = None
+    entry: DynamicRendezvous | None = None
     runtime: Runtime | None = None
     sigint.seal()
     try:
@@ -96,12 +98,12 @@ def start_runtime(
         finally:
             sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
         incarnation = new_incarnation(secrets.randbits(62))
+        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token())
         if place.is_dynamic:
-            me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token())
-            entry = Entry(place, me, options, deadline)
+            entry = DynamicRendezvous(place, me, options, deadline)
             membership = entry.membership
         else:
-            membership = join(name, rank, world_size, options, resources.addresses, host_token(), incarnation)
+            membership = join(place, me, options)
         runtime = Runtime(lifecycle, options, resources, membership, entry=entry, make_calls=make_calls)
         for kind in parts:
             runtime.part(kind)
@@ -128,7 +130,7 @@ class Runtime:
         resources: Resources,
         membership: Membership,
         *,
-        entry: Entry | None,
+        entry: DynamicRendezvous | None,
         make_calls: MakeCalls,
     ) -> None:
         """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group without a fixed size."""
@@ -193,7 +195,7 @@ class Runtime:
             self.server,
             self.leaving,
             lambda: self.links.watch,
-            lambda peer, frame: self.links.acquaintances.hold(peer, frame),
+            lambda peer, frame: self.links.peers.hold(peer, frame),
             self.hooks.controls,
             self.hooks.in_order,
             self.hooks.letters,
@@ -208,10 +210,10 @@ class Runtime:
             write_later=self.write_later,
             on_expelled=self._on_expelled,
         )
-        self.reconnecting: Reconnecting = self.links.reconnecting
-        self._peers = self.links.acquaintances.named  # every call asks for its peer
+        self.connector: Connector = self.links.connector
+        self._peers = self.links.peers.named  # every call asks for its peer
 
-        self._observers = ObserverConnections(lifecycle.name, self.loop, lambda: self.hooks.question)
+        self._observers = ObserverConnections(lifecycle.name, self.loop)
         resources.listener.on_observer = self._observers.admit
         for kind in DEVICE_MESSAGES:
             self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
@@ -238,7 +240,7 @@ class Runtime:
         )
 
     def _tell(self, rank: int, message: DepartureMessage) -> None:
-        peer = self.links.acquaintances.remotes.get(rank)
+        peer = self.links.peers.remotes.get(rank)
         if peer is not None:
             peer.control(message)
 
@@ -371,31 +373,31 @@ class Runtime:
         peer = self._peers.get(name)
         if peer is not None and peer.incarnation == incarnation:
             return peer.broken
-        return self.links.is_over(incarnation)
+        return self.links.peers.is_over(incarnation)
 
     def numbered(self, member: int) -> Peer | None:
         """The member of this number (``Peer.number``), in whatever state the node and the link to it are.
 
         None: it is gone; or, while the node starts, not connected yet.
         """
-        return self.links.acquaintances.numbered.get(member)
+        return self.links.peers.numbered.get(member)
 
     def other(self, member: int) -> RemotePeer | None:
         """The member of this number, if it is another than this node itself."""
-        peer = self.links.acquaintances.numbered.get(member)
+        peer = self.links.peers.numbered.get(member)
         return peer if isinstance(peer, RemotePeer) else None
 
     def members(self) -> list[int]:
         """The numbers of all members, this node's own included."""
-        return list(self.links.acquaintances.numbered)
+        return list(self.links.peers.numbered)
 
     def others(self) -> list[RemotePeer]:
         """All other members, in whatever state the links to them are."""
-        return list(self.links.acquaintances.remotes.values())
+        return list(self.links.peers.remotes.values())
 
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank; where members come and go, the present ones."""
-        return self.links.acquaintances.workers()
+        return self.links.peers.workers()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, in shared memory where that may be used."""
@@ -416,6 +418,11 @@ class Runtime:
     def part_if_made(self, kind: Callable[[Runtime], P]) -> P | None:
         """This node's ``kind``, or None if it was never used."""
         return self._parts.get(kind)
+
+    def use_questions(self, questions: Questions) -> None:
+        """Answer observers, and explain timeouts, by ``questions``: given once, while the node starts."""
+        self._observers.questions = questions
+        self.calls.questions = questions
 
     def something_ended(self) -> None:
         """Have a graceful shutdown look again: perhaps it waited for nothing else. From any thread."""

@@ -1,10 +1,10 @@
-"""Everybody this node knows: the peers by name, by rank and by incarnation, members and strangers.
+"""The peers of one node, members and strangers, by name, rank, number and incarnation.
 
-Owns the tables of peers and the making of them; first connections are made by `dialling.py`, what becomes of one that
-breaks is `reconnect.py`'s business, who is a member is decided by `failure_detector.py`. Everything here runs on the
-I/O thread, but for `connected` (also while the node starts) and what says otherwise.
+Owns the tables of peers and the making of peers. Connections are made, and made again, by `link/connector.py`;
+`failure_detector.py` decides which peers are members. Everything here runs on the I/O thread, but for `connected` (also
+while the node starts) and what says otherwise.
 
-    who                       event                               then
+    peer                      event                               then
     (unknown)                 connects to us, or is dialled       a stranger: heard about membership, nothing else
     (unknown), or stranger    joined                              a member; of two, the one that came later dials
     member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
@@ -12,9 +12,9 @@ I/O thread, but for `connected` (also while the node starts) and what says other
     member, connected         does not answer for SILENT_PART     it is asked to connect again, if it dialled us
                               of ``suspicion_s``
     member                    left                                no calls any more; its link ends with its Goodbye
-    member                    died, or its link is dead           gone: whoever waits for it learns it
+    member                    died, or its link is dead           gone: calls that wait for it fail
 
-A name or a rank stands for the last one that had it, so that calls to the dead say so; who comes next takes it over.
+A name or a rank stands for the last member that had it, so that calls to the dead say so, until another one takes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
-from farcall.channel.recycled import ReceivePool
-from farcall.channel.shared_memory import SegmentMap, SegmentPool
+from farcall.channel.shared_memory import SegmentMap
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
@@ -34,17 +33,18 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
-from farcall.protocol.membership import LinkGivenUp, LinkRefused
+from farcall.protocol.membership import LinkGivenUp, Status
 from farcall.protocol.membership.messages import Introduction
 from farcall.protocol.membership.messages import Message as News
-from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialling import Dialling
+from farcall.runtime.link.connector import Connector
+from farcall.runtime.link.dialler import usable_ways
 from farcall.runtime.link.link import Link
-from farcall.runtime.link.reconnect import Reconnecting
-from farcall.runtime.membership.failure_detector import FailureDetector
+from farcall.runtime.membership.failure_detector import FailureDetector, chosen
+from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.rendezvous.agreement import Membership
 from farcall.transport.absent import Absent
 from farcall.transport.interface import Transport
 
@@ -54,37 +54,30 @@ STRANGER_S = 30.0
 """How long a stranger's connection is kept: long enough for it to be told what it needs to know."""
 MAX_STRANGERS = 256
 LEFT_S = 10.0
-"""How long one that has left may take to close its link."""
+"""How long a member that has left may take to close its link."""
 MAX_HELD = 4096
 SILENT_PART = 0.5
 MAX_GONE = 1024
-"""How many of those who left or died are remembered by name, where members come and go."""
+"""How many members that left or died are remembered by name, where members come and go."""
 
 
 class PeerTable:
-    """All peers of one node."""
+    """The peers of one node, by name, rank, number and incarnation."""
 
     def __init__(
         self,
         myself: LoopbackPeer,
-        is_static: bool,
+        membership: Membership,
         options: RpcBackendOptions,
-        loop: Loop,
-        pool: SegmentPool | None,
-        memory: ReceivePool,
-        reconnecting: Reconnecting,
-        hello: Hello,
-        secret: bytes,
-        watch: Callable[[], FailureDetector],
-        write_later: Callable[[Callable[[], None]], None],
-        fail_call: Callable[[int, str], None],
+        resources: Resources,
+        *,
+        is_static: bool,
+        host: Host,
+        watcher: Watcher,
         on_frame: Callable[[RemotePeer, Frame], None],
-        on_gone: Callable[[RemotePeer, str], None],
-        on_release: Callable[[bool], None],
-        wrap: Callable[[Transport, WorkerInfo], Transport],
     ) -> None:
-        """``on_gone(peer, reason)`` is told once of each member whose link is dead."""
         self.named: dict[str | int, Peer] = {myself.info.name: myself, myself.info.id: myself}
+        """The targets of calls, by name and by rank."""
         self.numbered: dict[int, Peer] = {myself.number: myself}
         """By ``Peer.number``."""
         self.remotes: dict[int, RemotePeer] = {}
@@ -95,38 +88,20 @@ class PeerTable:
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
         self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
         self._introductions: dict[int, Member] = {}
-        self._dialling = Dialling(
-            options.allowed_transports,
-            secret,
-            loop,
-            self._who_we_are,
-            self._on_dialled,
-            lambda incarnation: watch().feed(LinkRefused(incarnation)),
-            self._is_wanted,
-        )
-        self.on_expelled: Callable[[str], None] = lambda why: None
-        """Told that the others hold this node for dead."""
-        self.on_entered: Callable[[RemotePeer], None] = lambda peer: None
-        """Told of each member that joined, before anything of it is read."""
-        self.on_change: Callable[[str, Member, str], None] = lambda kind, member, why: None
-        """Told of members that joined, left, died, are suspected or recovered."""
         self._me = myself
+        self._cluster_id = membership.cluster_id
         self._is_static = is_static
         self._options = options
-        self._loop = loop
-        self._timer = loop.timer(self._look_after_links)
-        self._pool = pool
-        self._memory = memory
-        self._reconnecting = reconnecting
-        reconnecting.is_dialling = self._dialling.is_dialling
-        self._hello = hello
-        self._watch = watch
-        self._write_later = write_later
-        self._fail_call = fail_call
+        self._resources = resources
+        self._host = host
+        self._watcher = watcher
         self._on_frame = on_frame
-        self._on_gone = on_gone
-        self._on_release = on_release
-        self._wrap = wrap
+        self._timer = resources.loop.timer(self._look_after_links)
+        self.watch: FailureDetector = FailureDetector(
+            membership.me, membership.members if is_static else None, chosen(options), resources.loop, self
+        )
+        """The membership protocol: decides which incarnations are members."""
+        self.connector: Connector = Connector(self, self.watch, resources.loop, options, secret=membership.secret)
 
     # ------------------------------------------------------------------ looking
 
@@ -147,6 +122,11 @@ class PeerTable:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted((peer.info for peer in peers), key=lambda info: info.id)
 
+    def is_over(self, incarnation: int) -> bool:
+        """Has that member left or died? From any thread."""
+        status = self.watch.status_of(incarnation)
+        return status is not None and status >= Status.DEAD
+
     def knows_us(self, incarnation: int) -> bool:
         """Has that member answered over its link, or is it gone? From any thread."""
         peer = self._by_incarnation.get(incarnation)
@@ -155,26 +135,28 @@ class PeerTable:
     # ------------------------------------------------------------------ peers and their links
 
     def _make(self, info: WorkerInfo, incarnation: int, transport: Transport) -> RemotePeer:
-        peer = RemotePeer(info, incarnation, self._is_static, self._write_later, self._me.info, self._fail_call)
+        peer = RemotePeer(
+            info, incarnation, self._is_static, self._host.write_later, self._me.info, self._watcher.fail_unsent
+        )
         peer.link = Link(
             info,
             transport,
-            self._loop,
+            self._resources.loop,
             partial(self._on_frame, peer),
             partial(self._on_broken, peer),
             self._options.limits.send_backlog_limit_bytes,
-            allocate=self._memory.take,
+            allocate=self._resources.memory.take,
             busy_wait_s=self._options.busy_wait_s,
             acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
-            on_interrupted=lambda reason: peer.known and self._reconnecting.on_interrupted(peer, reason),
+            on_interrupted=lambda reason: peer.known and self.connector.on_interrupted(peer, reason),
             incarnation=incarnation_text(incarnation),
         )
         self._use_shared_memory(peer, transport)
         return peer
 
     def _use_shared_memory(self, peer: RemotePeer, transport: Transport) -> None:
-        if transport.carries_descriptors and self._pool is not None and peer.segments is None:
-            peer.share(self._pool, SegmentMap(self._on_release))
+        if transport.carries_descriptors and self._resources.pool is not None and peer.segments is None:
+            peer.share(self._resources.pool, SegmentMap(self._host.on_release))
 
     def _enter(self, peer: RemotePeer) -> None:
         """Make a member addressable."""
@@ -182,7 +164,7 @@ class PeerTable:
         named = self.named.get(peer.info.name)
         for other in (before, named):
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
-                self._reconnecting.give_up(other, "another process has its name or rank")
+                self.connector.give_up(other, "another process has its name or rank")
         peer.known = True
         self._introductions.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
@@ -196,23 +178,23 @@ class PeerTable:
         """A proven peer has connected, or was dialled, anew: a member's first connection, or a stranger's."""
         member = established.peer.member
         info = WorkerInfo(member.name, member.rank)
-        transport = self._wrap(transport, info)
+        transport = self._host.wrap(transport, info)
         incarnation = member.incarnation
         logger.info("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
         if not self._is_static and not dialled and member.admission:
             self._introductions[incarnation] = member
-            self._watch().on_message(incarnation, Introduction(member))
+            self.watch.on_message(incarnation, Introduction(member))
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and self._is_first(peer):
             self._use_shared_memory(peer, transport)
-            self._reconnecting.begin(peer, established, dialled)
+            self.connector.begin(peer, established, dialled)
             peer.link.connect(transport, established.leftover)
             return peer
         new = self._make(info, incarnation, transport)
         if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
             peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
-            self._reconnecting.begin(new, established, dialled)
+            self.connector.begin(new, established, dialled)
         if peer is None and self._is_static:
             self._enter(new)
         else:
@@ -223,9 +205,7 @@ class PeerTable:
     def _is_first(self, peer: RemotePeer) -> bool:
         """Would a connection be this member's first, as far as it knows?"""
         link = peer.link
-        return (
-            link.broken is None and not link.session.received and (not link.up or not self._reconnecting.dialled(peer))
-        )
+        return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
 
     def _add_stranger(self, incarnation: int, peer: RemotePeer) -> None:
         peer.known = False
@@ -236,7 +216,7 @@ class PeerTable:
         self._ends[peer] = monotonic() + STRANGER_S
         self._timer.at(self._ends[peer])
         if before is not None:
-            self._reconnecting.give_up(before, "it has connected anew")
+            self.connector.give_up(before, "it has connected anew")
 
     def hold(self, peer: RemotePeer, frame: Frame) -> None:
         """A stranger has sent what is not about membership: perhaps it is a member not heard of yet."""
@@ -246,7 +226,7 @@ class PeerTable:
 
     def _on_broken(self, peer: RemotePeer, reason: str) -> None:
         """A link is dead."""
-        self._reconnecting.forget(peer)
+        self.connector.forget(peer)
         self._ends.pop(peer, None)
         self._silent.pop(peer, None)
         peer.held.clear()
@@ -257,7 +237,7 @@ class PeerTable:
                 del self._strangers[incarnation]
                 self._introductions.pop(incarnation, None)
             return
-        self._dialling.give_up(incarnation)
+        self.connector.abandon(incarnation)
         if not self._is_static:
             # The name stays for a while, for those who ask for it; nothing else is kept of the many that come and go.
             self._by_incarnation.pop(incarnation, None)
@@ -266,15 +246,13 @@ class PeerTable:
                 del self.remotes[peer.info.id]
             self._gone.append(peer)
             if len(self._gone) > MAX_GONE:
-                self._forget(self._gone.popleft())
-        self._on_gone(peer, reason)
+                oldest = self._gone.popleft()
+                for key in (oldest.info.name, oldest.info.id):
+                    if self.named.get(key) is oldest:
+                        del self.named[key]
+        self._watcher.on_gone(peer, reason)
 
-    def _forget(self, peer: RemotePeer) -> None:
-        for key in (peer.info.name, peer.info.id):
-            if self.named.get(key) is peer:
-                del self.named[key]
-
-    # ------------------------------------------------------------------ what the watch says
+    # ------------------------------------------------------------------ effects of the membership protocol
 
     def send_news(self, incarnation: int, message: News) -> None:
         """Send a membership message, dialling if need be; it may be lost."""
@@ -287,9 +265,9 @@ class PeerTable:
         if stranger is not None and stranger.link.up:
             stranger.control(message)
             return
-        member = self._watch().member_of(incarnation)
+        member = self.watch.member_of(incarnation)
         if member is not None:
-            self._dialling.dial(member, message)
+            self.connector.dial(member, message)
 
     def on_joined(self, member: Member) -> None:
         """There is a new member."""
@@ -301,35 +279,32 @@ class PeerTable:
         if peer is None or peer.link.broken is not None:
             peer = self._make(WorkerInfo(member.name, member.rank), incarnation, Absent())
         self._enter(peer)
-        self.on_entered(peer)
-        self.on_change("joined", member, "")
-        if not peer.link.up and self._dials_it(member):
-            self._dialling.dial(member)
+        self._watcher.on_entered(peer)
+        self._watcher.on_change("joined", member, "")
+        me = self.watch.me
+        is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
+        if not peer.link.up and is_later:  # of two members, the one that came later dials
+            self.connector.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
 
-    def _dials_it(self, member: Member) -> bool:
-        """Of two members, the one that came later dials."""
-        me = self._watch().me
-        return (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, member.incarnation)
-
     def on_admitted(self) -> None:
-        """This node is a member: so those who said meanwhile that they are members, too, count."""
+        """This node is a member: so are the strangers that have introduced themselves as members meanwhile."""
         for incarnation, member in list(self._introductions.items()):
             if incarnation in self._strangers:
-                self._watch().on_message(incarnation, Introduction(member))
+                self.watch.on_message(incarnation, Introduction(member))
 
     def on_suspected(self, member: Member, suspected: bool) -> None:
         """A member does not answer, or answers again."""
         if suspected:
             self.on_silent(member.incarnation)
-        self.on_change("suspected" if suspected else "recovered", member, "")
+        self._watcher.on_change("suspected" if suspected else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
         if not suspected and self._options.membership.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
             # others would lose references between those, too.
-            self._watch().feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
+            self.watch.feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
 
     def on_silent(self, incarnation: int) -> None:
         """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
@@ -341,31 +316,51 @@ class PeerTable:
 
     def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
-        self.on_change("left", member, "")
+        self._watcher.on_change("left", member, "")
         peer = self._by_incarnation.get(member.incarnation)
         if peer is None or peer.broken:
             return
         peer.leaving = True
         if not peer.link.up:
-            self._reconnecting.give_up(peer, "it has left")
+            self.connector.give_up(peer, "it has left")
             return
         self._ends[peer] = monotonic() + LEFT_S
         self._timer.at(self._ends[peer])
 
     def on_died(self, member: Member, why: str) -> None:
-        """A member is dead, by the verdict of those who looked for it."""
-        self.on_change("dead", member, why)
-        self._dialling.give_up(member.incarnation)
+        """A member is dead, by the verdict of the members."""
+        self._watcher.on_change("dead", member, why)
+        self.connector.abandon(member.incarnation)
         peer = self._by_incarnation.get(member.incarnation)
         if peer is not None:
-            self._reconnecting.give_up(peer, why)
+            self.connector.give_up(peer, why)
 
-    # ------------------------------------------------------------------ dialling
+    def on_expelled(self, why: str) -> None:
+        """The others hold this node for dead."""
+        self._host.on_expelled(why)
 
-    def _who_we_are(self) -> Hello:
-        return Hello(self._watch().me, self._hello.cluster_id)
+    # ------------------------------------------------------------------ for the connector
 
-    def _on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
+    def hello(self) -> Hello:
+        """What this node says of itself; with its admission number, once it has one."""
+        return Hello(self.watch.me, self._cluster_id)
+
+    def ways_to(self, incarnation: int) -> list[str]:
+        """The addresses of a member that may work from here."""
+        member = self.watch.member_of(incarnation)
+        return [] if member is None else usable_ways(member, self._options.allowed_transports)
+
+    def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
+        """What a link uses instead of a transport."""
+        return self._host.wrap(transport, info)
+
+    def is_wanted(self, incarnation: int) -> bool:
+        """Is a member that was not there to be looked for again?"""
+        peer = self._by_incarnation.get(incarnation)
+        return peer is not None and not peer.broken
+
+    def on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
+        """A member that was dialled for the first time let us in."""
         peer = self._by_incarnation.get(established.peer.member.incarnation)
         if peer is not None and peer.link.up:
             transport.close()  # it was faster
@@ -374,10 +369,6 @@ class PeerTable:
             peer.control(messages.Ping(0))  # it is answered by those who know us
         for message in news:
             peer.control(message)
-
-    def _is_wanted(self, incarnation: int) -> bool:
-        peer = self._by_incarnation.get(incarnation)
-        return peer is not None and not peer.broken
 
     # ------------------------------------------------------------------ time, and the end
 
@@ -388,23 +379,19 @@ class PeerTable:
             if look_at <= now:
                 del self._silent[peer]
                 if peer.link.up and peer.link.progress == progress:
-                    self._reconnecting.remind(peer)
+                    self.connector.remind(peer)
             else:
                 nearest = min(nearest, look_at)
         for peer, end in list(self._ends.items()):
             if end <= now:
                 self._ends.pop(peer, None)
-                self._reconnecting.give_up(peer, "it has left" if peer.known else "it is no member here")
+                self.connector.give_up(peer, "it has left" if peer.known else "it is no member here")
             else:
                 nearest = min(nearest, end)
         return nearest
-
-    def stop(self) -> None:
-        """The node ends: dial nobody any more. From any thread but the I/O thread."""
-        self._dialling.stop()
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of the descriptors."""
         for peer in self.everyone():
             peer.link.close_after_fork()
-        self._dialling.close_after_fork()
+        self.connector.close_after_fork()

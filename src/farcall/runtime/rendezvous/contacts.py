@@ -1,4 +1,4 @@
-"""Whom to ask to be let in: the list of members in the store of a group without a fixed size.
+"""The list of contacts in the store of a group without a fixed size: members that may let newcomers in.
 
 One key holds all of it, so it changes as a whole (compare and set):
 
@@ -8,8 +8,9 @@ The store only yields addresses. Who belongs to the group the members settle amo
 is a group the store may die: then ``farcall://host:port`` names a member instead.
 
 A newcomer is on the list before it asks. It may found the group only if all before it on the list are gone, and
-nobody on it is a member: the list is an order that all agree on, so of several newcomers one founds. Knows nothing of
-links or the membership machine; every method talks to the store, and may block as long as that does.
+nobody on it is a member: the list is an order that all agree on, so of several newcomers one founds. The member of the
+lowest rank keeps the list up (`Upkeep`), so that newcomers find somebody who is there. Knows nothing of links or the
+membership machine; every method of `Contacts` talks to the store, and may block as long as that does.
 """
 
 from __future__ import annotations
@@ -17,25 +18,29 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from farcall.errors import InitError
 from farcall.protocol.member import Member
-from farcall.runtime.rendezvous.records import as_text
+from farcall.runtime.peers.table import PeerTable
+from farcall.runtime.rendezvous.agreement import as_text
 from farcall.runtime.rendezvous.store import KeyStore
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Contacts", "Group", "cluster_of", "members_key"]
+__all__ = ["Contacts", "Group", "Upkeep", "cluster_of", "members_key"]
 
 MAX_CONTACTS = 16
+COLLECT_S = 0.2
+"""Changes come in bunches."""
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What the store tells a newcomer."""
+    """The group as the store tells it to a newcomer."""
 
     cluster_id: str
     secret: str
@@ -51,7 +56,7 @@ def members_key(attempt: str) -> str:
 
 
 def cluster_of(secret: bytes) -> str:
-    """The id of the group of all who were given ``secret``: so it can be joined where no store tells."""
+    """The id of the group of all processes that were given ``secret``: so it can be joined without a store."""
     return hashlib.sha256(b"farcall group" + secret).hexdigest()[:16]
 
 
@@ -68,43 +73,21 @@ class Contacts:
         """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
         if self._store.check([self._static_key]):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
-        return self._change(lambda group: _entered(group, me))
-
-    def replace(self, me: Member, gone: Collection[int]) -> Group:
-        """Take those incarnations off the list, and see that ``me`` is on it."""
-
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if contact.incarnation not in gone)
-            return _entered(msgspec.structs.replace(group, contacts=kept), me)
-
-        return self._change(change)
-
-    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool]) -> None:
-        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``."""
-
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if not is_over(contact.incarnation))
-            group = msgspec.structs.replace(group, contacts=kept)
-            for member in members:
-                group = _entered(group, member)
-            return group
-
-        self._change(change)
+        return self.refresh([me])
 
     def leave(self, me: Member) -> None:
         """Take ``me`` off the list."""
+        self.refresh([], lambda incarnation: incarnation == me.incarnation)
 
-        def change(group: Group) -> Group:
-            kept = tuple(contact for contact in group.contacts if contact.incarnation != me.incarnation)
-            return msgspec.structs.replace(group, contacts=kept)
-
-        self._change(change)
-
-    def _change(self, change: Callable[[Group], Group]) -> Group:
-        """Change the list whatever others do to it meanwhile."""
+    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool] = lambda incarnation: False) -> Group:
+        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``; the list."""
         before = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
-        while True:
-            group = change(_read_group(before) if before else self._new())
+        while True:  # whatever others do to it meanwhile
+            group = _read_group(before) if before else self._new()
+            contacts = [contact for contact in group.contacts if not is_over(contact.incarnation)]
+            known = {contact.incarnation for contact in contacts}
+            contacts += [member for member in members if member.incarnation not in known]
+            group = msgspec.structs.replace(group, contacts=tuple(contacts[: max(MAX_CONTACTS, len(known))]))
             self._check_secret(group)
             text = as_text(group)
             if text == before:
@@ -128,7 +111,48 @@ class Contacts:
             )
 
 
-def _entered(group: Group, me: Member) -> Group:
-    if len(group.contacts) >= MAX_CONTACTS or any(c.incarnation == me.incarnation for c in group.contacts):
-        return group
-    return msgspec.structs.replace(group, contacts=(*group.contacts, me))
+class Upkeep:
+    """The list kept up by one member, whenever somebody joined or ended: the ended are taken off, others fill it up.
+
+    On a thread of its own, since a store may block. The first error ends it: the store is dead, and the group goes on
+    without one.
+    """
+
+    def __init__(self, contacts: Contacts, peers: PeerTable) -> None:
+        self._contacts = contacts
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._again = False
+        self._stopped = threading.Event()
+
+    def poke(self) -> None:
+        """Something has changed. Never waits."""
+        if not self._peers.watch.is_lowest:
+            return
+        with self._lock:
+            self._again = True
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="farcall-upkeep", daemon=True)
+                self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Begin no further update, and wait up to ``timeout_s`` for one that is under way."""
+        with self._lock:  # so that it is not about to be started
+            self._stopped.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(COLLECT_S):
+            with self._lock:
+                if not self._again:
+                    self._thread = None
+                    return
+                self._again = False
+            try:
+                self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
+            except Exception as error:
+                logger.info("the list of contacts is not kept up any more: %s", error)
+                self._stopped.set()

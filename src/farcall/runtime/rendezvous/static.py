@@ -1,4 +1,4 @@
-"""The meeting itself: how members agree on one table through a store that all can reach.
+"""How the members of a group of fixed size agree on one table, through a store that all can reach: `join`.
 
 Members meet in a *generation*, a numbered attempt with its own keys, so nothing of earlier ones is mistaken:
 
@@ -12,6 +12,7 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
 
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
 take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
+A ``join`` that raises leaves nothing behind, here or in the store, that a later one trips over.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ import logging
 import secrets
 import threading
 import time
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from farcall.errors import BadRank, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
+from farcall.protocol.backoff import Backoff
 from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import wishes_of
-from farcall.runtime.rendezvous.records import (
+from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.rendezvous.agreement import (
     Abandoned,
     Formed,
+    Membership,
     Slot,
     as_text,
     check_agreement,
@@ -42,7 +46,7 @@ from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, 
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Agreement", "StaticRendezvous"]
+__all__ = ["StaticRendezvous", "join"]
 
 _SECRET_BYTES = 32
 _FIRST_PAUSE_S = 0.001
@@ -53,14 +57,18 @@ _FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outco
 _ABANDONED_FAREWELL_S = 0.5
 
 
-class Agreement(NamedTuple):
-    """What a meeting comes to."""
+def join(place: MeetingPlace, me: Member, options: RpcBackendOptions) -> Membership:
+    """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
 
-    members: list[Member]
-    cluster_id: str
-    secret: bytes
-    generation: int
-    store: KeyStore
+    Raises ``BadRank``, ``DuplicateName`` (at every member), ``MissingPeers`` or another ``InitError``.
+    """
+    meeting = StaticRendezvous(place, me, options)
+
+    def meet(cancelled: threading.Event) -> Membership:
+        meeting.cancelled = cancelled
+        return meeting.run()
+
+    return in_bounded_time(meet, options.start_deadline_s, place.name)
 
 
 class StaticRendezvous:
@@ -92,7 +100,7 @@ class StaticRendezvous:
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
 
-    def run(self) -> Agreement:
+    def run(self) -> Membership:
         """Try stores until a table forms; afterwards this object holds no store."""
         try:
             while True:
@@ -121,14 +129,16 @@ class StaticRendezvous:
 
     def _pause_for_another_store(self, error: Exception) -> None:
         if time.monotonic() + _LONGEST_PAUSE_S >= self._deadline or self.cancelled.is_set():
-            self._raise_store_gone(f" ({_first_line(error)})")
+            first_line = str(error).partition("\n")[0]
+            self._raise_store_gone(f" ({first_line})")
         self.cancelled.wait(_LONGEST_PAUSE_S)
 
     def _raise_store_gone(self, why: str) -> NoReturn:
         missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
         raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
 
-    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys.
+    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys. ``compare_set`` sets a
+    # key that is as expected ("" for absent), and returns what it holds afterwards.
 
     @property
     def _open(self) -> KeyStore:
@@ -142,20 +152,9 @@ class StaticRendezvous:
     def _read(self, key: str) -> bytes | None:
         return self._open.get(key) if self._open.check([key]) else None
 
-    def _read_all(self, keys: list[str]) -> list[bytes] | None:
-        """The values of all keys in one go, or None while one is absent."""
-        if not self._open.check(keys):
-            return None
-        many = self._open.has_extended_api()
-        return self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
-
-    def _swap(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` if it is as expected ("" for absent); return what it holds afterwards."""
-        return self._open.compare_set(key, expected, desired)
-
     # The meeting itself.
 
-    def _meet(self) -> Agreement:
+    def _meet(self) -> Membership:
         self._generation = self._first_open_generation()
         while True:
             self._table = b""
@@ -184,22 +183,22 @@ class StaticRendezvous:
         return self._generation
 
     def _advance(self) -> None:
-        """Point newcomers behind this generation; whoever leaves it has done so."""
+        """Point newcomers behind this generation, before this member leaves it."""
         key = f"{self._base}/generation"
         before = self._read(key)
         if before is None or int(before) <= self._generation:
-            self._swap(key, before.decode() if before else "", str(self._generation + 1))
+            self._open.compare_set(key, before.decode() if before else "", str(self._generation + 1))
 
     def _claim_rank(self) -> None:
         """Take the slot of our rank, also from a dead process; raise if a living one holds it."""
         mine = self._slot_text.encode()
         key, beat_key = self._key(f"slot/{self._me.rank}"), self._key(f"beat/{self._me.rank}")
-        holder = self._swap(key, "", self._slot_text)
+        holder = self._open.compare_set(key, "", self._slot_text)
         if holder == mine:
             return
         beat = self._open.add(beat_key, 0)
         silent_since = time.monotonic()
-        pace = _Pace()
+        pauses = _pauses()
         while holder != mine:
             outcome = self._outcome()
             if isinstance(outcome, Abandoned):
@@ -214,16 +213,18 @@ class StaticRendezvous:
                 )
             if time.monotonic() - silent_since > _DEAD_S:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
-                holder = self._swap(key, holder.decode(), self._slot_text)
+                holder = self._open.compare_set(key, holder.decode(), self._slot_text)
                 silent_since = time.monotonic()
                 if holder == mine:
                     return
-            self._check_time([])
-            pace.pause(self.cancelled)
-            holder = self._swap(key, "", self._slot_text)
+            self._check_cancelled()
+            if time.monotonic() >= self._deadline:
+                raise self._missing([], "")
+            self.cancelled.wait(pauses.next_s())
+            holder = self._open.compare_set(key, "", self._slot_text)
 
     def _wait_for_outcome(self) -> Formed | Abandoned:
-        pace = _Pace()
+        pauses = _pauses()
         while True:
             outcome = self._outcome()
             if outcome is not None:
@@ -232,7 +233,7 @@ class StaticRendezvous:
             if self._me.rank == 0:
                 self._propose()
             if self._confirm():
-                pace = _Pace()
+                pauses = _pauses()
             if self._me.rank == 0 and self._close_if_confirmed():
                 continue
             self._check_cancelled()
@@ -241,7 +242,7 @@ class StaticRendezvous:
                 if isinstance(outcome, Formed):
                     return outcome
                 self._raise_for_absence(outcome)
-            pace.pause(self.cancelled)
+            self.cancelled.wait(pauses.next_s())
 
     def _outcome(self) -> Formed | Abandoned | None:
         data = self._read(self._key("outcome"))
@@ -262,9 +263,11 @@ class StaticRendezvous:
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
-        found = self._read_all([self._key(f"slot/{rank}") for rank in range(self.place.world_size)])
-        if found is None:
+        keys = [self._key(f"slot/{rank}") for rank in range(self.place.world_size)]
+        if not self._open.check(keys):
             return
+        many = self._open.has_extended_api()
+        found = self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
         table = as_text([read_slot(data) for data in found])
         if table.encode() != self._table:
             self._open.set(self._key("table"), table)
@@ -282,7 +285,7 @@ class StaticRendezvous:
         """Rank 0: the table forms when everybody in it has confirmed it."""
         if not self._table or not self._open.check(self._seen_keys()):
             return False
-        self._swap(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
+        self._open.compare_set(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
         return True
 
     def _seen_keys(self) -> list[str]:
@@ -292,7 +295,7 @@ class StaticRendezvous:
     def _abandon(self) -> Formed | Abandoned:
         """Close the generation without a table, unless it has just formed."""
         note = as_text(Abandoned(self._me.rank, self._me.name, tuple(self._absent())))
-        return read_outcome(self._swap(self._key("outcome"), "", note))
+        return read_outcome(self._open.compare_set(self._key("outcome"), "", note))
 
     def _withdraw(self) -> None:
         """After a failure: let nobody count on us. The store may be what failed."""
@@ -303,11 +306,11 @@ class StaticRendezvous:
                 self._abandon()
             self._advance()
             if self._me.rank == 0:
-                # Rank 0 may take the store along: those who wait should first learn who was missing.
+                # Rank 0 may take the store along: the waiting members should first learn which ranks were missing.
                 self._wait_for_readers(len(self._names) - 1, _ABANDONED_FAREWELL_S)
             self._delete_own()
 
-    def _conclude(self, formed: Formed) -> Agreement:
+    def _conclude(self, formed: Formed) -> Membership:
         slots = formed.slots
         if self._slot not in slots:
             others = ", ".join(slot.member.name for slot in slots)
@@ -320,16 +323,17 @@ class StaticRendezvous:
             self._clear_up(len(slots))
         check_agreement(slots)
         secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
-        return Agreement([slot.member for slot in slots], slots[0].cluster_id, secret, self._generation, self._open)
+        members = [slot.member for slot in slots]
+        return Membership(self._me, members, slots[0].cluster_id, secret, self._generation, self._open)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
-        """Rank 0, who may host the store: stay until ``count`` others have read the outcome, if they do."""
-        pace = _Pace()
+        """Rank 0, which may host the store: stay until ``count`` others have read the outcome, if they do."""
+        pauses = _pauses()
         until = min(time.monotonic() + seconds, self._deadline + 1.0)
         while self._open.add(self._key("left"), 0) < count:
             if time.monotonic() >= until or self.cancelled.is_set():
                 return False
-            pace.pause(self.cancelled)
+            self.cancelled.wait(pauses.next_s())
         return True
 
     def _delete_own(self) -> None:
@@ -348,11 +352,6 @@ class StaticRendezvous:
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
             raise InitError("joining was interrupted")
-
-    def _check_time(self, missing: list[int]) -> None:
-        self._check_cancelled()
-        if time.monotonic() >= self._deadline:
-            raise self._missing(missing, "")
 
     def _absent(self) -> list[int]:
         """Ranks without a record in this generation; remembers the names of the others."""
@@ -375,10 +374,8 @@ class StaticRendezvous:
         check_agreement(slots)
         never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)
         missing = sorted(never_seen) or [rank for rank in mine.missing if rank not in self._gave_up]
-        if missing:
-            raise self._missing(missing, "")
-        if self._gave_up:
-            raise self._missing(sorted(self._gave_up), "")
+        if missing or self._gave_up:
+            raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
         raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
 
@@ -397,18 +394,6 @@ class StaticRendezvous:
         )
 
 
-class _Pace:
-    """Pauses that grow: a quick start for those who come together, little load from those who wait."""
-
-    __slots__ = ("_pause_s",)
-
-    def __init__(self) -> None:
-        self._pause_s = _FIRST_PAUSE_S
-
-    def pause(self, cancelled: threading.Event) -> None:
-        cancelled.wait(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _pauses() -> Backoff:
+    """Short pauses for members that start together, long ones for members that wait: little load on the store."""
+    return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)

@@ -25,6 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from farcall.errors import BadRank, InitError, MissingPeers
+from farcall.protocol.backoff import Backoff
 from farcall.runtime.rendezvous.addresses import is_local
 from farcall.transport.tcp import parse_tcp
 
@@ -39,7 +40,7 @@ MEMBERS_SCHEME = "farcall"
 
 
 class KeyStore(Protocol):
-    """What is used of ``torch.distributed.Store``."""
+    """The part of ``torch.distributed.Store`` that is used here."""
 
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
@@ -58,7 +59,7 @@ class StoreLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeetingPlace:
-    """Who we are by number, and where the store is. ``host`` is None where it has none (a file)."""
+    """The rank of this process, the size of the group, and the place of the store; ``host`` is None for a file."""
 
     url: str
     scheme: str
@@ -93,7 +94,7 @@ class MeetingPlace:
 def find_meeting_place(
     rank: int, world_size: int | None, init_method: str, environ: Mapping[str, str] = os.environ
 ) -> MeetingPlace:
-    """Work out who and where: an argument wins over the environment and must agree with the url."""
+    """Work out rank, size and place: an argument wins over the environment and must agree with the url."""
     parts = urlsplit(init_method)
     query = dict(parse_qsl(parts.query))
     uses_environment = parts.scheme == "env"
@@ -121,7 +122,7 @@ def find_meeting_place(
 
 
 def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
-    """The size of the group; -1 where nobody says one: then it has none."""
+    """The size of the group; -1 where none is given: members come and go."""
     if world_size is None and "world_size" not in query and not (environ or {}).get("WORLD_SIZE"):
         return -1
     found = _choose("world_size", -1 if world_size is None else world_size, query, environ)
@@ -275,17 +276,17 @@ def _tcp_store(place: MeetingPlace, host: str, *, serve: bool, deadline: float) 
 
 def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> None:
     """Try the port until somebody listens: torch's own wait prints a stack for each try."""
-    pause_s = _FIRST_PAUSE_S
+    pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
     while True:
         left_s = max(0.05, min(_CONNECT_S, deadline - time.monotonic()))
         try:
             socket.create_connection((place.host, place.port), timeout=left_s).close()
             return
         except (OSError, UnicodeError) as error:
+            pause_s = pauses.next_s()
             if time.monotonic() + pause_s >= deadline or cancelled.is_set():
                 raise _unreachable(place, error) from error
         cancelled.wait(pause_s)
-        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
 def _unreachable(place: MeetingPlace, error: Exception) -> InitError:

@@ -19,7 +19,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from farcall.protocol.frames import REQUEST
 from farcall.testing.faults.messages import Message
@@ -31,42 +30,35 @@ NEVER = float("inf")
 BACKOFF = 1.5
 
 
-class _Held(Message, Protocol):
-    def remains(self: M) -> M | None: ...
-
-
-M = TypeVar("M", bound=_Held)
-
-
 @dataclass(eq=False, slots=True)
-class _Overtaken(Generic[M]):
+class _Overtaken:
     """A message that lets others pass."""
 
-    message: M
+    message: Message
     left: int
     due: float
 
 
-class DelayLine(Generic[M]):
+class DelayLine:
     """The messages from one worker to another that were sent and have not left."""
 
-    def __init__(self, on_failed: Callable[[M], None]) -> None:
+    def __init__(self, on_failed: Callable[[Message], None]) -> None:
         """``on_failed`` hears of each request whose sending fails."""
         self._on_failed = on_failed
         self._order = itertools.count()
-        self._waiting: deque[M] = deque()  # in order, once the line is clear
+        self._waiting: deque[Message] = deque()  # in order, once the line is clear
         self._clear_at = 0.0
-        self._late: list[tuple[float, int, M]] = []
-        self._overtaken: list[_Overtaken[M]] = []
+        self._late: list[tuple[float, int, Message]] = []
+        self._overtaken: list[_Overtaken] = []
 
-    def add(self, message: M, fault: Fault | None, drawn: float, now: float) -> None:
+    def add(self, message: Message, fault: Fault | None, drawn: float, now: float) -> None:
         """Take a message and its fault; ``drawn`` is a random number from 0 to 1."""
         if fault is None:
             self._waiting.append(message)
         elif isinstance(fault, Drop):
             self._lose(message)
         elif isinstance(fault, Fail):
-            if message.kind == REQUEST:
+            if message.frame.kind == REQUEST:
                 self._lose(message)
                 self._on_failed(message)
             else:
@@ -93,9 +85,9 @@ class DelayLine(Generic[M]):
         else:
             raise AssertionError(f"{fault} is not for messages")
 
-    def take(self, now: float) -> list[M]:
+    def take(self, now: float) -> list[Message]:
         """The messages that leave now, in order."""
-        leaving: list[M] = []
+        leaving: list[Message] = []
         while self._late and self._late[0][0] <= now:
             leaving.append(heapq.heappop(self._late)[2])
         if now >= self._clear_at:
@@ -122,10 +114,10 @@ class DelayLine(Generic[M]):
     def __len__(self) -> int:
         return len(self._waiting) + len(self._late) + len(self._overtaken)
 
-    def _hold(self, message: M, due: float) -> None:
+    def _hold(self, message: Message, due: float) -> None:
         heapq.heappush(self._late, (due, next(self._order), message))
 
-    def _lose(self, message: M) -> None:
+    def _lose(self, message: Message) -> None:
         remains = message.remains()
         if remains is not None:
             self._waiting.append(remains)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from time import monotonic
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Unpack
 
 from farcall.errors import Delivery, NetworkError, RpcError
@@ -23,7 +22,7 @@ from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.interference import interfering
 from farcall.runtime.peers.peer import Peer
 from farcall.testing.faults.delay_line import DelayLine
-from farcall.testing.faults.messages import Message, OwnMessage
+from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import (
     OF_CONNECTIONS,
     Cut,
@@ -39,7 +38,6 @@ from farcall.testing.faults.rules import (
     Selection,
     Throttle,
     Workers,
-    make_rule,
 )
 from farcall.transport.interface import WAIT_SLICE_S, Transport
 
@@ -91,7 +89,7 @@ class Faults:
 
     def drop(self, **selection: Unpack[Selection]) -> Rule:
         """Lose messages. Their receiver gives up the shared memory and references that came with them."""
-        return self.add(make_rule(Drop(), **selection))
+        return self.add(Rule(Drop(), **selection))
 
     def fail(self, *, attempts: int = 1, retry_s: float = 0.05, **selection: Unpack[Selection]) -> Rule:
         """Let sending fail.
@@ -100,7 +98,7 @@ class Faults:
         is sent again, ``retry_s`` later and with growing pauses, until ``attempts`` have failed.
         """
         _check(attempts >= 1 and retry_s >= 0, "attempts must be at least 1, and retry_s not negative")
-        return self.add(make_rule(Fail(attempts, retry_s), **selection))
+        return self.add(Rule(Fail(attempts, retry_s), **selection))
 
     def delay(
         self, seconds: float, *, jitter_s: float = 0.0, in_order: bool = False, **selection: Unpack[Selection]
@@ -111,7 +109,7 @@ class Faults:
         Otherwise they overtake.
         """
         _check(seconds >= 0 and jitter_s >= 0, "a delay cannot be negative")
-        return self.add(make_rule(Delay(seconds, jitter_s, in_order), **selection))
+        return self.add(Rule(Delay(seconds, jitter_s, in_order), **selection))
 
     def duplicate(self, *, copies: int = 1, after_s: float = 0.0, **selection: Unpack[Selection]) -> Rule:
         """Let messages come more than once: ``copies`` follow, each ``after_s`` after the one before.
@@ -121,12 +119,12 @@ class Faults:
         recorded, since each is answered for once in a backward pass.
         """
         _check(copies >= 1 and after_s >= 0, "copies must be at least 1, and after_s not negative")
-        return self.add(make_rule(Duplicate(copies, after_s), **selection))
+        return self.add(Rule(Duplicate(copies, after_s), **selection))
 
     def reorder(self, *, behind: int = 1, within_s: float = 0.1, **selection: Unpack[Selection]) -> Rule:
         """Let the next ``behind`` messages of the connection overtake; without them, leave after ``within_s``."""
         _check(behind >= 1 and within_s >= 0, "behind must be at least 1, and within_s not negative")
-        return self.add(make_rule(Reorder(behind, within_s), **selection))
+        return self.add(Rule(Reorder(behind, within_s), **selection))
 
     def cut(self, **selection: Unpack[Selection]) -> Rule:
         """End connections, as a reset does: both sides see the end, and messages on their way are lost. Once.
@@ -136,7 +134,7 @@ class Faults:
         With a kind: when such a message is about to leave, instead of it. ``count=None``: every later connection, too.
         """
         selection.setdefault("count", 1)
-        return self.add(make_rule(Cut(), **selection))
+        return self.add(Rule(Cut(), **selection))
 
     def half_open(self, seconds: float | None = None, **selection: Unpack[Selection]) -> Rule:
         """Let nothing through, in either direction, without telling anybody, as when a cable is pulled. Once.
@@ -147,7 +145,7 @@ class Faults:
         """
         _check(seconds is None or seconds >= 0, "a time cannot be negative")
         selection.setdefault("count", 1)
-        return self.add(make_rule(HalfOpen(seconds), **selection))
+        return self.add(Rule(HalfOpen(seconds), **selection))
 
     def throttle(self, bytes_per_s: float, to: Workers = None, sender: Workers = None) -> Rule:
         """Let bytes leave no quicker than this, over each connection; tensors in shared memory are not sent there.
@@ -155,7 +153,7 @@ class Faults:
         The slowest rule counts.
         """
         _check(bytes_per_s > 0, "bytes_per_s must be more than 0: for no byte at all use half_open")
-        return self.add(make_rule(Throttle(bytes_per_s), to=to, sender=sender))
+        return self.add(Rule(Throttle(bytes_per_s), to=to, sender=sender))
 
     def add(self, rule: Rule) -> Rule:
         """Put a rule in force, behind all others."""
@@ -187,9 +185,7 @@ class Faults:
     def __enter__(self) -> Faults:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.lift_all()
 
     # ------------------------------------------------------------------ what has happened
@@ -297,14 +293,14 @@ class _OwnDelivery:
         self._faults = faults
         self._direction = direction
         self._deliver = deliver
-        self._line: DelayLine[OwnMessage] = DelayLine(lambda message: None)
+        self._line: DelayLine = DelayLine(lambda message: None)
         self._changed = threading.Condition()
         self._holding = False
 
     def __call__(self, peer: Peer, message: Frame) -> None:
-        own = OwnMessage(message)
+        own = Message(message)
         fault, drawn = self._faults.judge(self._direction, own)
-        if isinstance(fault, Fail) and own.kind == REQUEST:
+        if isinstance(fault, Fail) and message.kind == REQUEST:
             raise NetworkError(f"sending to {self._direction.receiver} failed: injected", Delivery.NOT_SENT)
         with self._changed:
             now = monotonic()
@@ -316,7 +312,7 @@ class _OwnDelivery:
                 threading.Thread(target=self._deliver_held, args=(peer,), name=name, daemon=True).start()
             self._changed.notify_all()
         for own in leaving:
-            self._deliver(peer, copy(own.message))  # its reader empties it, and it may come twice
+            self._deliver(peer, copy(own.frame))  # its reader empties it, and it may come twice
 
     def _deliver_held(self, peer: Peer) -> None:
         while True:
@@ -331,6 +327,6 @@ class _OwnDelivery:
                     self._changed.wait(min(WAIT_SLICE_S, max(0.0, self._line.next_due - now)))
             for own in leaving:
                 try:
-                    self._deliver(peer, copy(own.message))  # its reader empties it, and it may come twice
+                    self._deliver(peer, copy(own.frame))  # its reader empties it, and it may come twice
                 except RpcError:
                     pass  # the node has ended meanwhile

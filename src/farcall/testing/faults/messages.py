@@ -20,8 +20,8 @@ nobody makes. The receiver reads nothing, runs nothing, and gives up whatever ca
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,7 @@ from farcall.protocol.session import remains_of
 from farcall.rpc import owner_methods
 from farcall.serialize import encode_function
 
-__all__ = ["CALLS", "KINDS", "Message", "OwnMessage", "Packet", "Splitter", "check_kinds"]
+__all__ = ["CALLS", "KINDS", "Message", "Splitter", "check_kinds"]
 
 _FETCH: Final = encode_function(owner_methods.fetch)
 _MEMORY: Final = (
@@ -91,126 +91,57 @@ def check_kinds(kinds: str | Iterable[str] | None) -> frozenset[str]:
     return given
 
 
-def names_of(kind: int, flags: int, function: bytes, payload: bytes | memoryview) -> frozenset[str]:
-    """The names of a frame's message; no name at all: rules must leave it alone."""
-    frame = _FRAMES[kind]
-    if kind == REQUEST:
-        return frozenset({frame, "create" if flags & KEEP else "fetch" if function == _FETCH else "call"})
-    if kind == LETTER:
-        # A letter with gradients is pickled, and a tool that looks on must not unpickle anything.
-        inside = ["Gradient"] if flags else [letter["type"] for letter in _steering.decode(payload)]
-        return frozenset({frame, *inside})
-    if kind == CONTROL:
-        message = messages.decode_message(payload)
-        return frozenset() if isinstance(message, _MEMORY) else frozenset({frame, type(message).__name__})
-    return frozenset({frame})
+class Message:
+    """A message on its way: a frame of a connection, or a message of a node to itself."""
 
+    __slots__ = ("data", "descriptors", "frame", "names")
 
-class Message(Protocol):
-    """A message on its way, as far as rules look at it."""
+    def __init__(self, frame: Frame, data: bytes = b"") -> None:
+        self.frame: Frame = frame
+        """Of a frame of a connection, ``buffers`` has the tickets alone."""
+        self.data: bytes = data
+        """The whole frame as bytes; empty for a message to oneself, of which no frame is ever made."""
+        self.descriptors: list[int] = []
+        self.names: frozenset[str] = _names_of(frame)
 
     @property
-    def names(self) -> frozenset[str]: ...
-
-    @property
-    def kind(self) -> int: ...
-
-    @property
-    def call_id(self) -> int: ...
-
-    @property
-    def function(self) -> bytes: ...
-
-    @property
-    def notes(self) -> bytes: ...
+    def carries_descriptor(self) -> bool:
+        """Whether a descriptor rides along: with an offer of memory."""
+        if self.names or self.frame.kind != CONTROL:
+            return False
+        return isinstance(messages.decode_message(self.frame.payload), messages.SegmentOffered)
 
     @property
     def repeatable(self) -> bool:
         """Whether it may arrive twice."""
+        # The receiver would return one lease twice, or answer for the same tensors twice in a backward pass; and the
+        # first reader of a message to oneself empties its list of buffers.
+        notes = self.frame.notes
+        return not self.frame.buffers and not (notes and decode_notes(notes).message_id != 0)
+
+    def remains(self) -> Message | None:
+        """The message that arrives in the place of this one, if it is lost."""
+        frame = Frame(RESPONSE, 0, NO_CALL, notes=without_creation(self.frame.notes))
+        if not self.data:
+            return Message(frame) if frame.notes else None
+        frame.buffers = self.frame.buffers
+        return Message(frame, remains_of(self.frame.notes, self.frame.buffers))  # always: both ends count frames
 
 
-class Packet:
-    """One frame, as bytes, with the descriptors that ride along."""
-
-    __slots__ = (
-        "call_id",
-        "carries_descriptor",
-        "data",
-        "descriptors",
-        "function",
-        "kind",
-        "names",
-        "notes",
-        "tickets",
-    )
-
-    def __init__(
-        self,
-        data: bytes,
-        kind: int,
-        flags: int,
-        call_id: int,
-        function: bytes,
-        notes: bytes,
-        payload: memoryview,
-        tickets: Sequence[Ticket],
-    ) -> None:
-        self.data: bytes = data
-        self.kind: int = kind
-        self.call_id: int = call_id
-        self.function: bytes = function
-        self.notes: bytes = notes
-        self.tickets: Sequence[Ticket] = tickets
-        self.names: frozenset[str] = names_of(kind, flags, function, payload)
-        self.carries_descriptor: bool = (
-            kind == CONTROL and not self.names and isinstance(messages.decode_message(payload), messages.SegmentOffered)
-        )
-        self.descriptors: list[int] = []
-
-    @property
-    def repeatable(self) -> bool:
-        # The receiver would return one lease twice, or answer for the same tensors twice in a backward pass.
-        return not self.tickets and not _is_recorded(self.notes)
-
-    def remains(self) -> Packet | None:
-        """The frame that arrives in the place of a lost one: always one, since both ends count frames."""
-        notes = without_creation(self.notes)
-        data = remains_of(self.notes, self.tickets)
-        return Packet(data, RESPONSE, 0, NO_CALL, b"", notes, memoryview(b""), self.tickets)
-
-
-class OwnMessage:
-    """A message of a node to itself; no frame is ever made of it."""
-
-    __slots__ = ("function", "kind", "message", "names")
-
-    def __init__(self, message: Frame) -> None:
-        self.message: Frame = message
-        self.kind: int = message.kind
-        self.function: bytes = message.function
-        self.names: frozenset[str] = names_of(message.kind, message.flags, message.function, message.payload)
-
-    @property
-    def call_id(self) -> int:
-        return self.message.call_id
-
-    @property
-    def notes(self) -> bytes:
-        return self.message.notes
-
-    @property
-    def repeatable(self) -> bool:
-        # The first reader empties the list of buffers; Packet explains the other condition.
-        return not self.message.buffers and not _is_recorded(self.notes)
-
-    def remains(self) -> OwnMessage | None:
-        notes = without_creation(self.notes)
-        return OwnMessage(Frame(RESPONSE, 0, NO_CALL, notes=notes)) if notes else None
-
-
-def _is_recorded(notes: bytes) -> bool:
-    """Whether distributed autograd expects gradients for tensors of the message."""
-    return bool(notes) and decode_notes(notes).message_id != 0
+def _names_of(message: Frame) -> frozenset[str]:
+    """The names of a message; no name at all: rules must leave it alone."""
+    kind = _FRAMES[message.kind]
+    if message.kind == REQUEST:
+        narrower = "create" if message.flags & KEEP else "fetch" if message.function == _FETCH else "call"
+        return frozenset({kind, narrower})
+    if message.kind == LETTER:
+        # A letter with gradients is pickled, and a tool that looks on must not unpickle anything.
+        inside = ["Gradient"] if message.flags else [letter["type"] for letter in _steering.decode(message.payload)]
+        return frozenset({kind, *inside})
+    if message.kind == CONTROL:
+        control = messages.decode_message(message.payload)
+        return frozenset() if isinstance(control, _MEMORY) else frozenset({kind, type(control).__name__})
+    return frozenset({kind})
 
 
 class Splitter:
@@ -225,17 +156,17 @@ class Splitter:
         self._buffer = bytearray()
         self._needed = HEADER.size
 
-    def feed(self, chunk: bytes | memoryview) -> list[Packet]:
+    def feed(self, chunk: bytes | memoryview) -> list[Message]:
         """Take bytes; return the frames that are complete now."""
         self._buffer += chunk
-        packets = []
+        found = []
         while len(self._buffer) >= self._needed:
-            packet = self._next()
-            if packet is not None:
-                packets.append(packet)
-        return packets
+            message = self._next()
+            if message is not None:
+                found.append(message)
+        return found
 
-    def _next(self) -> Packet | None:
+    def _next(self) -> Message | None:
         """The first frame of the buffer; None if it is incomplete: ``_needed`` bytes tell more."""
         buffer = self._buffer
         magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _ = (
@@ -258,13 +189,13 @@ class Splitter:
         del buffer[:end]
         notes_at = table_end + function_len
         payload_at = notes_at + notes_len
-        return Packet(
-            data,
+        frame = Frame(
             kind,
             flags,
             call_id,
-            data[table_end:notes_at],
-            data[notes_at:payload_at],
-            memoryview(data)[payload_at : payload_at + payload_len],
-            [Ticket(size, segment_id, offset) for size, segment_id, offset in entries if segment_id],
+            function=data[table_end:notes_at],
+            notes=data[notes_at:payload_at],
+            payload=memoryview(data)[payload_at : payload_at + payload_len],
+            buffers=[Ticket(size, segment_id, offset) for size, segment_id, offset in entries if segment_id],
         )
+        return Message(frame, data)

@@ -13,23 +13,21 @@ its end, its written bytes still leave, within CLOSING_S; messages that a rule h
 
 from __future__ import annotations
 
-import array
 import logging
 import os
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from farcall.errors import NetworkError
 from farcall.testing.faults.delay_line import NEVER, DelayLine
-from farcall.testing.faults.messages import Packet, Splitter
+from farcall.testing.faults.messages import Message, Splitter
 from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
-from farcall.transport.interface import MAX_DESCRIPTORS_PER_SEND, Transport, TransportError
-from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW
+from farcall.transport.interface import Transport, TransportError
 from farcall.transport.unix import UnixTransport
 
 if TYPE_CHECKING:
@@ -44,17 +42,19 @@ CHUNK_BYTES = 256 * 1024
 CLOSING_S = 1.0
 PORTION_S = 0.05
 UNLIMITED = 1 << 62
-_RIGHTS_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * array.array("i").itemsize)
+
+Chunks = deque[tuple[memoryview, list[int]]]
+"""Bytes on their way, and the descriptors that leave with the first of them."""
 
 
 def connect(
     faults: Faults, direction: Direction, transport: Transport, fail_call: Callable[[int, str], None]
 ) -> FaultyTransport:
-    """``transport``, with faults in what is sent over it."""
+    """``transport``, with faults for the messages that are sent over it."""
     if transport.fileno() is None:
         raise ValueError(f"{transport.describe()} has no descriptor to poll: faults need a tcp or unix connection")
     for_node, near = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    relay = Relay(faults, direction, near, transport, fail_call)
+    relay = Relay(faults, direction, UnixTransport(near), transport, fail_call)
     wrapped = FaultyTransport(for_node, transport, relay)
     relay.start()
     return wrapped
@@ -97,7 +97,7 @@ class Relay:
         self,
         faults: Faults,
         direction: Direction,
-        near: socket.socket,
+        near: Transport,
         far: Transport,
         fail_call: Callable[[int, str], None],
     ) -> None:
@@ -106,12 +106,12 @@ class Relay:
         self._near = near
         self._far = far
         self._fail_call = fail_call
-        self._line: DelayLine[Packet] = DelayLine(self._failed)
+        self._line = DelayLine(self._on_failed)
         self._splitter = Splitter()
         self._descriptors: deque[int] = deque()
-        self._forth: deque[tuple[memoryview, list[int]]] = deque()
+        self._forth: Chunks = deque()
         self._forth_bytes = 0
-        self._back: deque[tuple[memoryview, list[int]]] = deque()
+        self._back: Chunks = deque()
         self._near_ended = self._far_ended = self._node_closed = False
         self._told_far = self._told_near = False
         self.disordered: bool = False
@@ -146,16 +146,15 @@ class Relay:
 
     def close_after_fork(self) -> None:
         """Close the descriptors in a forked child, where the thread does not exist."""
-        self._near.close()
+        self._near.close_after_fork()
         self._far.close_after_fork()
-        for wake in self._take_wakes():
-            os.close(wake)
+        self._close_wakes()
 
-    def _take_wakes(self) -> list[int]:
-        """The descriptors of the wake-up pipe, if still open; their numbers may be reused afterwards."""
+    def _close_wakes(self) -> None:
+        """Close the wake-up pipe, once: afterwards its numbers may be those of other files."""
         wakes = [wake for wake in (self._wake_read, self._wake_write) if wake >= 0]
         self._wake_read = self._wake_write = -1
-        return wakes
+        _close(wakes)
 
     # ------------------------------------------------------------------ the thread
 
@@ -171,10 +170,8 @@ class Relay:
             self._near.close()
             self._queue(self._line.take(NEVER))
             for _, descriptors in ((None, self._descriptors), *self._forth, *self._back):
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            for wake in self._take_wakes():
-                os.close(wake)
+                _close(descriptors)
+            self._close_wakes()
 
     def _go_on(self) -> bool:
         """Wait for something, and do it. False: this connection is over."""
@@ -186,6 +183,7 @@ class Relay:
         if self._is_over(now, silent):
             return False
         near, far, wake = self._near.fileno(), self._far.fileno(), self._wake_read
+        assert near is not None
         assert far is not None
         poll = select.poll()
         poll.register(wake, select.POLLIN)
@@ -234,31 +232,24 @@ class Relay:
             self._far.end_sending()
         if self._far_ended and not self._back and not self._told_near:
             self._told_near = True
-            self._near.shutdown(socket.SHUT_WR)
+            self._near.end_sending()
         return self._told_far and self._told_near
 
     # ------------------------------------------------------------------ out
 
     def _read_near(self) -> None:
-        try:
-            data, ancillary, _, _ = self._near.recvmsg(CHUNK_BYTES, _RIGHTS_BYTES, RECEIVE_NOW)
-        except BlockingIOError:
+        data = _read(self._near)
+        self._descriptors.extend(self._near.take_descriptors())
+        if data is None:
             return
-        except ConnectionError:
-            data, ancillary = b"", []  # the node closed it with bytes unread; its own bytes came before this
-        for level, kind, rights in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors = array.array("i")
-                descriptors.frombytes(rights)
-                self._descriptors.extend(descriptors)
         if not data:
             self._near_ended = True
             return
         now = monotonic()
-        for packet in self._splitter.feed(data):
-            if packet.carries_descriptor:
-                packet.descriptors.append(self._descriptors.popleft())
-            fault, drawn = self._faults.judge(self._direction, packet)
+        for message in self._splitter.feed(data):
+            if message.carries_descriptor:
+                message.descriptors.append(self._descriptors.popleft())
+            fault, drawn = self._faults.judge(self._direction, message)
             if isinstance(fault, Cut):
                 raise TransportError("a rule cut this connection")
             if isinstance(fault, HalfOpen):
@@ -266,51 +257,32 @@ class Relay:
                 fault = None
             if isinstance(fault, Duplicate | Reorder) or (isinstance(fault, Delay) and not fault.in_order):
                 self.disordered = True
-            self._line.add(packet, fault, drawn, now)
+            self._line.add(message, fault, drawn, now)
 
-    def _failed(self, packet: Packet) -> None:
-        self._fail_call(packet.call_id, f"sending to {self._direction.receiver} failed: injected")
+    def _on_failed(self, message: Message) -> None:
+        self._fail_call(message.frame.call_id, f"sending to {self._direction.receiver} failed: injected")
 
-    def _queue(self, packets: list[Packet]) -> None:
-        for packet in packets:
+    def _queue(self, messages: list[Message]) -> None:
+        for message in messages:
             if self._refused:
-                for descriptor in packet.descriptors:
-                    os.close(descriptor)
+                _close(message.descriptors)
                 continue
-            self._forth.append((memoryview(packet.data), packet.descriptors))
-            self._forth_bytes += len(packet.data)
+            self._forth.append((memoryview(message.data), message.descriptors))
+            self._forth_bytes += len(message.data)
 
     def _write_far(self, allowance: int) -> None:
-        while self._forth and allowance:
-            data, descriptors = self._forth.popleft()
-            taken = 0
-            try:
-                taken = self._far.send((data[:allowance],), descriptors)
-            except TransportError:
-                # Bytes that the other side sent before it closed are still to be read.
-                self._forth.appendleft((data, descriptors))
-                self._give_up_sending()
-                return
-            else:
-                if taken < len(data):
-                    self._forth.appendleft((data[taken:], [] if taken else descriptors))
-                if taken:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
-                self._forth_bytes -= taken
-                self._tokens -= taken
-            allowance -= taken
-            if not taken:
-                return
-
-    def _give_up_sending(self) -> None:
-        """Forget the bytes for the other side, which takes none any more."""
-        self._refused = True
-        for _, descriptors in self._forth:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        self._forth.clear()
-        self._forth_bytes = 0
+        try:
+            sent = _write(self._far, self._forth, allowance)
+        except TransportError:
+            # Go on without sending: bytes that the other side sent before it closed are still to be read.
+            self._refused = True
+            for _, descriptors in self._forth:
+                _close(descriptors)
+            self._forth.clear()
+            self._forth_bytes = 0
+        else:
+            self._forth_bytes -= sent
+            self._tokens -= sent
 
     def _allowance(self, now: float) -> tuple[int, float]:
         """The number of bytes that may leave now; and if none may, when the next ones do."""
@@ -335,34 +307,19 @@ class Relay:
     # ------------------------------------------------------------------ in
 
     def _read_far(self) -> None:
-        view = memoryview(bytearray(CHUNK_BYTES))
-        try:
-            count = self._far.receive_into(view)
-        except TransportError:
-            count = 0
-        if count is None:
+        data = _read(self._far)
+        if data is None:
             return
-        if count == 0:
+        if not data:
             self._far_ended = True
             return
-        self._back.append((view[:count], self._far.take_descriptors()))
+        self._back.append((data, self._far.take_descriptors()))
 
     def _write_near(self) -> None:
-        data, descriptors = self._back.popleft()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        taken = 0
         try:
-            taken = self._near.sendmsg((data,), rights, SEND_NOW)
-        except BlockingIOError:
-            pass
-        except ConnectionError:
+            _write(self._near, self._back, UNLIMITED)
+        except TransportError:
             self._node_has_closed()
-        finally:
-            if taken < len(data):
-                self._back.appendleft((data[taken:], [] if taken else descriptors))
-            if taken:
-                for descriptor in descriptors:
-                    os.close(descriptor)
 
     # ------------------------------------------------------------------ faults of the connection
 
@@ -386,3 +343,35 @@ class Relay:
     def _silence(self, fault: HalfOpen, now: float) -> None:
         self._silenced_by = fault
         self._silent_until = NEVER if fault.seconds is None else now + fault.seconds
+
+
+def _read(transport: Transport) -> memoryview | None:
+    """Bytes that are there; none at the end of the stream, or where it is broken; None if there are none yet."""
+    view = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        count = transport.receive_into(view)
+    except TransportError:
+        count = 0
+    return None if count is None else view[:count]
+
+
+def _write(transport: Transport, chunks: Chunks, most: int) -> int:
+    """Send as much of ``chunks`` as the transport takes, up to ``most`` bytes; return the number of bytes."""
+    sent = 0
+    while chunks and sent < most:
+        data, descriptors = chunks[0]
+        taken = transport.send((data[: most - sent],), descriptors)
+        if not taken:
+            break
+        _close(descriptors)
+        if taken < len(data):
+            chunks[0] = (data[taken:], [])
+        else:
+            chunks.popleft()
+        sent += taken
+    return sent
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

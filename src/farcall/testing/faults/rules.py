@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from farcall.serialize import encode_function
@@ -120,29 +119,56 @@ Fault: TypeAlias = Drop | Fail | Delay | Duplicate | Reorder | Cut | HalfOpen | 
 OF_CONNECTIONS = (Cut, HalfOpen, Throttle)
 
 
-@dataclass(eq=False)
 class Rule:
     """One fault and the messages it is for; made by the methods of `Faults`. The end of a ``with`` block lifts it."""
 
-    fault: Fault
-    kinds: frozenset[str]
-    at_once: bool
-    """Of a fault of connections: it waits for no message."""
-    sender: frozenset[str] | None
-    to: frozenset[str] | None
-    function: str | bytes | None
-    """Of requests: the dotted name of their function, or the bytes that name it in a frame."""
-    skip: int
-    count: int | None
-    probability: float
-    where: Callable[[Message], bool] | None = None
-    """A further condition; a function of a module, if the rule is to be pickled."""
-    number: int = -1
-    """The place among all rules of its `Faults`."""
-    hits: int = 0
-    """How often the fault happened in this process."""
-    lifted: bool = False
-    _faults: Faults | None = field(default=None, repr=False)
+    def __init__(
+        self,
+        fault: Fault,
+        *,
+        kind: str | Iterable[str] | None = None,
+        to: Workers = None,
+        sender: Workers = None,
+        function: Callable[..., object] | str | None = None,
+        skip: int = 0,
+        count: int | None = None,
+        probability: float = 1.0,
+        where: Callable[[Message], bool] | None = None,
+    ) -> None:
+        """See `Selection`; ``where`` is a further condition (a function of a module, if the rule is to be pickled)."""
+        if skip < 0 or (count is not None and count < 1):
+            raise ValueError(f"skip={skip} must be at least 0 and count={count} at least 1, or None for every one")
+        if not 0.0 < probability <= 1.0:
+            raise ValueError(f"probability must be more than 0 and at most 1, not {probability!r}")
+        self.at_once: bool = kind is None and function is None and isinstance(fault, OF_CONNECTIONS)
+        """Of a fault of connections: it waits for no message."""
+        if self.at_once and (skip or probability < 1.0):
+            raise ValueError("skip and probability count messages: say of which kind")
+        named = function if function is None or isinstance(function, str) else encode_function(function)
+        if named is None and function is not None:
+            raise ValueError(
+                f"{function!r} has no name that travels in a request of its own, so it cannot be told there"
+            )
+        self.fault = fault
+        self.kinds: frozenset[str] = check_kinds("request" if kind is None and function is not None else kind)
+        self.to: frozenset[str] | None = _names(to)
+        self.sender: frozenset[str] | None = _names(sender)
+        self.function: str | bytes | None = named
+        """Of requests: the dotted name of their function, or the bytes that name it in a frame."""
+        self.skip = skip
+        self.count = count
+        self.probability = probability
+        self.where = where
+        self.number: int = -1
+        """The place among all rules of its `Faults`."""
+        self.hits: int = 0
+        """How often the fault happened in this process."""
+        self.lifted: bool = False
+        self._faults: Faults | None = None
+
+    def __repr__(self) -> str:
+        narrowed = {"kinds": sorted(self.kinds), "to": self.to, "sender": self.sender, "function": self.function}
+        return f"Rule({self.fault}, {', '.join(f'{name}={value!r}' for name, value in narrowed.items() if value)})"
 
     def lift(self) -> None:
         """End the fault. Messages that are held back already still come when they were to come."""
@@ -157,9 +183,7 @@ class Rule:
     def __enter__(self) -> Rule:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.lift()
 
     def concerns(self, sender: str, receiver: str) -> bool:
@@ -170,46 +194,10 @@ class Rule:
         """Whether such messages are meant."""
         if not self.kinds & message.names or (self.where is not None and not self.where(message)):
             return False
+        function = message.frame.function
         if isinstance(self.function, str):
-            return message.function[1:].replace(b"\0", b".").decode(errors="replace") == self.function
-        return self.function is None or message.function == self.function
-
-
-def make_rule(
-    fault: Fault,
-    *,
-    kind: str | Iterable[str] | None = None,
-    to: Workers = None,
-    sender: Workers = None,
-    function: Callable[..., object] | str | None = None,
-    skip: int = 0,
-    count: int | None = None,
-    probability: float = 1.0,
-    where: Callable[[Message], bool] | None = None,
-) -> Rule:
-    """A checked rule; see `Selection`."""
-    if skip < 0 or (count is not None and count < 1):
-        raise ValueError(f"skip={skip} must be at least 0 and count={count} at least 1, or None for every one")
-    if not 0.0 < probability <= 1.0:
-        raise ValueError(f"probability must be more than 0 and at most 1, not {probability!r}")
-    at_once = kind is None and function is None and isinstance(fault, OF_CONNECTIONS)
-    if at_once and (skip or probability < 1.0):
-        raise ValueError("skip and probability count messages: say of which kind")
-    named = function if function is None or isinstance(function, str) else encode_function(function)
-    if named is None and function is not None:
-        raise ValueError(f"{function!r} has no name that travels in a request of its own, so it cannot be told there")
-    return Rule(
-        fault,
-        kinds=check_kinds("request" if kind is None and function is not None else kind),
-        at_once=at_once,
-        sender=_names(sender),
-        to=_names(to),
-        function=named,
-        skip=skip,
-        count=count,
-        probability=probability,
-        where=where,
-    )
+            return function[1:].replace(b"\0", b".").decode(errors="replace") == self.function
+        return self.function is None or function == self.function
 
 
 def _names(workers: Workers) -> frozenset[str] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from farcall.protocol.frames import CONTROL, REQUEST
+from farcall.protocol.frames import CONTROL, REQUEST, Frame
 from farcall.testing.faults.delay_line import NEVER, DelayLine
 from farcall.testing.faults.rules import Cut, Delay, Drop, Duplicate, Fail, Reorder
 
@@ -18,9 +18,10 @@ class Note:
     repeatable: bool = True
     carries: bool = False
     names = frozenset({"request"})
-    call_id = 1
-    function = b""
-    notes = b""
+
+    @property
+    def frame(self) -> Frame:
+        return Frame(self.kind)
 
     def remains(self) -> Note | None:
         return Note(f"remains of {self.text}") if self.carries else None
@@ -31,7 +32,7 @@ class Tried:
 
     def __init__(self) -> None:
         self.failed: list[str] = []
-        self.line: DelayLine[Note] = DelayLine(lambda note: self.failed.append(note.text))
+        self.line = DelayLine(lambda note: self.failed.append(note.text))
 
     def add(self, note: str | Note, fault=None, now: float = 0.0, drawn: float = 0.0) -> None:
         self.line.add(Note(note) if isinstance(note, str) else note, fault, drawn, now)

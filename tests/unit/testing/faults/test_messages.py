@@ -24,7 +24,7 @@ from farcall.protocol.frames import (
 from farcall.protocol.notes import KEEP, Notes, decode_notes, encode_notes
 from farcall.protocol.references import Fork
 from farcall.protocol.references.messages import Register
-from farcall.testing.faults.messages import CALLS, NO_CALL, OwnMessage, Packet, Splitter, check_kinds
+from farcall.testing.faults.messages import CALLS, NO_CALL, Message, Splitter, check_kinds
 
 FORK = Fork(RefId(0, 1), ForkId(0, 2), 0, 1, 1)
 TICKETS = [Ticket(1 << 20, 7, 4096), Ticket(64, 8 | 1 << 63, 0)]
@@ -38,9 +38,9 @@ def control(message: messages.Message) -> bytes:
     return encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message))
 
 
-def only(data: bytes) -> Packet:
-    (packet,) = Splitter().feed(data)
-    return packet
+def only(data: bytes) -> Message:
+    (message,) = Splitter().feed(data)
+    return message
 
 
 def decoded(data: bytes) -> list:
@@ -65,8 +65,8 @@ def test_any_split_of_a_stream_gives_its_frames(sizes, steps):
         step = steps[at % len(steps)]
         found += splitter.feed(stream[at : at + step])
         at += step
-    assert [packet.data for packet in found] == frames
-    assert all(packet.tickets == TICKETS for packet in found)
+    assert [message.data for message in found] == frames
+    assert all(message.frame.buffers == TICKETS for message in found)
 
 
 def test_bytes_that_start_no_frame_are_an_error():
@@ -146,17 +146,17 @@ def test_what_autograd_has_recorded_is_not_sent_twice():
     for kind in (REQUEST, RESPONSE):
         assert only(frame(kind, notes=in_context)).repeatable
         assert not only(frame(kind, notes=recorded)).repeatable
-        assert not OwnMessage(Frame(kind, 0, 5, b"", recorded, b"")).repeatable
+        assert not Message(Frame(kind, 0, 5, b"", recorded, b"")).repeatable
 
 
 def test_a_message_to_oneself_is_lost_in_the_same_way():
     notes = encode_notes(Notes([FORK], None, "", 3, 4))
-    own = OwnMessage(Frame(REQUEST, 0, 5, b"pm\0f", notes, b"secret"))
+    own = Message(Frame(REQUEST, 0, 5, b"pm\0f", notes, b"secret"))
     assert own.names == {"request", "call"}
     remains = own.remains()
     assert remains is not None
-    assert remains.message == Frame(RESPONSE, 0, NO_CALL, notes=notes)
-    assert OwnMessage(Frame(REQUEST, 0, 5, b"pm\0f", b"", b"secret")).remains() is None
+    assert remains.frame == Frame(RESPONSE, 0, NO_CALL, notes=notes)
+    assert Message(Frame(REQUEST, 0, 5, b"pm\0f", b"", b"secret")).remains() is None
 
 
 def test_kinds_are_checked():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 
-from farcall.protocol.frames import REQUEST
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.interference import find_interference
 from farcall.serialize import encode_function
 from farcall.testing.faults import Drop, Faults
@@ -18,11 +18,7 @@ from farcall.transport.memory import memory_pair
 @dataclass
 class Seen:
     names: frozenset[str] = frozenset({"request", "call"})
-    function: bytes = b""
-    kind: int = REQUEST
-    call_id: int = 1
-    notes: bytes = b""
-    repeatable: bool = True
+    frame: Frame = field(default_factory=lambda: Frame(REQUEST))
 
 
 CALL = Seen()
@@ -76,8 +72,8 @@ def test_a_function_by_itself_or_by_name():
     faults = Faults()
     faults.drop(function=chosen)
     faults.drop(function="json.dumps")
-    by_itself = Seen(function=encode_function(chosen) or b"")
-    by_name = Seen(function=b"pjson\0dumps")
+    by_itself = Seen(frame=Frame(REQUEST, function=encode_function(chosen) or b""))
+    by_name = Seen(frame=Frame(REQUEST, function=b"pjson\0dumps"))
     assert chosen(faults, "a", "b", 1, by_itself) == [True]
     assert chosen(faults, "a", "b", 1, by_name) == [True]
     assert chosen(faults, "a", "b", 1, CALL) == [False]

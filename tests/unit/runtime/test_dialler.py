@@ -1,21 +1,23 @@
-"""Dialling again, over the in-memory transport: when somebody is back, when gone, and when nothing is known yet."""
+"""Diallers over the in-memory transport: when somebody is back, when gone, and when nothing is known yet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from queue import Queue
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from farcall.protocol.backoff import Backoff
+from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.link import redial as redialling
+from farcall.runtime.link import dialler as dialling
+from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.link.listener import PeerListener
-from farcall.runtime.link.redial import Redial
 from farcall.transport.interface import DialFailed, DialRefused, Transport
 
 PATIENCE_S = 20.0
@@ -34,7 +36,7 @@ class Host:
         self.refuses = refuses
         self.came: Queue[tuple[Transport, Established]] = Queue()
         host = Hello(Member("host", 0, token), "cluster")
-        self.door.open(host, SECRET, lambda peer: "nobody", lambda *member: None, self)
+        self.door.open(host, SECRET, why_not=lambda peer: "nobody", on_member=lambda *member: None, returning=self)
 
     def admit(self, peer: Hello, arrived_at: float) -> bytes:
         if self.refuses:
@@ -58,15 +60,8 @@ def host() -> Iterator[Host]:
     found.close()
 
 
-class Lost(NamedTuple):
-    """The connection that broke."""
-
-    kind: str
-    peer_host: str
-
-
 class Attempts:
-    """A redial, and what came of it."""
+    """A dial, and what came of it."""
 
     def __init__(
         self,
@@ -78,26 +73,24 @@ class Attempts:
         seconds: float = PATIENCE_S,
     ) -> None:
         self.back: Queue[tuple[Transport, Established]] = Queue()
-        self.gone: Queue[str] = Queue()
+        self.gone: Queue[tuple[str, Step]] = Queue()
+        now = monotonic()
+        goal = Goal.RESUME if resumes else Goal.REMIND
+        dial = Dial(goal, until=now + seconds, now=now, backoff=Backoff(0.05, 1.0))
+        target = Target("host", incarnation, ways, lost_kind, lost_host)
         me = ME.wanting(Resume("s1", 7) if resumes else Remind("s1"))
-        self.redial = Redial(
-            "host",
-            incarnation,
-            ways,
-            Lost(lost_kind, lost_host),  # type: ignore[arg-type]
-            me,
-            SECRET,
-            resumes,
-            monotonic() + seconds,
-            0.0,
-            lambda redial, transport, established: self.back.put((transport, established)),
-            lambda redial, why, finding: self.gone.put(why),
-        )
-        self.redial.start()
+        self.dialler = Dialler(dial, target, me, SECRET, on_end=self.on_end)
+        self.dialler.start()
+
+    def on_end(self, dialler: Dialler, ended: Ended, found: Found) -> None:
+        if found.transport is not None and found.established is not None:
+            self.back.put((found.transport, found.established))
+        elif dialler.is_wanted():
+            self.gone.put((ended.why, ended.step))
 
     def why_gone(self) -> str:
-        why = self.gone.get(timeout=PATIENCE_S)
-        self.redial.join(PATIENCE_S)
+        why, self.step = self.gone.get(timeout=PATIENCE_S)
+        self.dialler.join(PATIENCE_S)
         assert self.back.empty()
         return why
 
@@ -115,10 +108,10 @@ def test_who_asks_goes_on_asking_while_the_other_lives(host: Host) -> None:
     for _ in range(3):
         _, heard = host.came.get(timeout=PATIENCE_S)
         assert isinstance(heard.peer.purpose, Remind)
-        attempts.redial.hasten()
+        attempts.dialler.hasten()
     assert attempts.gone.empty()
-    attempts.redial.stop()
-    attempts.redial.join(PATIENCE_S)
+    attempts.dialler.stop()
+    attempts.dialler.join(PATIENCE_S)
     assert attempts.gone.empty()
     assert attempts.back.empty()
 
@@ -163,24 +156,25 @@ def dial_that(*outcomes: Exception) -> Callable[[str, float], Transport]:
 def test_a_host_that_refuses_twice_in_a_row_is_believed(
     monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception], text: str
 ) -> None:
-    monkeypatch.setattr(redialling, "dial", dial_that(*outcomes))
+    monkeypatch.setattr(dialling, "dial", dial_that(*outcomes))
     assert text in Attempts(["tcp://192.0.2.1:9"]).why_gone()
 
 
 def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redialling, "dial", dial_that(DialRefused("nobody listens")))
+    monkeypatch.setattr(dialling, "dial", dial_that(DialRefused("nobody listens")))
     same = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.1")
     assert same.why_gone() == "nobody listens"
     other = Attempts(["tcp://192.0.2.1:9"], resumes=False, lost_kind="tcp", lost_host="192.0.2.2", seconds=0.3)
-    assert "in time" in other.why_gone()
+    other.why_gone()
+    assert other.step is Step.OUT_OF_TIME
 
 
 def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redialling, "dial", dial_that(DialFailed("no answer")))
+    monkeypatch.setattr(dialling, "dial", dial_that(DialFailed("no answer")))
     began = monotonic()
-    why = Attempts(["tcp://192.0.2.1:9"], seconds=0.3).why_gone()
-    assert "in time" in why
-    assert "no answer" in why
+    attempts = Attempts(["tcp://192.0.2.1:9"], seconds=0.3)
+    assert "no answer" in attempts.why_gone()
+    assert attempts.step is Step.OUT_OF_TIME
     assert monotonic() - began >= 0.3
 
 
@@ -191,10 +185,10 @@ def test_a_stop_ends_a_pause_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -
         tried.put(address)
         raise DialFailed("no answer")
 
-    monkeypatch.setattr(redialling, "dial", dial)
+    monkeypatch.setattr(dialling, "dial", dial)
     attempts = Attempts(["tcp://192.0.2.1:9"])
     tried.get(timeout=PATIENCE_S)
-    attempts.redial.stop()
-    attempts.redial.join(PATIENCE_S)
-    assert not attempts.redial._thread.is_alive()
+    attempts.dialler.stop()
+    attempts.dialler.join(PATIENCE_S)
+    assert not attempts.dialler._thread.is_alive()
     assert attempts.gone.empty()

@@ -1,21 +1,24 @@
-"""What members tell each other through the store, and what of it must agree.
+"""What members tell each other through the store, what of it must agree, and what they come to: a `Membership`.
 
-Plain values and their text form (JSON, so that a store can be looked at). Knows nothing of stores or waiting.
+Plain values and their text form (JSON, so that a store can be looked at). Knows nothing of waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from farcall.errors import BadRank, DuplicateName, InitError
 from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
+from farcall.runtime.rendezvous.store import KeyStore
 
 __all__ = [
     "Abandoned",
     "Formed",
+    "Membership",
     "Slot",
     "as_text",
     "check_agreement",
@@ -23,6 +26,32 @@ __all__ = [
     "read_slot",
     "read_table",
 ]
+
+
+@dataclass
+class Membership:
+    """The agreed table, and what every member shares. Nothing here needs the store any more."""
+
+    me: Member
+    members: list[Member]
+    """Everybody, oneself included, by rank."""
+    cluster_id: str
+    secret: bytes = field(repr=False)
+    generation: int
+    store: KeyStore | None = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This member's own rank."""
+        return self.me.rank
+
+    def close(self) -> None:
+        """Let the store go, and with it rank 0's server, unless a process group shares it.
+
+        In a graceful shutdown this belongs before the members' last agreement: whoever comes out of it may
+        open a store at the same port at once, and must not find the old server there for a moment more.
+        """
+        self.store = None
 
 
 class Slot(msgspec.Struct, frozen=True):

@@ -53,7 +53,9 @@ class Hall:
         self.loop = StillLoop()
         self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
-        self.door.open(hello("host", 0), secret, lambda peer: refuse, lambda *member: self.members.append(member))
+        self.door.open(
+            hello("host", 0), secret, why_not=lambda peer: refuse, on_member=lambda *member: self.members.append(member)
+        )
 
     def dial(self) -> Transport:
         transport = dial(self.door.addresses[0], 1.0)

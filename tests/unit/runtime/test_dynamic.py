@@ -9,10 +9,9 @@ import pytest
 
 from farcall.errors import MissingPeers
 from farcall.options import RpcBackendOptions
-from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.contacts import Group
-from farcall.runtime.rendezvous.joining import Joining
+from farcall.runtime.rendezvous.dynamic import Meeting, Search
 from farcall.runtime.rendezvous.store import MeetingPlace
 
 ME = Member("me", 1, 0x4F)
@@ -33,8 +32,8 @@ class Contacts:
             raise RuntimeError("Broken pipe")
         return self.group
 
-    def replace(self, me: Member, gone: object) -> Group:
-        return self.enter(me)
+    def refresh(self, members: list[Member], is_over: object) -> Group:
+        return self.enter(members[0])
 
 
 class Candidate:
@@ -44,18 +43,11 @@ class Candidate:
         self.founded = True
 
 
-def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Joining, Candidate]:
+def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Search, Candidate]:
     """``outcomes``: what is found at the only other contact, again and again; the last one for good."""
     candidate = Candidate()
-    found: Any = Joining(
-        PLACE,
-        ME,
-        RpcBackendOptions(init_method=PLACE.url),
-        contacts,  # type: ignore[arg-type]
-        b"secret",
-        Hello(ME, "cluster"),
-        candidate,  # type: ignore[arg-type]
-    )
+    meeting = Meeting(PLACE, contacts, None, "cluster", b"secret")  # type: ignore[arg-type]
+    found: Any = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), candidate)  # type: ignore[arg-type]
     found._look = lambda *_: outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
     return found, candidate
 

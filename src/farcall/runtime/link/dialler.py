@@ -1,0 +1,265 @@
+"""Attempts to connect: carries out a `Dial` (`protocol/connector.py`), on a thread of its own or on its caller's.
+
+Owns sockets that are not connected or not proven yet. Turns what the transports and the handshake say into an
+`Outcome`; what follows from it, the machine says.
+
+    the first of a member's addresses that answers is taken; else, of all of them,
+    nobody listens within the host    NOBODY, where the lost connection was of that kind, too: a unix name may be of
+                                      another network namespace
+    a host refuses a TCP port         REFUSED, where it is the host that we dialled, or that the lost connection came
+                                      from: a member that was dialled has never tried the other's address, which may
+                                      lead elsewhere from here
+    anything else                     SILENT
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from farcall.channel.shared_memory import host_token
+from farcall.errors import HandshakeRefused
+from farcall.protocol.connector import Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
+from farcall.protocol.handshake import Established, Handshake
+from farcall.protocol.hello import NONCE_BYTES, Hello, RefusalReason, Refused, Side
+from farcall.protocol.member import Member
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
+from farcall.transport.address import dial
+from farcall.transport.interface import DialFailed, DialRefused, Transport, TransportError
+from farcall.transport.tcp import leads_to
+
+__all__ = ["Dialler", "Found", "Target", "prove", "usable_ways"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+BOUNDS_S = {Goal.START: (NEVER, 10.0), Goal.JOIN: (1.0, 3.0)}
+"""How long one address may take to connect, and to prove itself: a starting member has nothing better to do."""
+DEFAULT_BOUNDS_S = (1.0, 5.0)
+WITHIN_THE_HOST = ("unix", "memory")
+_OUTCOMES = {
+    RefusalReason.WRONG_PEER: Outcome.ANOTHER,
+    RefusalReason.OTHER_CLUSTER: Outcome.ANOTHER,
+    RefusalReason.NOT_FARCALL: Outcome.FOREIGN,
+}
+
+
+def usable_ways(member: Member, allowed: Sequence[str]) -> list[str]:
+    """The addresses of ``member`` that may work from here over ``allowed`` transports, the best first."""
+    same_host = bool(member.host_token) and member.host_token == host_token()
+    ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
+    ways.sort(key=lambda address: not address.startswith("unix:"))
+    return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The member to get through to. Without a name or incarnation, any member of the cluster will do."""
+
+    name: str | None
+    incarnation: int
+    ways: Sequence[str]
+    lost_kind: str = ""
+    """The kind of the connection that broke."""
+    lost_host: str = ""
+
+    @classmethod
+    def of(cls, member: Member, allowed: Sequence[str]) -> Target:
+        """A member that there was no connection to: a unix name tells only where there is no other way."""
+        ways = usable_ways(member, allowed)
+        only_unix = all(way.startswith("unix:") for way in ways)
+        return cls(member.name, member.incarnation, ways, "unix" if only_unix else "")
+
+
+@dataclass(slots=True)
+class Found:
+    """What one attempt came to, with the connection if there is one."""
+
+    outcome: Outcome
+    why: str = ""
+    transport: Transport | None = None
+    established: Established | None = None
+    error: HandshakeRefused | None = None
+
+    def close(self) -> None:
+        """Nobody wants the connection."""
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+
+class Dialler:
+    """One dial under way. Mutable: whether anybody still waits for it, and the connection being proven."""
+
+    def __init__(
+        self,
+        dial: Dial,
+        target: Target,
+        me: Hello,
+        secret: bytes,
+        *,
+        on_end: Callable[[Dialler, Ended, Found], None] = lambda dialler, ended, found: None,
+        is_trusted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``me`` says what is wanted. ``on_end`` is called once, on this object's thread, also where it was stopped."""
+        self._dial = dial
+        self._target = target
+        self._me = me
+        self._secret = secret
+        self._on_end = on_end
+        self._is_trusted = is_trusted
+        self._ended = False
+        self._gate = Gate()
+        self._transport: Transport | None = None
+        self._told: set[str] = set()
+        name = f"farcall-dial-{me.member.name}-{target.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Dial on a thread."""
+        self._thread.start()
+
+    def hasten(self) -> None:
+        """Try again now. From any thread."""
+        self._gate.open()
+
+    def stop(self) -> None:
+        """Nobody waits for the result any more. From any thread; never blocks."""
+        self._ended = True
+        self._gate.open()
+        transport = self._transport
+        if transport is not None:
+            transport.interrupt()
+
+    def join(self, timeout_s: float) -> None:
+        """After ``stop``: wait for the thread's end."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def close_after_fork(self) -> None:
+        """In a forked child, where the thread does not exist."""
+        self._ended = True
+        if self._transport is not None:
+            self._transport.close_after_fork()
+
+    def _run(self) -> None:
+        self._on_end(self, *self.run())
+
+    def is_wanted(self) -> bool:
+        """Does anybody still wait for the result?"""
+        return not self._ended
+
+    def run(self) -> tuple[Ended, Found]:
+        """Dial until the machine has an answer, on the calling thread."""
+        found = Found(Outcome.SILENT)
+        while self.is_wanted():
+            pause_s = (self._dial.next_deadline() or 0.0) - monotonic()
+            if pause_s > 0:
+                self._gate.wait(pause_s)
+                if not self.is_wanted():
+                    break
+            (effect,) = self._dial.handle(Due(self._is_trusted()), monotonic())
+            if isinstance(effect, Attempt):
+                found = self._attempt(self._dial.goal, effect.bound_s)
+                effects = self._dial.handle(Tried(found.outcome, found.why), monotonic())
+                if not effects:
+                    found.close()
+                    continue
+                (effect,) = effects
+            assert isinstance(effect, Ended)
+            return effect, found
+        return Ended(Step.OUT_OF_TIME, "nobody waits for it any more"), found
+
+    def _attempt(self, goal: Goal, bound_s: float) -> Found:
+        """Try every address once; a connection that is found is the caller's."""
+        try:
+            return self._try_ways(goal, monotonic() + bound_s)
+        except Exception:
+            logger.exception("dialling %s failed; please report this", self._target.name)
+            return Found(Outcome.SILENT, "an error of farcall's")
+
+    def _try_ways(self, goal: Goal, deadline: float) -> Found:
+        target = self._target
+        connect_s, prove_s = BOUNDS_S.get(goal, DEFAULT_BOUNDS_S)
+        failure: TransportError | None = None
+        refused: DialRefused | None = None
+        for way in target.ways:
+            kind = way.partition(":")[0]
+            try:
+                transport = dial(way, max(0.05, min(connect_s, deadline - monotonic())))
+            except DialRefused as error:
+                if kind in WITHIN_THE_HOST:
+                    if kind == target.lost_kind:
+                        return Found(
+                            Outcome.NOBODY,
+                            f"its process or its node has ended, nobody listens at {way} any more; its own output may "
+                            "say why",
+                        )
+                elif goal is not Goal.REMIND or leads_to(way, target.lost_host):
+                    refused = error
+                else:
+                    failure = error
+                self._tell(way, error)
+                continue
+            except TransportError as error:
+                failure = error
+                self._tell(way, error)
+                continue
+            self._transport = transport
+            found: Found | None = None
+            try:
+                if self._ended:
+                    return Found(Outcome.SILENT)
+                established = prove(
+                    transport, target.name, self._me, self._secret, min(deadline, monotonic() + prove_s)
+                )
+                if target.incarnation and established.peer.member.incarnation != target.incarnation:
+                    return Found(Outcome.ANOTHER, "another process has its address and name")
+                found = Found(Outcome.PROVEN, "it lives, but did not come back", transport, established)
+                return found
+            except HandshakeRefused as error:
+                reason = error.reason if isinstance(error, Refused) else None
+                outcome = Outcome.REJECTED if reason is None else _OUTCOMES.get(reason, Outcome.REJECTED)
+                return Found(outcome, str(error), error=error)
+            except TransportError as error:
+                failure = error
+            finally:
+                self._transport = None
+                if found is None:
+                    transport.close()
+        if failure is None and refused is not None:
+            return Found(Outcome.REFUSED, str(refused))
+        return Found(Outcome.SILENT, str(failure or "no address could be tried"))
+
+    def _tell(self, way: str, error: TransportError) -> None:
+        if way not in self._told:
+            self._told.add(way)
+            logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
+
+
+def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
+    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
+    handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    name = name or "the peer"
+    outgoing = handshake.start()
+    buffer = bytearray(64 * 1024)
+    while True:
+        while outgoing:
+            taken = transport.send((outgoing,))
+            outgoing = outgoing[taken:]
+            if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
+                raise DialFailed(f"{name} does not read while {handshake.state.value}")
+        if not transport.wait_readable(max(0.0, deadline - monotonic())):
+            raise DialFailed(f"{name} does not answer while {handshake.state.value}")
+        count = transport.receive_into(memoryview(buffer))
+        if count is None:
+            continue
+        if count == 0:
+            raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
+        outgoing, established = handshake.receive(memoryview(buffer)[:count])
+        if established is not None:
+            return established

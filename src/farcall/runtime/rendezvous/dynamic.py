@@ -1,0 +1,311 @@
+"""The way of a node into a group without a fixed size: it asks a member to let it in, or founds the group.
+
+Owns the search for a member that answers (`Search`) and this node's name on the list of contacts (`DynamicRendezvous`).
+What the list in the store means is told in `contacts.py`; who is let in is settled by the members
+(`protocol/membership`). Runs on the threads that start and end the node, but for what says otherwise.
+
+    what is found at a contact's addresses             then
+    a member                                           asked to let us in; if it goes away meanwhile, another one
+    a newcomer like us                                 the first on the list founds, the others wait for it
+    nobody, or another process                         gone
+    no answer                                          looked for again
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError
+from farcall.options import RpcBackendOptions
+from farcall.protocol.backoff import Backoff
+from farcall.protocol.connector import Dial, Goal, Step
+from farcall.protocol.handshake import Established
+from farcall.protocol.hello import Hello, Listen
+from farcall.protocol.member import Member
+from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.link.dialler import Dialler, Target
+from farcall.runtime.link.listener import PeerListener
+from farcall.runtime.peers.peer import RemotePeer
+from farcall.runtime.peers.table import PeerTable
+from farcall.runtime.rendezvous.agreement import Membership
+from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep, cluster_of
+from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.transport.interface import Transport
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+__all__ = ["Candidate", "DynamicRendezvous", "Meeting", "Search"]
+
+FIRST_CONNECTIONS_S = 5.0
+"""How long a newcomer waits for its connections to all others: calls wait for them in any case."""
+STORE_S = 2.0
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
+
+
+class Meeting(NamedTuple):
+    """Where a newcomer is to ask, and with what."""
+
+    place: MeetingPlace
+    contacts: Contacts | None
+    """The list in the store; None where there is no store."""
+    store: KeyStore | None
+    cluster_id: str
+    secret: bytes
+
+
+def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
+    """Find out where to ask; with a store, ``me`` is on its list afterwards."""
+    given = options.secret_bytes
+    if place.contacts:
+        if given is None:
+            raise InitError(
+                f"who joins through {place.url} needs the group's secret: give every process the same one "
+                "(option `secret` or FARCALL_SECRET)"
+            )
+        return Meeting(place, None, None, cluster_of(given), given)
+
+    def enter(cancelled: threading.Event) -> tuple[KeyStore, Contacts, Group]:
+        while True:
+            try:
+                store = open_store(place, deadline, cancelled)
+                contacts = Contacts(store, place.attempt, given)
+                return store, contacts, contacts.enter(me)
+            except (StoreLost, RuntimeError) as error:
+                if isinstance(error, RpcError) or monotonic() + _LONGEST_PAUSE_S >= deadline:
+                    raise
+                cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
+
+    store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
+    secret = given if given is not None else bytes.fromhex(group.secret)
+    return Meeting(place, contacts, store, group.cluster_id, secret)
+
+
+class Candidate(Protocol):
+    """The node that wants in."""
+
+    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
+        """Ask the member at the other end; False: it went away. Raises where we are refused."""
+
+    def found(self) -> None:
+        """There is nobody: be the first member."""
+
+
+class Search:
+    """The search of one newcomer for a member that lets it in.
+
+    Mutable: the list as read last, the incarnations found to be gone, and why others did not answer, by name.
+    """
+
+    def __init__(self, meeting: Meeting, me: Member, options: RpcBackendOptions, candidate: Candidate) -> None:
+        self._meeting = meeting
+        self._me = me
+        self._allowed = options.allowed_transports
+        self._candidate = candidate
+        self._group: Group | None = None
+        self._why: dict[str, str] = {}
+        self._gone: set[int] = set()
+
+    def run(self, deadline: float) -> None:
+        """Return when this node is a member; raises ``InitError``."""
+        pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=random)
+        while not self._try(deadline):
+            pause_s = pauses.next_s()
+            if monotonic() + pause_s >= deadline:
+                raise self._missing()
+            Gate().wait(pause_s)
+        if self._meeting.contacts is not None and self._gone:
+            self._strike_off(self._meeting.contacts, deadline)
+
+    def _try(self, deadline: float) -> bool:
+        """Look at everybody once."""
+        contacts = self._meeting.contacts
+        if contacts is None:
+            ways = self._meeting.place.contacts
+            return any(self._look(Target(None, 0, [way]), deadline) is True for way in ways)
+        group, is_current = self._read_list(contacts, deadline)
+        before_me = True
+        may_found = False
+        others = []
+        for contact in group.contacts:
+            if contact.incarnation == self._me.incarnation:
+                before_me, may_found = False, is_current
+            else:
+                others.append((before_me, contact))
+        random.shuffle(others)  # so that many newcomers do not ask the same one
+        for is_before, contact in others:
+            if contact.incarnation in self._gone:
+                continue
+            outcome = self._look(Target.of(contact, self._allowed), deadline)
+            if outcome is True:
+                return True
+            if outcome is None:
+                self._gone.add(contact.incarnation)
+            elif is_before or contact.name in self._why:
+                may_found = False
+        if is_current and not may_found and self._gone.issuperset(contact.incarnation for _, contact in others):
+            # The list was full of the dead.
+            self._strike_off(contacts, deadline)
+            return False
+        if may_found:
+            self._candidate.found()
+        return may_found
+
+    def _read_list(self, contacts: Contacts, deadline: float) -> tuple[Group, bool]:
+        """The list, and whether it is what the store says now: where that is gone, those read last may let us in."""
+        place = self._meeting.place
+        try:
+            self._group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), place.name)
+        except RuntimeError as error:  # what torch's stores raise
+            if isinstance(error, RpcError):
+                raise
+            self._why[place.name] = f"the store is gone: {error}"
+            if self._group is None:
+                raise self._missing() from error
+            return self._group, False
+        return self._group, True
+
+    def _strike_off(self, contacts: Contacts, deadline: float) -> None:
+        """Take those who are gone off the list, if that can be done."""
+        left_s = deadline - monotonic()
+        try:
+            in_bounded_time(
+                lambda _: contacts.refresh([self._me], self._gone.__contains__), left_s, self._meeting.place.name
+            )
+        except Exception as error:
+            logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
+
+    def _look(self, target: Target, deadline: float) -> bool | None:
+        """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
+        meeting, name = self._meeting, target.name or ""
+        self._why.pop(name, None)
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
+        ended, found = Dialler(dial, target, Hello(self._me, meeting.cluster_id), meeting.secret).run()
+        if ended.step is Step.VANISHED:
+            if found.error is not None:
+                self._why[name or target.ways[0]] = ended.why
+            return None
+        if ended.step is Step.GIVEN_UP:
+            raise InitError(f"{self._me.name} was not let in by {name or target.ways[0]}: {ended.why}") from found.error
+        if found.transport is None or found.established is None:
+            if target.ways:
+                self._why[name] = ended.why
+            return False
+        if found.established.peer.purpose != Listen(admits=True):
+            found.close()
+            return False
+        return self._candidate.ask(found.transport, found.established, deadline)
+
+    def _missing(self) -> MissingPeers:
+        place = self._meeting.place
+        known = "; ".join(f"{name or place.url}: {why}" for name, why in self._why.items())
+        return MissingPeers(
+            f"{self._me.name} (rank {self._me.rank}) found no member that let it in, at {place.name}"
+            + (f": {known}" if known else ""),
+            list(self._why),
+        )
+
+
+class DynamicRendezvous:
+    """A node's way in, and its name on the list while it is a member."""
+
+    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> None:
+        """Find out where to ask; this node is on the list afterwards."""
+        self._meeting = meet(place, me, options, deadline)
+        self._options = options
+        self._deadline = deadline
+        self.contacts = self._meeting.contacts  # until this node leaves
+        self._upkeep: Upkeep | None = None  # from the moment that this node is a member
+        self.membership: Membership = Membership(
+            me, [me], self._meeting.cluster_id, self._meeting.secret, 0, self._meeting.store
+        )
+
+    def enter(self, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
+        """Return when this node is a member, let in or as the first; raises ``InitError``."""
+        membership, watch = self.membership, peers.watch
+        listener.open(
+            Hello(membership.me, membership.cluster_id, Listen()),
+            membership.secret,
+            why_not=lambda peer: None,  # to be heard about membership; all else the members decide
+            on_member=lambda transport, established: peers.connected(transport, established, False),
+            returning=peers.connector,
+        )
+        Search(self._meeting, membership.me, self._options, _Newcomer(loop, peers)).run(self._deadline)
+        if self.contacts is not None:
+            self._upkeep = Upkeep(self.contacts, peers)
+        me = watch.me
+        listener.become(Hello(me, membership.cluster_id, Listen(admits=True)))
+        others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
+        # So that all know this node before any of them hears its name from a third one.
+        bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))
+        wait_until(lambda: all(peers.knows_us(incarnation) for incarnation in others), bound_s)
+        peers.connector.starting = False
+
+    def on_change(self) -> None:
+        """On the I/O thread: somebody joined or ended, so the list may be wrong."""
+        if self._upkeep is not None:
+            self._upkeep.poke()
+
+    def withdraw(self) -> None:
+        """Take this node off the list, if the store still answers."""
+        contacts, me = self.contacts, self.membership.me
+        self.close()
+        if contacts is not None:
+            try:
+                in_bounded_time(lambda _: contacts.leave(me), STORE_S, self._meeting.place.name)
+            except Exception as error:
+                logger.info("%s: the store does not answer any more: %s", me.name, error)
+
+    def close(self) -> None:
+        """Let go of the list, and of the store."""
+        self.contacts = None
+        self._meeting = self._meeting._replace(contacts=None, store=None)
+        if self._upkeep is not None:
+            self._upkeep.stop(STORE_S)
+            self._upkeep = None
+
+
+class _Newcomer:
+    """The node that wants in, as the search sees it."""
+
+    def __init__(self, loop: Loop, peers: PeerTable) -> None:
+        self._loop = loop
+        self._peers = peers
+
+    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
+        peers, watch = self._peers, self._peers.watch
+        stranger: list[RemotePeer] = []
+        self._loop.call_soon(lambda: stranger.append(peers.connected(transport, established, True)))
+        if not wait_until(lambda: bool(stranger), deadline - monotonic()):
+            raise InitError(f"{watch.me.name}: the I/O thread does not answer")
+        link = stranger[0].link
+        if watch.join_through(stranger[0].incarnation, deadline - monotonic(), lambda: not link.up):
+            return True
+        why = watch.why_refused
+        if why is None:
+            return False
+        kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
+        raise kind(f"{watch.me.name} was not let in: {why}")
+
+    def found(self) -> None:
+        self._peers.watch.found()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait for ``condition``, looking often; False after ``timeout_s``."""
+    deadline = monotonic() + timeout_s
+    pauses = Backoff(0.001, 0.02, factor=1.5)
+    gate = Gate()
+    while not condition():
+        if monotonic() >= deadline:
+            return False
+        gate.wait(pauses.next_s())
+    return True

@@ -1,0 +1,165 @@
+"""The dial machine and the bond, one rule at a time: clocks are numbers, nothing is connected."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.protocol.backoff import Backoff
+from farcall.protocol.connector import (
+    ANSWERS,
+    REFUSED_PAUSE_S,
+    STEPS,
+    Answer,
+    Attempt,
+    Bond,
+    Dial,
+    Due,
+    Ended,
+    Goal,
+    Outcome,
+    Step,
+    Tried,
+)
+from farcall.protocol.hello import Remind, Resume
+
+
+class Plain:
+    def uniform(self, a: float, b: float, /) -> float:
+        return b
+
+
+def dial(goal: Goal, until: float = 100.0, pauses_first: bool = False) -> Dial:
+    return Dial(goal, until=until, now=0.0, backoff=Backoff(1.0, 4.0), pauses_first=pauses_first)
+
+
+def attempt(machine: Dial, outcome: Outcome, now: float = 0.0, why: str = "") -> list[object]:
+    """One attempt from the end of its pause to its outcome."""
+    (begun,) = machine.handle(Due(), now)
+    assert isinstance(begun, Attempt)
+    assert machine.next_deadline() is None
+    return list(machine.handle(Tried(outcome, why), now))
+
+
+def test_the_table_is_complete() -> None:
+    assert set(STEPS) == set(Outcome)
+    for row in STEPS.values():
+        assert set(row) == set(Goal)
+        assert Step.OUT_OF_TIME not in row.values()
+
+
+@pytest.mark.parametrize("goal", list(Goal))
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.REFUSED_AGAIN])
+def test_each_cell_is_carried_out(goal: Goal, outcome: Outcome) -> None:
+    machine = dial(goal)
+    effects = attempt(machine, outcome, why="so it is")
+    step = STEPS[outcome][goal]
+    if step is Step.AGAIN:
+        assert (effects, machine.next_deadline()) == ([], 1.0)
+    elif step is Step.SOON:
+        assert (effects, machine.next_deadline()) == ([], REFUSED_PAUSE_S)
+    else:
+        assert effects == [Ended(step, "so it is")]
+        assert machine.next_deadline() is None
+
+
+@pytest.mark.parametrize("goal", [Goal.CONNECT, Goal.RESUME, Goal.REMIND])
+def test_a_host_that_refuses_twice_in_a_row_is_believed(goal: Goal) -> None:
+    machine = dial(goal)
+    assert attempt(machine, Outcome.REFUSED) == []
+    assert attempt(machine, Outcome.SILENT) == []
+    assert attempt(machine, Outcome.REFUSED) == []
+    (ended,) = attempt(machine, Outcome.REFUSED, why="nobody listens")
+    assert ended == Ended(Step.VANISHED, "nobody listens")
+
+
+def test_who_starts_goes_on_where_a_host_refuses() -> None:
+    machine = dial(Goal.START)
+    for _ in range(3):
+        assert attempt(machine, Outcome.REFUSED) == []
+
+
+def test_pauses_grow_and_end_with_the_time() -> None:
+    machine = dial(Goal.RESUME, until=6.0)
+    times = []
+    now = 0.0
+    for _ in range(3):
+        attempt(machine, Outcome.SILENT, now, "no answer")
+        now = machine.next_deadline() or 0.0
+        times.append(now)
+    assert times == [1.0, 3.0, 6.0]
+
+
+def test_time_that_is_up_is_an_end_that_names_the_last_failure() -> None:
+    machine = dial(Goal.RESUME, until=1.0)
+    attempt(machine, Outcome.SILENT, 0.5, "no answer")
+    assert machine.next_deadline() == 1.0
+    assert machine.handle(Due(), 1.0) == [Ended(Step.OUT_OF_TIME, "no answer")]
+
+
+def test_a_member_that_others_hear_is_tried_beyond_its_time() -> None:
+    machine = dial(Goal.RESUME, until=1.0)
+    attempt(machine, Outcome.SILENT, 0.5)
+    (begun,) = machine.handle(Due(is_trusted=True), 2.0)
+    assert isinstance(begun, Attempt)
+    assert begun.bound_s > 0
+    assert machine.handle(Tried(Outcome.SILENT, "no answer"), 2.5) == []
+    assert machine.handle(Due(), machine.next_deadline() or 0.0) == [Ended(Step.OUT_OF_TIME, "no answer")]
+
+
+def test_time_that_was_up_before_is_an_end_but_for_who_starts() -> None:
+    (ended,) = dial(Goal.RESUME, until=-1.0).handle(Due(), 0.0)
+    assert ended == Ended(Step.OUT_OF_TIME, "it breaks again and again")
+    machine = dial(Goal.START, until=-1.0)
+    assert attempt(machine, Outcome.SILENT, why="no answer") == []
+    assert machine.handle(Due(), 1.0) == [Ended(Step.OUT_OF_TIME, "no answer")]
+
+
+def test_an_attempt_has_the_time_that_is_left() -> None:
+    (begun,) = dial(Goal.RESUME, until=3.0).handle(Due(), 1.0)
+    assert begun == Attempt(2.0)
+
+
+# --- bonds ---------------------------------------------------------------------------------------------
+
+
+def bond(dialled: bool) -> Bond:
+    return Bond("s1", dialled=dialled, now=0.0, jitter=Plain())
+
+
+def test_the_end_that_dialled_dials_again_at_once_and_the_other_reminds_it_later() -> None:
+    for dialled, goal, first in ((True, Goal.RESUME, 10.0), (False, Goal.REMIND, 10.05)):
+        mine = bond(dialled)
+        mine.lose(1, 10.0, 60.0)
+        machine = mine.redial(10.0, 60.0)
+        assert (machine.goal, machine.next_deadline()) == (goal, pytest.approx(first))
+
+
+def test_a_connection_over_which_nothing_came_is_the_same_trouble() -> None:
+    mine = bond(dialled=True)
+    mine.lose(5, 10.0, 60.0)
+    assert attempt(mine.redial(10.0, 60.0), Outcome.PROVEN, 10.0) == [Ended(Step.DONE, Outcome.PROVEN.value)]
+    mine.restore(5, 11.0)
+    mine.lose(5, 12.0, 60.0)
+    assert mine.lost_at == 10.0
+    assert mine.redial(12.0, 60.0).next_deadline() == pytest.approx(12.05)  # the pauses grow on
+    mine.restore(5, 13.0)
+    mine.lose(6, 14.0, 60.0)
+    assert mine.lost_at == 14.0
+    assert mine.redial(14.0, 60.0).next_deadline() == 14.0
+
+
+def test_a_connection_that_lasted_is_another_trouble() -> None:
+    mine = bond(dialled=True)
+    mine.lose(5, 10.0, 60.0)
+    mine.restore(5, 11.0)
+    mine.lose(5, 72.0, 60.0)
+    assert mine.lost_at == 72.0
+
+
+def test_only_the_end_that_dialled_comes_back_and_only_the_other_asks_for_it() -> None:
+    assert {
+        (Resume, False): Answer.RESUME,
+        (Resume, True): Answer.NOT_ITS,
+        (Remind, True): Answer.DIAL,
+        (Remind, False): Answer.NOT_OURS,
+    } == ANSWERS
