@@ -20,6 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from farcall.serialize.recording import RECORDING, Recording
 
 __all__ = ["Context", "Contexts"]
 
+_requires_grad = attrgetter("requires_grad")
 _RELEASED_KEPT = 4096
 _ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
 _RANK_SHIFT = 48
@@ -108,7 +110,7 @@ class Context:
         """
         send = None
         if torch.is_grad_enabled():
-            needing = [tensor for tensor in tensors if tensor.requires_grad]
+            needing = list(filter(_requires_grad, tensors))
             if needing:
                 send = SendFunction(self.contexts.next_message_id(), peer.number, needing)
         with self.lock:
@@ -132,7 +134,7 @@ class Context:
 
     def record_receive(self, peer: Any, message_id: int, tensors: Sequence[torch.Tensor]) -> None:
         """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
-        needing = [tensor for tensor in tensors if tensor.requires_grad]
+        needing = list(filter(_requires_grad, tensors))
         if not needing:
             self.decline_receive(peer, message_id)
             return
@@ -173,7 +175,8 @@ class Context:
             for known, other in self.passes.items():
                 if known.origin == me and known.number < over_below and not other.machine.ended:
                     over_below = known.number
-            self._forget_passes(me, over_below)
+            if over_below:
+                self._forget_passes(me, over_below)
             local = self.passes[pass_id] = LocalPass(
                 self,
                 BackwardPass(self.id, pass_id, me, None, deadline),
@@ -193,7 +196,8 @@ class Context:
             if pass_id in self._given_up or pass_id.number < self._over_below.get(pass_id.origin, 0):
                 return None
             if type(message) is StartPass:
-                self._forget_passes(pass_id.origin, message.over_below)
+                if message.over_below:
+                    self._forget_passes(pass_id.origin, message.over_below)
                 local = self.passes[pass_id] = LocalPass(
                     self,
                     BackwardPass(self.id, pass_id, self.contexts.port.worker_id, sender),
@@ -227,14 +231,14 @@ class Context:
                 known = self.gradients.get(leaf)
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
-    def clear(self) -> list[LocalPass]:
-        """Let go of the graph and of everything else; return the passes that run, to be ended by the caller."""
+    def clear(self) -> dict[PassId, LocalPass]:
+        """Let go of the graph and of everything else; return the passes, of which those that run must be ended."""
         with self.lock:
             self.released = True
             dropped = self.passes, self.sends, self.receives, self._early, self.gradients
             self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
         # The graph dies when this returns, not under the lock: its destructors may take long.
-        return [local for local in dropped[0].values() if not local.machine.ended]
+        return dropped[0]
 
 
 class Contexts:
@@ -253,6 +257,7 @@ class Contexts:
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._backward_calls: dict[object, None] = {}
+        self._watches_replicas = False
 
     @property
     def backward_calls(self) -> int:
@@ -301,7 +306,9 @@ class Contexts:
         """The context of that id, made if need be; None if it was released already, or its opener is gone."""
         context = self._contexts.get(context_id)
         if context is None:
-            watch_replicas()  # before the graph of a context can reach one
+            if not self._watches_replicas:
+                watch_replicas()  # not before the first context: most programs have neither
+                self._watches_replicas = True
             with self._lock:
                 if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None
@@ -328,8 +335,10 @@ class Contexts:
         if RECORDING.get() is context:
             RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
-        for local in context.clear():
-            local.post(PartFailed(f"Could not find autograd context with id: {context_id}; its `with` block has ended"))
+        for local in context.clear().values():
+            if not local.machine.ended:
+                reason = f"Could not find autograd context with id: {context_id}; its `with` block has ended"
+                local.post(PartFailed(reason))
         return frozenset(context.peers)
 
     def release_everywhere(self, context_id: int, told_by: int = -1) -> None:

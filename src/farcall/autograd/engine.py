@@ -123,29 +123,31 @@ class LocalGraph:
         self._ready: list[Node] = []
         self._leaf_masks: dict[Node, int] = {}
         self._leaf_count = 0
-        self._take(roots, roots.values())
+        if roots:
+            self._feed(roots, roots.values())
 
     def hear(self, message_id: int, gradients: Gradients | None) -> None:
         """Take in the gradients of a send; None stands for no gradient at all."""
         edges = self.unheard.pop(message_id, None)
         if edges is not None:
-            self._take(edges, repeat(None, len(edges)) if gradients is None else gradients)
+            self._feed(edges, repeat(None, len(edges)) if gradients is None else gradients)
 
-    def _take(self, edges: Iterable[Edge], gradients: Iterable[torch.Tensor | None]) -> None:
+    def _feed(
+        self, edges: Iterable[Edge], gradients: Iterable[torch.Tensor | None], *, are_sources: bool = True
+    ) -> None:
         for edge, gradient in zip(edges, gradients, strict=True):
-            self._heard.append((edge[0], gradient is not None))
-            if gradient is not None:
-                self._feed(edge, gradient)
-
-    def _feed(self, edge: Edge, gradient: torch.Tensor) -> None:
-        node = edge[0]
-        if type(node) is ACCUMULATE and not node.variable._backward_hooks:
-            # No hook is to see the sum, so a leaf's gradients need not wait for each other.
-            known = self.leaves.get(node)
-            self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
-        else:
-            known = self._buffers.get(edge)
-            self._buffers[edge] = gradient if known is None else add_gradients(known, gradient)
+            node = edge[0]
+            if are_sources:
+                self._heard.append((node, gradient is not None))
+            if gradient is None:
+                continue
+            if type(node) is ACCUMULATE and not node.variable._backward_hooks:
+                # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+                known = self.leaves.get(node)
+                self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
+            else:
+                known = self._buffers.get(edge)
+                self._buffers[edge] = gradient if known is None else add_gradients(known, gradient)
 
     def run(self) -> Answers:
         """Run what is ready; return the answers of the receives that this decides."""
@@ -224,8 +226,8 @@ class LocalGraph:
         """Find the nodes that the sources reach, and what each waits for; unreached receives answer at once."""
         edges = self._edges
         following: dict[Node, list[Node]] = {}
-        targets = [node for node, _ in self._heard]
-        for source in self.unheard.values():
+        targets: list[Node] = []
+        for source in (self._heard, *self.unheard.values()):
             for node, _ in source:
                 targets.append(node)
         stack = list(targets)
@@ -360,7 +362,7 @@ class LocalGraph:
         for node in nodes:
             if node in alone and any(gradient is not None for gradient in arrived[node]):
                 for edge, result in run_node(node, arrived[node], self._run_inner):
-                    self._feed(edge, result)
+                    self._feed((edge,), (result,), are_sources=False)
 
     def _run_inner(self, roots: Roots, inputs: Sequence[Edge]) -> Gradients:
         """Run a graph that exists only for the moment (a recomputed one); its other leaves are the pass's."""

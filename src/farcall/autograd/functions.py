@@ -29,6 +29,7 @@ __all__ = [
     "Node",
     "SendFunction",
     "gradient_edge",
+    "hooks_of",
     "is_watched",
     "make_receive",
     "root_edges",
@@ -40,6 +41,7 @@ RECEIVE_NAME: Final = "torch::distributed::autograd::RecvRpcBackward"
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
+Hook = Callable[..., Any]
 
 # Before torch 2.13 the node of a `torch.autograd.Function`, and with it all that is below, dies with the last tensor or
 # node of torch's own that leads to it: the Python object that stands for the node does not keep it.
@@ -89,10 +91,21 @@ def _owner(tensor: torch.Tensor) -> Node:
     return _above(tensor) if isinstance(node, torch._C._FunctionBase) else node
 
 
+def hooks_of(register: Callable[[Hook], Any]) -> list[Hook]:
+    """The Python hooks that were registered by ``register``, a method of a node."""
+    # torch has no way to list a node's hooks, but the handle of a new one leads to all of them.
+    handle = register(hooks_of)
+    found = handle.hooks_dict_ref()
+    handle.remove()
+    return list(found.values()) if found else []
+
+
 def root_edges(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
     """The edges of the roots of a pass, each with its first gradient, 1; or an error that says what cannot be."""
-    is_list = isinstance(roots, list | tuple)
-    if not isinstance(context_id, int) or not is_list or not all(map(torch.is_tensor, roots)):
+    is_right = isinstance(context_id, int) and isinstance(roots, list | tuple)
+    for root in roots if is_right else ():
+        is_right = is_right and isinstance(root, torch.Tensor)
+    if not is_right:
         raise TypeError(
             "backward(): incompatible function arguments: expected a context id (int) and a list of tensors, "
             f"not {type(context_id).__name__} and {type(roots).__name__}"

@@ -17,14 +17,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from farcall.autograd.functions import Edge, Node, gradient_edge
+from farcall.autograd.functions import Edge, Node, gradient_edge, hooks_of
 
-__all__ = ["CHECKPOINT", "Gradients", "Roots", "hooks_of", "run_node"]
+__all__ = ["CHECKPOINT", "Gradients", "Roots", "run_node"]
 
 Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
 RunInner = Callable[[Roots, Sequence[Edge]], Gradients]
-Hook = Callable[..., Any]
 
 CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
 
@@ -41,15 +40,6 @@ def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[
         for edge, gradient in zip(edges, results, strict=True):
             if edge[0] is not None and gradient is not None:
                 yield edge, _fitted(gradient, edge)
-
-
-def hooks_of(register: Callable[[Hook], Any]) -> list[Hook]:
-    """The Python hooks that were registered by ``register``, a method of a node."""
-    # torch has no way to list a node's hooks, but the handle of a new one leads to all of them.
-    handle = register(hooks_of)
-    found = handle.hooks_dict_ref()
-    handle.remove()
-    return list(found.values()) if found else []
 
 
 def _replaced(values: Gradients, result: Any) -> Gradients:

@@ -21,9 +21,9 @@ import torch
 from torch.autograd.profiler import record_function
 
 from farcall.autograd.engine import LocalGraph, in_own_memory
-from farcall.autograd.functions import RECEIVE_NAME, SEND_NAME, Edge
-from farcall.autograd.nodes import Gradients, Roots, hooks_of
-from farcall.autograd.replicas import reduce_gradients
+from farcall.autograd.functions import RECEIVE_NAME, SEND_NAME, Edge, hooks_of
+from farcall.autograd.nodes import Gradients, Roots
+from farcall.autograd.replicas import REPLICAS, reduce_gradients
 from farcall.errors import PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import gradients as protocol
@@ -84,7 +84,7 @@ class Port(Protocol):
         """Deliver ``message`` with the next ones to that worker, or soon; never raises."""
 
     def submit(self, local: LocalPass) -> None:
-        """Call ``local.run`` soon on a thread for user functions, never on one that reads messages."""
+        """Call ``local.run`` soon, within ``local.profile``, on a thread for user functions."""
 
     def wait(self, local: LocalPass) -> Event | None:
         """Flush ``local`` and wait for an event in its inbox; None: its deadline has passed."""
@@ -123,11 +123,11 @@ class LocalPass:
         "_graph",
         "_outbox",
         "_port",
-        "_profile",
         "_profiled_calls",
         "failure",
         "inbox",
         "machine",
+        "profile",
         "working",
     )
 
@@ -163,9 +163,10 @@ class LocalPass:
             keep_graph=begin.retain_graph,
         )
         # At the origin the profiler, if there is one, is that of the thread that called `backward`.
-        self._profile: RunProfile | None = None
+        self.profile: RunProfile | None = None
+        """If there is one, it runs `run`."""
         if roots is None and (profile is not None or PROFILING.everywhere):
-            self._profile = port.profile_run(profile)
+            self.profile = port.profile_run(profile)
         self._profiled_calls: dict[int, CallProfile] = {}
         self._apply(machine.handle(begin))  # the peers are told with the first bundle
 
@@ -205,12 +206,6 @@ class LocalPass:
 
     def run(self) -> None:
         """Elsewhere, as the holder of ``working``: handle what has come, and release the lock."""
-        if self._profile is None:
-            self._work()
-        else:
-            self._profile.run(self._work)
-
-    def _work(self) -> None:
         while True:
             self._handle(None)
             self.flush()
@@ -233,12 +228,16 @@ class LocalPass:
                     continue
                 if type(message) is PassDone and sender in self._profiled_calls:
                     self._profiled_calls.pop(sender).ended(message.profiled)
-                kind = PeerDead if type(message) is WorkerLost else RpcError
-                self._apply(self.machine.handle(message, 0.0, sender), kind)  # type: ignore[arg-type]
+                effects = self.machine.handle(message, 0.0, sender)  # type: ignore[arg-type]
+                if effects:
+                    self._apply(effects, PeerDead if type(message) is WorkerLost else RpcError)
             graph = self._graph
             if graph is not None:
                 for node, gradients in graph.run().items():
-                    self._answer(node.from_worker, node.message_id, gradients)
+                    if gradients is not None and is_profiled():
+                        _leave_mark(RECEIVE_NAME)
+                    answer = Gradient(self.machine.context_id, self.machine.pass_id, node.message_id, gradients)
+                    self._outbox.setdefault(node.from_worker, []).append(answer)
                 if not graph.unheard:
                     self._graph = None
                     self._finish(graph)
@@ -248,12 +247,6 @@ class LocalPass:
             if self.failure is not None:
                 self.failure.__cause__ = error
 
-    def _answer(self, worker_id: int, message_id: int, gradients: Gradients | None) -> None:
-        if gradients is not None and is_profiled():
-            _leave_mark(RECEIVE_NAME)
-        answer = Gradient(self.machine.context_id, self.machine.pass_id, message_id, gradients)
-        self._outbox.setdefault(worker_id, []).append(answer)
-
     def _finish(self, graph: LocalGraph) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for node, gradient in graph.leaves.items():
@@ -261,14 +254,16 @@ class LocalPass:
                 hook((), (gradient,))
             gradients[node.variable] = gradient
         if gradients:
-            self._context.accumulate(in_own_memory(reduce_gradients(gradients)))
+            if REPLICAS:
+                gradients = reduce_gradients(gradients)
+            self._context.accumulate(in_own_memory(gradients))
         self._apply(self.machine.handle(PartFinished()))
 
     def _apply(self, effects: Sequence[protocol.Effect], kind: type[RpcError] = RpcError) -> None:
         for effect in effects:
             if type(effect) is Tell:
                 message = effect.message
-                if self._profile is not None or PROFILING.everywhere or is_profiled():
+                if self.profile is not None or PROFILING.everywhere or is_profiled():
                     message = self._with_profile(effect.worker, message)
                 self._outbox.setdefault(effect.worker, []).append(message)
             elif type(effect) is Failed:
@@ -283,14 +278,14 @@ class LocalPass:
         """``message``, asking for or carrying what is recorded of this pass, if anything is."""
         if isinstance(message, StartPass):
             # Elsewhere than at the origin the thread may be profiled for another reason than this pass.
-            if self.machine.parent is None or self._profile is not None or PROFILING.everywhere:
-                call = self._port.profile_call(worker_id, self._profile)
+            if self.machine.parent is None or self.profile is not None or PROFILING.everywhere:
+                call = self._port.profile_call(worker_id, self.profile)
                 if call is not None:
                     self._profiled_calls[worker_id] = call
                     return msgspec.structs.replace(message, profile=call.sends(b"", ()))
-        elif isinstance(message, PassDone) and self._profile is not None and worker_id == self.machine.parent:
-            self._profile.pause()
-            return msgspec.structs.replace(message, profiled=self._profile.finish("backward"))
+        elif isinstance(message, PassDone) and self.profile is not None and worker_id == self.machine.parent:
+            self.profile.pause()
+            return msgspec.structs.replace(message, profiled=self.profile.finish("backward"))
         return message
 
     def flush(self, awaited: LocalPass | None = None) -> None:

@@ -11,7 +11,7 @@ for a thread that runs user functions: the thread that reads it hands it to the 
 Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
 
 Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
-peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/standby.py`):
+peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/reader.py`):
 if it is slow after all, another thread takes the role over.
 """
 
@@ -21,6 +21,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty
 from time import monotonic, perf_counter
 from typing import Final
@@ -103,6 +104,8 @@ class Recorder:
         self.worker_id: int = node.me.number
         self.origin: int = _origin_of(node.me)
         self.knows = node.is_peer
+        self.now = monotonic
+        self.pass_ended = node.something_ended
         self._held_back: dict[int, list[Message]] = {}
         self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
         self._flush_timer = node.timer(self._flush_held_back)
@@ -241,7 +244,7 @@ class Recorder:
                 # All that is to come comes over one link: reading it here saves a hop between threads.
                 local.flush(awaited=local)
                 peer = node.numbered(*others)
-                if peer is not None and not local.arrived:
+                if peer is not None and local.inbox.empty():
                     peer.help_until(local, deadline)
             else:
                 local.flush()
@@ -256,12 +259,6 @@ class Recorder:
     def info(self, worker_id: int) -> WorkerInfo | None:
         peer = self.node.numbered(worker_id)
         return self._gone.get(worker_id) if peer is None else peer.info
-
-    def now(self) -> float:
-        return monotonic()
-
-    def pass_ended(self) -> None:
-        self.node.something_ended()
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
         peer = self.node.numbered(worker_id)
@@ -286,11 +283,13 @@ class _Work:
 
     def run(self, more: bool) -> None:
         started = perf_counter()
-        devices = self._recorder.node.devices
+        run, profile, devices = self._local.run, self._local.profile, self._recorder.node.devices
+        if profile is not None:
+            run = partial(profile.run, run)
         if devices is None:
-            self._local.run()
+            run()
         else:
-            devices.on_default_streams(self._local.run)
+            devices.on_default_streams(run)
         self._recorder._quick[self._sender] = perf_counter() - started < QUICK_S
 
     def drop(self) -> None:

@@ -1,14 +1,13 @@
 """DistributedDataParallel inside a context: leaf gradients pass through the reducer on their way into it.
 
-The reducer hangs on its parameters' accumulators, reads `.grad`, and works within an engine pass. Our
-passes stop before the accumulators. So when a worker's part is finished, the gradients of each replicated
-module's parameters are sent through their accumulators in a small pass of their own, with the user's
-`.grad` set aside: the reducer averages them as ever, and the result goes to the context. Communication does
-not overlap with the part's computation.
+The reducer hangs on its parameters' accumulators, reads `.grad`, and works within an engine pass. Passes of contexts
+stop before the accumulators. So when a worker's part is finished, the gradients of each replicated module's
+parameters go through their accumulators in a small pass of their own, with the user's `.grad` set aside: the reducer
+averages them as ever, and the result goes to the context. Communication does not overlap with the part's computation.
 
-Which parameters are replicated cannot be read from them, so modules are noted when they are built. Order of
-building is the order of reduction, the same on all ranks. `static_graph=True` reduces at the end of the
-pass that computes the gradients and is refused.
+A parameter does not say whether it is replicated, so modules are noted when they are built. They are reduced in the
+order of building, the same on all ranks. `static_graph=True` is refused: it reduces at the end of the pass that
+computes the gradients.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["reduce_gradients", "watch_replicas"]
+__all__ = ["REPLICAS", "reduce_gradients", "watch_replicas"]
 
 LeafGradients = dict[torch.Tensor, torch.Tensor]
 
-# Process-wide, as the modules are; weak, so that nothing lives longer for being noted.
-_replicas: Final[WeakKeyDictionary[DistributedDataParallel, threading.Lock]] = WeakKeyDictionary()
+# Of the process, as the modules are; weak, so that no module lives longer for being noted.
+REPLICAS: Final[WeakKeyDictionary[DistributedDataParallel, threading.Lock]] = WeakKeyDictionary()
 _watching = threading.Lock()
 _is_watching = False
 
@@ -44,13 +43,13 @@ def watch_replicas() -> None:
         # Without a process group there can be none, and this takes tens of milliseconds.
         for thing in gc.get_objects():
             if type(thing) is DistributedDataParallel:
-                _replicas.setdefault(thing, threading.Lock())
+                REPLICAS.setdefault(thing, threading.Lock())
 
 
 def _note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
     # Called for every submodule set anywhere; a replicated module sets its only one while it is built.
     if isinstance(module, DistributedDataParallel):
-        _replicas.setdefault(module, threading.Lock())
+        REPLICAS.setdefault(module, threading.Lock())
 
 
 class _Deliver(torch.autograd.Function):
@@ -67,10 +66,8 @@ class _Deliver(torch.autograd.Function):
 
 
 def reduce_gradients(leaves: LeafGradients) -> LeafGradients:
-    """Replace gradients of replicated parameters by what their reducers make of them."""
-    if not _replicas:
-        return leaves
-    for replica, lock in list(_replicas.items()):
+    """``leaves``, with the gradients of replicated parameters as their reducers return them."""
+    for replica, lock in list(REPLICAS.items()):
         if replica.require_backward_grad_sync:
             leaves = _reduced(replica, lock, leaves)
     return leaves

@@ -215,7 +215,7 @@ class BackwardPass:
         if row is None:
             return []
         self.state, act = row
-        effects = act(self, event, sender)
+        effects: list[Effect] = [] if act is None else act(self, event, sender)
         if self.state is PassState.WAITING and not self.unfinished:
             self.state = PassState.DONE
             effects += self._report()
@@ -245,7 +245,7 @@ class BackwardPass:
                 effects.append(Tell(worker, start))
         return effects
 
-    def _note(self, event: PassDone | PartFinished, sender: int) -> list[Effect]:
+    def _note_done(self, event: PassDone, sender: int) -> list[Effect]:
         self.unfinished.discard(sender)
         return []
 
@@ -273,17 +273,17 @@ class BackwardPass:
 _NEW, _RUNNING, _WAITING, _DONE, _FAILED = PassState
 _ENDED: Final = frozenset((_DONE, _FAILED))
 _Act = Callable[[BackwardPass, Any, int], list[Effect]]
-Table = dict[tuple[PassState, type[Event]], tuple[PassState, _Act]]
-"""By state and event: the next state and the action that makes the effects.
+Table = dict[tuple[PassState, type[Event]], tuple[PassState, _Act | None]]
+"""By state and event: the next state, and the action that makes the effects, if there is one.
 
 A pass that is waiting for nobody any more is done, and reports so: the only transition without an event.
 """
 
 _EVERYWHERE: Final[Table] = {
     (_NEW, Begin): (_RUNNING, BackwardPass._tell_peers),
-    (_RUNNING, PassDone): (_RUNNING, BackwardPass._note),
-    (_RUNNING, PartFinished): (_WAITING, BackwardPass._note),
-    (_WAITING, PassDone): (_WAITING, BackwardPass._note),
+    (_RUNNING, PassDone): (_RUNNING, BackwardPass._note_done),
+    (_RUNNING, PartFinished): (_WAITING, None),
+    (_WAITING, PassDone): (_WAITING, BackwardPass._note_done),
     (_RUNNING, StartPass): (_RUNNING, BackwardPass._answer_done),
     (_WAITING, StartPass): (_WAITING, BackwardPass._answer_done),
     (_DONE, StartPass): (_DONE, BackwardPass._answer_done),

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from farcall.autograd.functions import Edge
-from farcall.autograd.nodes import Gradients, Roots, hooks_of, run_node
+from farcall.autograd.functions import Edge, hooks_of
+from farcall.autograd.nodes import Gradients, Roots, run_node
 
 
 def no_inner(roots: Roots, inputs: Any) -> Gradients:

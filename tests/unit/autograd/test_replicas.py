@@ -83,7 +83,7 @@ def test_a_module_built_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(replicas, "_note", lambda *_: None)
     replica = DistributedDataParallel(torch.nn.Linear(3, 1))
-    replicas._replicas.pop(replica, None)
+    replicas.REPLICAS.pop(replica, None)
     monkeypatch.setattr(replicas, "_is_watching", False)
     Network(1).workers[0].admit(1)  # the first context
-    assert replica in replicas._replicas
+    assert replica in replicas.REPLICAS
