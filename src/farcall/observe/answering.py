@@ -114,8 +114,7 @@ class Answering:
         node.hooks.on_control(Ask, self._on_member_asks)
         node.hooks.on_control(Told, self._on_told)
         node.hooks.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
-        node.hooks.question = self._on_observer_asks
-        node.calls.explain = self.explain
+        node.use_questions(self)
         node.hooks.unsettled.append(lambda: sum(question.own for question in list(self._open.values())))
         node.hooks.ended.append(self._give_up_all)
         self._timer = node.timer(self._give_up_overdue)
@@ -152,7 +151,7 @@ class Answering:
         me = self._node.info.name
         self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
-    def _on_observer_asks(self, observer: ObserverConnection, ask: Ask) -> None:
+    def answer_observer(self, observer: ObserverConnection, ask: Ask) -> None:
         """Answer an observer, and pass its question on to all other workers if it wants to hear of everyone."""
         node = self._node
         workers = self._everyone() if ask.everyone else [WorkerState(node.info.name, node.info.id)]

@@ -27,7 +27,7 @@ from typing import Any
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import REFUSABLE
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.io.reader import stop_reading
@@ -35,6 +35,7 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
+from farcall.runtime.observing.observer_connection import Questions
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import withdraw
@@ -159,9 +160,8 @@ class CallTable:
         self._next_id = itertools.count(1).__next__
         self.last_id: int = 0
         self.event_log: event_log.EventLog = event_log.EventLog()
-        self.explain: Callable[[PendingCall, Callable[[str], None]], None] | None = None
-        """Finds out, from any thread, what the callee does with a call whose time is up, and calls the second argument
-        with it, once, on the I/O thread, within EXPLAIN_S. Set by the layer above."""
+        self.questions: Questions | None = None
+        """Explains timeouts; given once, while the node starts."""
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._held)
@@ -193,10 +193,10 @@ class CallTable:
         for call in overdue:
             if self.claim(call.call_id) is not None:
                 error = self.timed_out(call)
-                if self.explain is None:
+                if self.questions is None:
                     call.on_failure(error)
                 else:
-                    self.explain(call, partial(_fail_explained, call, error))
+                    self.questions.explain(call, partial(_fail_explained, call, error))
                 if call.cancellable:
                     call.peer.cancel(call.call_id)
         if overdue:
@@ -334,7 +334,7 @@ class CallTable:
     def _explained(self, call: SyncCall) -> RpcTimeout:
         """The same, with what the callee does; the calling thread, which is not the I/O thread, waits for that."""
         error = self.timed_out(call)
-        if self.explain is not None:
+        if self.questions is not None:
             told = Gate()
             texts: list[str] = []
 
@@ -342,7 +342,7 @@ class CallTable:
                 texts.append(text)
                 told.open()
 
-            self.explain(call, take)
+            self.questions.explain(call, take)
             told.wait(EXPLAIN_S)
             _add(error, "".join(texts))
         return error

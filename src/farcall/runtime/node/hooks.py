@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farcall.protocol.frames import Frame
-from farcall.protocol.observing import Ask
-from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["Hooks"]
@@ -35,8 +33,6 @@ class Hooks:
     """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
     forked: list[Callable[[], None]] = field(default_factory=list)
     """In a forked child: let go of the parent's descriptors without telling anybody."""
-    question: Callable[[ObserverConnection, Ask], None] | None = None
-    """The answerer of observers' questions; None: nobody may observe."""
     letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
     """The taker of each subject's letters, on the thread that reads the link."""
     controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)

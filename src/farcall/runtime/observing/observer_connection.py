@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from farcall.protocol.handshake import Established
 from farcall.protocol.observing import MAX_QUESTION_BYTES, Ask, Message, MessageDecoder, ObservingError, encode_framed
 from farcall.runtime.io.loop import READ, WRITE, Loop
 from farcall.transport.interface import Transport, TransportError
 
-__all__ = ["ObserverConnection", "ObserverConnections"]
+__all__ = ["ObserverConnection", "ObserverConnections", "Questions"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -24,27 +25,36 @@ MOST_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 16 * 1024
 
 
-OnQuestion = Callable[["ObserverConnection", Ask], None]
+class Questions(Protocol):
+    """The questions about a node, asked and answered; `farcall.observe` has them."""
+
+    def answer_observer(self, observer: ObserverConnection, ask: Ask) -> None:
+        """Answer a question of an observer. On the I/O thread."""
+
+    def explain(self, call: Any, done: Callable[[str], None]) -> None:
+        """Ask the callee about a pending call whose time is up. From any thread.
+
+        ``done`` gets the explanation once, on the I/O thread, within half a second.
+        """
 
 
 class ObserverConnections:
     """All observers that are connected to one node."""
 
-    def __init__(self, name: str, loop: Loop, on_question: Callable[[], OnQuestion | None]) -> None:
-        """``on_question()`` gives the function that answers; None: no observer is let in."""
+    def __init__(self, name: str, loop: Loop) -> None:
         self._name = name
         self._loop = loop
-        self._on_question = on_question
+        self.questions: Questions | None = None
+        """Given once, while the node starts; without it no observer is let in."""
         self._connected: set[ObserverConnection] = set()
 
     def admit(self, transport: Transport, established: Established) -> None:
         """Take over the connection of an observer that has proved itself."""
-        on_question = self._on_question()
-        if on_question is None:
+        if self.questions is None:
             transport.close()
             return
         logger.info("%s: an observer is connected over %s", self._name, transport.describe())
-        connection = ObserverConnection(transport, self._loop, on_question, self._connected.discard)
+        connection = ObserverConnection(transport, self._loop, self.questions, self._connected.discard)
         self._connected.add(connection)
         connection.start(established.leftover)
 
@@ -52,11 +62,6 @@ class ObserverConnections:
         """The node has ended."""
         for connection in list(self._connected):
             connection.close(f"{self._name} ended")
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors without telling the observers."""
-        for connection in self._connected:
-            connection.close_after_fork()
 
 
 class ObserverConnection:
@@ -66,13 +71,13 @@ class ObserverConnection:
         self,
         transport: Transport,
         loop: Loop,
-        on_question: OnQuestion,
+        questions: Questions,
         on_gone: Callable[[ObserverConnection], None],
     ) -> None:
         self._transport = transport
         self._descriptor = transport.fileno()
         self._loop = loop
-        self._on_question = on_question
+        self._questions = questions
         self._on_gone = on_gone
         self._decoder = MessageDecoder(MAX_QUESTION_BYTES)
         self._buffer = bytearray(_READ_BYTES)
@@ -113,11 +118,6 @@ class ObserverConnection:
         self._transport.close()
         self._on_gone(self)
 
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptor without telling the observer."""
-        self._closed = True
-        self._transport.close_after_fork()
-
     def _on_event(self, events: int) -> None:
         if events & WRITE:
             self._write()
@@ -150,7 +150,7 @@ class ObserverConnection:
                 logger.warning("an observer sent a %s (%s)", type(message).__name__, self._transport.describe())
                 self.close("it may only ask")
                 return
-            self._on_question(self, message)
+            self._questions.answer_observer(self, message)
 
     def _write(self) -> None:
         unsent = self._unsent

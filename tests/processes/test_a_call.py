@@ -1,0 +1,64 @@
+"""docs/a_call.md walks one call, one reference and one backward pass through the files that these really pass."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.kit.travel import SOURCE, Travel, measure
+
+PAGE = Path(__file__).parents[2] / "docs" / "a_call.md"
+MARGIN = 1.1
+"""Wakes of two processes coincide now and then, and not always in the same way."""
+
+
+@pytest.fixture(scope="module")
+def travels() -> dict[str, Travel]:
+    return measure()
+
+
+def section(name: str) -> str:
+    """The text under the heading that begins with ``name``."""
+    [text] = re.findall(rf"^## {name}[^\n]*\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    return text
+
+
+def files_named(text: str) -> set[str]:
+    return set(re.findall(r"`([a-z_/]+\.py)`", text))
+
+
+@pytest.mark.parametrize(
+    ("operation", "sections"),
+    [
+        ("call", ["One call"]),
+        ("reference", ["One call", "One reference"]),
+        ("backward", ["One call", "One backward pass"]),
+    ],
+)
+def test_the_page_names_the_files_that_an_operation_passes(
+    travels: dict[str, Travel], operation: str, sections: list[str]
+) -> None:
+    named = set().union(*(files_named(section(name)) for name in sections))
+    assert travels[operation].files - named == set()
+
+
+def test_every_file_on_the_page_exists() -> None:
+    assert [name for name in files_named(PAGE.read_text()) if not Path(SOURCE, name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "functions", "files"),
+    [
+        ("no-op", 95, 25),
+        ("call", 120, 28),
+        ("operator", 145, 29),
+        ("reference", 240, 41),
+        ("backward", 640, 46),
+    ],
+)
+def test_an_operation_does_not_travel_further_than_it_did(
+    travels: dict[str, Travel], operation: str, functions: int, files: int
+) -> None:
+    assert travels[operation].functions <= MARGIN * functions
+    assert len(travels[operation].files) <= MARGIN * files
