@@ -11,7 +11,7 @@ for a thread that runs user functions: the thread that reads it hands it to the 
 Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
 
 Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
-peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/standby.py`):
+peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/reader.py`):
 if it is slow after all, another thread takes the role over.
 """
 
@@ -115,7 +115,7 @@ class Recorder:
         node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self._close)
-        node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
+        node.hooks.unsettled.append(lambda: len(self.contexts.running))
         node.hooks.letters[GRADIENTS] = self.take_frame
         node.dispatcher.find_recording = self.find_context
 
@@ -230,7 +230,7 @@ class Recorder:
             try:
                 self.send(worker_id, ())
             except RpcError:
-                pass  # the worker is gone, and its contexts with it
+                self._held_back.pop(worker_id, None)  # the worker is gone, and its contexts with it
         return NEVER
 
     def submit(self, local: LocalPass) -> None:

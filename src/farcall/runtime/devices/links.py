@@ -10,7 +10,7 @@ The way to a peer, for each device of ours:
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
 Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: processes that
-take turns on a device pay for it, see `channel/pinned.py`. For that the host waits for the stream; so it is done for
+take turns on a device pay for it, see `channel/staging.py`. For that the host waits for the stream; so it is done for
 answers, which nobody could use earlier, and for calls from a stream that has nothing to do: a caller never waits for
 its device.
 
@@ -38,8 +38,7 @@ import torch
 
 from farcall.channel import staging
 from farcall.channel.device_api import DeviceApi
-from farcall.channel.device_pool import DevicePool, DeviceTicket
-from farcall.channel.device_segments import DeviceSegments
+from farcall.channel.device_memory import DevicePool, DeviceSegments, DeviceTicket
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
@@ -150,7 +149,7 @@ class DeviceLink:
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         known = DeviceTicket(*ticket)
         self.bytes_received += known.size
-        views = self._node.options.device_views and known.size >= VIEWED_BYTES
+        views = self._node.options.memory.device_views and known.size >= VIEWED_BYTES
         if not views or self._segments.devices[known.device] != target.index:
             try:
                 return self._segments.copy_out(known, target)
@@ -252,7 +251,7 @@ class DeviceLink:
     def _try(self, device: int) -> None:
         """Ask the peer whether it can open memory of this device."""
         peer = self._peer
-        if not self._node.options.device_sharing or not isinstance(peer, RemotePeer):
+        if not self._node.options.memory.device_sharing or not isinstance(peer, RemotePeer):
             self._ways[device] = False
             return
         memory = self._api.allocate(device, TRIED_BYTES)
@@ -273,7 +272,7 @@ class DeviceLink:
         why_not = ""
         try:
             device = self._api.find(message.name)
-            if not self._node.options.device_sharing:
+            if not self._node.options.memory.device_sharing:
                 why_not = "it is switched off there"
             elif device is None:
                 why_not = "that device is not visible there"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from farcall.channel.device_api import CudaApi, DeviceApi
-from farcall.channel.device_pool import DevicePool, PoolStats
+from farcall.channel.device_memory import DevicePool, PoolStats
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.links import DeviceLink, LocalDeviceLink
@@ -43,7 +43,7 @@ class NodeDevices:
         self.name = name
         self.options = options
         self.api: DeviceApi | CudaApi = api or CudaApi()
-        self.pool: DevicePool = DevicePool(self.api, options.device_memory_limit_bytes)
+        self.pool: DevicePool = DevicePool(self.api, options.memory.device_memory_limit_bytes)
         self.lanes: StreamPool = StreamPool(lambda: self.devices)
         self.answers: StreamPool = StreamPool(lambda: self.devices, ordered=False)
         """For answers that nobody's stream waits for yet."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
-from farcall.channel.shared_memory import SegmentMap
+from farcall.channel.segment_map import SegmentMap
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
@@ -33,8 +33,8 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
-from farcall.protocol.membership import LinkGivenUp, Status
-from farcall.protocol.membership.messages import Introduction
+from farcall.protocol.membership.events import LinkGivenUp
+from farcall.protocol.membership.messages import Introduction, Status
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
@@ -45,8 +45,7 @@ from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -144,7 +143,7 @@ class PeerTable:
             self._resources.loop,
             partial(self._on_frame, peer),
             partial(self._on_broken, peer),
-            self._options.send_backlog_limit_bytes,
+            self._options.limits.send_backlog_limit_bytes,
             allocate=self._resources.memory.take,
             busy_wait_s=self._options.busy_wait_s,
             acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
@@ -301,7 +300,7 @@ class PeerTable:
             self.on_silent(member.incarnation)
         self._watcher.on_change("suspected" if suspected else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
-        if not suspected and self._options.reconnect_s and (peer is None or peer.broken):
+        if not suspected and self._options.membership.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
             # others would lose references between those, too.
             self.watch.feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
@@ -310,7 +309,7 @@ class PeerTable:
         """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.link.up and peer not in self._silent:
-            look_at = monotonic() + SILENT_PART * self._options.suspicion_s
+            look_at = monotonic() + SILENT_PART * self._options.membership.suspicion_s
             self._silent[peer] = (look_at, peer.link.progress)
             self._timer.at(look_at)
 
@@ -389,9 +388,3 @@ class PeerTable:
             else:
                 nearest = min(nearest, end)
         return nearest
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for peer in self.everyone():
-            peer.link.close_after_fork()
-        self.connector.close_after_fork()
