@@ -1,8 +1,8 @@
 """`Retry`: calling again where the network failed a call, for functions that may run twice.
 
-farcall runs a request at most once. A broken connection is mended below all calls (`runtime/reconnect.py`), so what is
+farcall runs a request at most once. A broken connection is mended below all calls (`runtime/link`), so what is
 left to fail is a large message that was on its way when a connection broke, a peer that is dead, and one that refuses
-calls because too many wait there (`runtime/admission.py`). Whoever knows that a function may run twice can say so with
+calls because too many wait there (`runtime/calls/admission.py`). Whoever knows that a function may run twice can say so with
 ``retry=``, call by call; everybody else gets the error.
 
     what is known of the failed call         tried again
