@@ -241,7 +241,9 @@ class NodeReferences:
 
     def _flush_soon(self, peer: Peer) -> None:
         self._unflushed.add(peer)
-        self._timer.at(monotonic() + CONFIRM_S)
+        when = monotonic() + CONFIRM_S
+        if when < self._timer.due:  # in a burst of creations a nearer time is named already
+            self._timer.at(when)
 
     def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
