@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farcall.channel.device_api import Export
-from farcall.channel.interface import Lease, leased
+from farcall.channel.host_memory import Lease, leased
 
 
 class FakeApi:

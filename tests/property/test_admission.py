@@ -6,9 +6,9 @@ from collections import deque
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kit.clock import Clock
 
 from farcall.runtime.calls.admission import Admission, Fullness
-from farcall.runtime.io.timers import Timers
 
 CALLERS = 3
 EVENTS = st.one_of(
@@ -49,8 +49,8 @@ class Caller:
 @given(st.integers(1, 6), st.lists(EVENTS, max_size=60))
 def test_any_order_of_events(limit: int, events: list[tuple[str, int | None, bool | None]]) -> None:
     queued = 0
-    timers = Timers(lambda: None)
-    admission = Admission(limit, lambda: queued, timers.timer)
+    clock = Clock()
+    admission = Admission(limit, lambda: queued, clock.timer)
     callers = [Caller() for _ in range(CALLERS)]
     held: list[Fullness] = []
     for kind, number, refusable in events:
@@ -64,7 +64,7 @@ def test_any_order_of_events(limit: int, events: list[tuple[str, int | None, boo
             assert refused == (full and refusable)
             if full and not refusable:
                 assert caller.told
-                assert timers.named, "nobody would look whether there is room"
+                assert clock.named, "nobody would look whether there is room"
             queued += not refused
         elif kind == "run" and number is not None:
             queued = max(0, queued - number)

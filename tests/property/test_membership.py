@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership import (
+from farcall.protocol.membership.events import (
     Departed,
     Effect,
     Event,
@@ -28,16 +28,13 @@ from farcall.protocol.membership import (
     MemberDied,
     MemberJoined,
     MemberLeft,
-    MembershipMachine,
     MembershipOptions,
-    Message,
     Received,
     Refused,
     Send,
-    State,
-    Status,
-    Update,
 )
+from farcall.protocol.membership.machine import MembershipMachine, State
+from farcall.protocol.membership.messages import Message, Status, Update
 from farcall.protocol.membership.table import Table
 
 INDEX = st.integers(0, 1 << 16)

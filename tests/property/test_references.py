@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.simulation.reference_cluster import LINGER_S, Cluster
 
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 
 INDEX = st.integers(0, 1 << 16)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership import (
+from farcall.protocol.membership.events import (
     Admitted,
     Departed,
     Effect,
@@ -27,14 +27,13 @@ from farcall.protocol.membership import (
     LocalJoin,
     LocalLeave,
     MemberDied,
-    MembershipMachine,
     MembershipOptions,
     MemberSuspected,
     Received,
     Refused,
     Send,
-    State,
 )
+from farcall.protocol.membership.machine import MembershipMachine, State
 from farcall.protocol.membership.messages import Entries, JoinAnswer, Message
 
 NEVER = math.inf

@@ -12,16 +12,23 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from farcall.ids import ForkId, RefId
-from farcall.protocol.references import (
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import (
     Confirmed,
+    CreationAnswered,
+    CreationWithdrawn,
+    Dropped,
     Effect,
     Fork,
+    ForkWithdrawn,
     FreeValue,
     Inquire,
     Lost,
+    MemberDied,
+    MemberJoined,
     Message,
     NeverCreated,
-    References,
+    Received,
     Send,
 )
 
@@ -82,7 +89,7 @@ class Cluster:
             self.post(me, owner, Creation(fork))
         if owner not in member.knows_dead:
             self.hold(me, fork)
-        self.carry_out(me, member.machine.collect(self.now))
+        self.carry_out(me, member.machine.handle_deadline(self.now))
 
     def own_local(self, me: int) -> None:
         fork = self.members[me].machine.own_local()
@@ -103,8 +110,8 @@ class Cluster:
         if from_destructor:
             member.machine.released.append(fork)
         else:
-            member.machine.drop(fork)
-        self.carry_out(me, member.machine.collect(self.now))
+            self.carry_out(me, member.machine.handle(Dropped(fork), self.now))
+        self.carry_out(me, member.machine.handle_deadline(self.now))
 
     def withdraw(self, packet_index: int, may_arrive: bool) -> None:
         """The sender does not know whether a payload or a creation arrived, or ever will."""
@@ -116,13 +123,13 @@ class Cluster:
         machine = self.members[packet.sender].machine
         if isinstance(packet.content, Creation):
             self.withdrawn.add(packet.content.fork.ref)
-            machine.withdraw_creation(packet.content.fork)
+            self.carry_out(packet.sender, machine.handle(CreationWithdrawn(packet.content.fork), self.now))
         else:
             for fork in packet.content.forks:
                 # The judge asks for no more than this: if it does arrive, its value must still be there.
                 self.travelling.get(fork.ref, {}).pop(fork.fork_id, None)
-                machine.withdraw(fork)
-        self.carry_out(packet.sender, machine.collect(self.now))
+                self.carry_out(packet.sender, machine.handle(ForkWithdrawn(fork), self.now))
+        self.carry_out(packet.sender, machine.handle_deadline(self.now))
 
     def post(self, sender: int, receiver: int, content: Creation | Response | Payload | Message) -> None:
         if receiver in self.members:
@@ -145,7 +152,7 @@ class Cluster:
                     self.post(packet.receiver, packet.sender, Response(fork))
             case Response(fork):
                 if packet.sender not in member.knows_dead:
-                    machine.confirm_created(fork)
+                    self.carry_out(packet.receiver, machine.handle(CreationAnswered(fork), self.now))
             case Payload(forks):
                 for fork in forks:
                     known = machine.receive(fork, packet.sender)
@@ -157,11 +164,11 @@ class Cluster:
                 if isinstance(message, Inquire) and packet.sender not in member.knows_dead:
                     for dead in message.dead:
                         self.note_death(packet.receiver, dead)
-                self.carry_out(packet.receiver, machine.handle(packet.sender, message, self.now))
+                self.carry_out(packet.receiver, machine.handle(Received(packet.sender, message), self.now))
                 if isinstance(message, Inquire):
                     self.check_losses(packet.receiver)
                 return
-        self.carry_out(packet.receiver, machine.collect(self.now))
+        self.carry_out(packet.receiver, machine.handle_deadline(self.now))
 
     def lose(self, packet_index: int) -> None:
         packet = self.packets[packet_index]
@@ -186,16 +193,19 @@ class Cluster:
     def join(self) -> None:
         """A new process; everyone hears of it before anyone sends it anything."""
         self.newest += 1
-        for member in self.members.values():
-            member.machine.member_joined(self.newest)
+        effects = {
+            me: member.machine.handle(MemberJoined(self.newest), self.now) for me, member in self.members.items()
+        }
         self.members[self.newest] = Member(self.newest, list(self.members))
+        for me, found in effects.items():
+            self.carry_out(me, found)
         for me in self.members:
-            self.carry_out(me, self.members[me].machine.collect(self.now))
+            self.carry_out(me, self.members[me].machine.handle_deadline(self.now))
 
     def tell_death(self, index: int) -> None:
         me, dead = self.untold[index]
         self.note_death(me, dead)
-        self.carry_out(me, self.members[me].machine.member_died(dead, self.now))
+        self.carry_out(me, self.members[me].machine.handle(MemberDied(dead), self.now))
         self.check_losses(me)
 
     def note_death(self, me: int, dead: int) -> None:

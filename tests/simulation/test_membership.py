@@ -17,7 +17,8 @@ from functools import partial
 import pytest
 from tests.simulation.membership_cluster import Cluster, Node, Process
 
-from farcall.protocol.membership import MembershipOptions, State
+from farcall.protocol.membership.events import MembershipOptions
+from farcall.protocol.membership.machine import State
 from farcall.protocol.membership.messages import MAX_UPDATES
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"

@@ -11,7 +11,7 @@ import random
 import pytest
 from tests.simulation.reference_cluster import LINGER_S, Cluster, Payload
 
-from farcall.protocol.references import Accept, Answer, Confirm, Fork, Register
+from farcall.protocol.references.messages import Accept, Answer, Confirm, Fork, Register
 
 MEMBERS = 100
 OPERATIONS = 100_000

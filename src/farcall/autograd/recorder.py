@@ -11,7 +11,7 @@ for a thread that runs user functions: the thread that reads it hands it to the 
 Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
 
 Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
-peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/standby.py`):
+peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/reader.py`):
 if it is slow after all, another thread takes the role over.
 """
 

@@ -21,7 +21,8 @@ try:
 except ImportError:  # not POSIX: shared memory is never used, but importing must work
     pass
 
-from farcall.channel.interface import Lease, SegmentRefused, address_of, leased
+from farcall.channel.host_memory import Lease, address_of, leased
+from farcall.channel.segments import SegmentRefused
 
 _SEAL_SHRINK = 0x0002
 

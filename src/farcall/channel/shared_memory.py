@@ -6,7 +6,7 @@ receiver: one per link, the peer's segments mapped once. A descriptor travels on
 batches.
 
 The pool owns who holds what: peers, by what was lent to them, and the user, by tensors made in a segment. Which bytes
-of which segment a block gets is `arena.py`'s business.
+of which segment a block gets is `segments.py`'s business.
 
 Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
 and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
@@ -26,20 +26,10 @@ from typing import NamedTuple
 
 import torch
 
-from farcall.channel.arena import Arena
-from farcall.channel.host import host_token
-from farcall.channel.interface import Lease, SegmentRefused, leased, rounded_size
-from farcall.channel.segment import Block
-from farcall.channel.segment_map import SegmentMap
+from farcall.channel.host_memory import Lease, leased, rounded_size
+from farcall.channel.segments import Arena, Block, SegmentRefused
 
-__all__ = [
-    "Block",
-    "Offer",
-    "SegmentMap",
-    "SegmentPool",
-    "SegmentRefused",
-    "host_token",
-]
+__all__ = ["Offer", "SegmentPool"]
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
-from farcall.transport.absent import Absent
+from farcall.transport.interface import Absent
 
 __all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
 

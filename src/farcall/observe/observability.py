@@ -38,7 +38,6 @@ class Observability:
         if options.metrics_port is not None:
             server = MetricsServer(runtime, options.metrics_host, options.metrics_port)
             runtime.hooks.ended.append(server.close)
-            runtime.hooks.forked.append(server.close_after_fork)
             self.metrics_port = server.port
             logger.info("%s: metrics are served at port %d", runtime.info.name, server.port)
         if options.dashboard_port is not None:
@@ -57,7 +56,6 @@ class Observability:
         dashboard = Dashboard(connect, options.dashboard_host, port, options.secret_bytes)
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
-        runtime.hooks.forked.append(dashboard.close_after_fork)
         self.dashboard_url = dashboard.url
         logger.info("%s: the dashboard is at %s", runtime.info.name, dashboard.url)
 

@@ -14,6 +14,7 @@ from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
+from farcall.transport.descriptors import close_in_children
 
 __all__ = ["MetricsServer"]
 
@@ -40,6 +41,7 @@ class MetricsServer:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
         self.port: int = int(self._server.server_port)
         """The port that was asked for, or chosen."""
+        close_in_children(self)
 
     def close(self) -> None:
         """Stop serving."""

@@ -17,7 +17,7 @@ from farcall.errors import InitError
 from farcall.observe.snapshot import function_title
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import decode_notes
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request

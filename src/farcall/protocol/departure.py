@@ -24,9 +24,8 @@ thing to read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.protocol.messages import (
     DepartureAcknowledged,
@@ -35,30 +34,6 @@ from farcall.protocol.messages import (
     DepartureReport,
     DepartureStatus,
 )
-
-__all__ = [
-    "ACKNOWLEDGE_GRACE_S",
-    "ACTIONS",
-    "LOST_LINK_GRACE_S",
-    "MAX_LATE_NAMED",
-    "NOT_CALLED",
-    "STATUS_INTERVAL_S",
-    "Departure",
-    "DepartureMessage",
-    "DepartureState",
-    "Effect",
-    "Event",
-    "Finished",
-    "Late",
-    "LocalBusy",
-    "LocalEntered",
-    "LocalIdle",
-    "LogWaiting",
-    "PeerGone",
-    "Received",
-    "Send",
-    "TimedOut",
-]
 
 STATUS_INTERVAL_S: Final = 5.0
 NOT_CALLED: Final = "has not called shutdown"
@@ -69,57 +44,49 @@ MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
 DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
 
 
-@dataclass(frozen=True, slots=True)
-class LocalEntered:
+class LocalEntered(NamedTuple):
     """The user called shutdown here; a ``timeout_s`` of 0 means no bound."""
 
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LocalIdle:
+class LocalIdle(NamedTuple):
     """No call is being waited for or served here; ``activity`` counts all that ever were."""
 
     activity: int
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBusy:
+class LocalBusy(NamedTuple):
     """``calls_in_flight`` calls are being waited for or served here."""
 
     calls_in_flight: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(NamedTuple):
     """The link to ``rank`` has ended and everything it brought has been handled: dead or left."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A departure message came from ``rank``."""
 
     rank: int
     message: DepartureMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send ``message`` to ``rank``; if its link has ended, do nothing."""
 
     rank: int
     message: DepartureMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """This node may close its links, once what it was told to send is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(NamedTuple):
     """A member that is waited for, and why."""
 
     name: str
@@ -129,16 +96,14 @@ class Late:
         return f"{self.name} {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
-class LogWaiting:
+class LogWaiting(NamedTuple):
     """Still waiting: tell the user for whom (and for how many more)."""
 
     late: tuple[Late, ...]
     unnamed_count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+class TimedOut(NamedTuple):
     """The bound given to shutdown has passed; this node gives up on the others."""
 
     late: tuple[Late, ...]

@@ -3,7 +3,7 @@
 Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
 that Python callbacks were attached to, or whose value names classes, is completed by a worker thread, and only others
 by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
-reader, under the watch of `standby.py`.)
+reader, under the watch of `reader.py`.)
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import torch
 from farcall.errors import NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
 from farcall.rpc.future import Future
 from farcall.rpc.owned_values import OnWorker

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from farcall.errors import ReferenceLeak
 from farcall.ids import RefId
-from farcall.protocol.references import Farewell
+from farcall.protocol.references.messages import Farewell
 from farcall.rpc.owned_values import NOT_MADE
 from farcall.runtime.peers.peer import RemotePeer
 

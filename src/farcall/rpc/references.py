@@ -25,10 +25,12 @@ from typing import Any, get_args
 
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
-from farcall.protocol import references as protocol
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
-from farcall.protocol.references import Fork, FreeValue, Lost, NeverCreated, References, ReleasedForks, Send
+from farcall.protocol.references import messages as protocol
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import Fork, FreeValue, Lost, NeverCreated, Send
+from farcall.protocol.references.outbox import ReleasedForks
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.rpc.owned_values import KeptRequest, Owned, OwnedValues, dispose
 from farcall.rpc.owner_calls import Creation
@@ -150,18 +152,15 @@ class NodeReferences:
     def confirm_created(self, fork: Fork) -> None:
         """The owner has answered the creating call."""
         with self._lock:
-            self._machine.confirm_created(fork)
-            if not self._machine.has_news:
+            effects = self._machine.handle(protocol.CreationAnswered(fork), monotonic())
+            if not effects and self._machine.next_deadline() is None:
                 return
-            freed = self._carry_out()
+            freed = self._carry_out(effects)
         dispose(self.node, freed)
 
     def withdraw_creation(self, fork: Fork) -> None:
         """The creating call was not sent, or its answer did not come."""
-        with self._lock:
-            self._machine.withdraw_creation(fork)
-            freed = self._carry_out()
-        dispose(self.node, freed)
+        self._tell(protocol.CreationWithdrawn(fork))
 
     def refused_creation(self, fork: Fork, error: RpcError) -> None:
         """The owner has refused the creating call, and knows nothing of the reference."""
@@ -188,10 +187,7 @@ class NodeReferences:
 
     def withdraw(self, fork: Fork) -> None:
         """The message that carried ``fork`` was not sent, or may not have been."""
-        with self._lock:
-            self._machine.withdraw(fork)
-            freed = self._carry_out()
-        dispose(self.node, freed)
+        self._tell(protocol.ForkWithdrawn(fork))
 
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Account for the forks of an arrived message, on the thread that reads its link.
@@ -227,7 +223,7 @@ class NodeReferences:
                 if not held:
                     rref._release = _release_nothing
                 arrived.append(rref)
-            freed = self._carry_out() if machine.has_news else ()
+            freed = self._carry_out(machine.handle_deadline(monotonic())) if machine.has_news else ()
         if freed:
             dispose(self.node, freed)
         frame.forks = arrived
@@ -334,7 +330,7 @@ class NodeReferences:
                 unsent, self._unsent = self._unsent, []
                 for effect in unsent:
                     self._send(effect)
-                freed = self._carry_out(now)
+                freed = self._carry_out(self._machine.handle_deadline(now))
             dispose(self.node, freed)
         due = min((deadline for deadline, _, _ in list(self._deferred)), default=NEVER)
         if self._failed or self._unsent:
@@ -348,10 +344,7 @@ class NodeReferences:
         self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
-        now = monotonic()
-        with self._lock:
-            freed = self._carry_out(now, self._machine.handle(peer.number, message, now))
-        dispose(self.node, freed)
+        self._tell(protocol.Received(peer.number, message))
         if self.shutdown.checks_leaks:
             self.node.something_ended()
 
@@ -359,27 +352,30 @@ class NodeReferences:
         with self._lock:
             self._workers[peer.number] = peer.info
             self._lost.discard(peer.number)  # given up when a message with its values came long before word of it
-            self._machine.member_joined(peer.number)
+            freed = self._carry_out(self._machine.handle(protocol.MemberJoined(peer.number), monotonic()))
+        dispose(self.node, freed)
         if self._deferred:
             self.node.call_soon(self._deliver_deferred)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         member = peer.number
-        now = monotonic()
         with self._lock:
             self._lost.add(member)
             self.shutdown.on_peer_gone()
             if self.shutdown.agreed:
                 return  # all members leave: no round of questions about the dead
-            freed = self._carry_out(now, self._machine.member_died(member, now))
+            freed = self._carry_out(self._machine.handle(protocol.MemberDied(member), monotonic()))
             freed += self._values.abandon(member, self._machine.lists)
         dispose(self.node, freed)
 
-    def _carry_out(self, now: float | None = None, effects: Iterable[protocol.Effect] | None = None) -> list[Owned]:
-        """Under the lock: carry out effects, by default those that wait; returns the values to `dispose` of."""
-        machine = self._machine
-        if effects is None:
-            effects = machine.collect(monotonic() if now is None else now)
+    def _tell(self, event: protocol.Event) -> None:
+        """Tell the machine of an event, and carry out its effects."""
+        with self._lock:
+            freed = self._carry_out(self._machine.handle(event, monotonic()))
+        dispose(self.node, freed)
+
+    def _carry_out(self, effects: Iterable[protocol.Effect]) -> list[Owned]:
+        """Under the lock: carry out effects; returns the values to `dispose` of."""
         freed: list[Owned] = []
         for effect in effects:
             if effect.__class__ is FreeValue:
@@ -394,7 +390,7 @@ class NodeReferences:
                 self._values.never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
-        deadline = machine.next_deadline()
+        deadline = self._machine.next_deadline()
         if deadline is not None:
             self._timer.at(deadline)
         return freed
@@ -416,12 +412,10 @@ class NodeReferences:
         with self.node.calls.waiting():
             while self._machine.unsettled and monotonic() < deadline:
                 with self._lock:
-                    freed = self._carry_out(None, self._machine.flush())
+                    freed = self._carry_out(self._machine.handle_deadline(NEVER))
                 dispose(self.node, freed)
                 sleep(0.002)
-        with self._lock:
-            freed = self._carry_out(None, self._machine.drop_all_users_and_unforked_owners())
-        dispose(self.node, freed)
+        self._tell(protocol.AllDropped())
 
     @property
     def unsettled(self) -> int:

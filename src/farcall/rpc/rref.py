@@ -31,7 +31,7 @@ from farcall.errors import (
     SerializationError,
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.owned_values import OnWorker, Owned, wait_for_value
 from farcall.rpc.owner_calls import (

@@ -101,10 +101,6 @@ class Transport(ABC):
     def wait_writable(self, timeout_s: float) -> bool:
         """Wait until ``send`` takes something or fails; False after ``timeout_s``."""
 
-    @abstractmethod
-    def close_after_fork(self) -> None:
-        """In a forked child: give back the descriptor, and leave the parent's connection alone."""
-
     def take_descriptors(self) -> list[int]:
         """Descriptors received so far, oldest first; they become the caller's to close.
 
@@ -151,6 +147,55 @@ class Transport(ABC):
         """For people: both ends, as in ``tcp 10.0.0.1:4000 -> 10.0.0.2:5000``."""
 
 
+class Absent(Transport):
+    """The transport of a link that has had no connection yet: it takes nothing and brings nothing.
+
+    So a link is one thing from the moment a member is known: what is sent to it before it is connected waits, as it
+    does while a connection is broken.
+    """
+
+    __slots__ = ("_closed", "kind")
+
+    def __init__(self, kind: str = "absent") -> None:
+        """``kind``: what it would have been."""
+        self.kind: str = kind
+        self._closed = False
+
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        return 0
+
+    def receive_into(self, view: memoryview) -> int | None:
+        return None
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        return False
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        return False
+
+    def fileno(self) -> int | None:
+        return None
+
+    def watch(self, on_readable: Callable[[], None] | None, on_writable: Callable[[], None] | None) -> None:
+        pass
+
+    def end_sending(self) -> None:
+        pass
+
+    def interrupt(self) -> None:
+        self._closed = True
+
+    def close(self) -> None:
+        self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def describe(self) -> str:
+        return "not connected yet"
+
+
 class Listener(ABC):
     """A place others can dial."""
 
@@ -174,7 +219,3 @@ class Listener(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop listening and leave nothing behind. Idempotent."""
-
-    @abstractmethod
-    def close_after_fork(self) -> None:
-        """In a forked child: give back the descriptor; names and files are the parent's."""

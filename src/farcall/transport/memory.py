@@ -144,9 +144,6 @@ class MemoryTransport(Transport):
                 lambda: pipe.filled_bytes < pipe.capacity_bytes or pipe.reader_gone or self._closed, timeout_s
             )
 
-    def close_after_fork(self) -> None:
-        self._closed = True
-
     def fileno(self) -> int | None:
         return None
 
@@ -253,9 +250,6 @@ class MemoryListener(Listener):
         self._on_acceptable = on_acceptable
         if on_acceptable is not None and self._waiting:
             on_acceptable()
-
-    def close_after_fork(self) -> None:
-        self._waiting.clear()
 
     def close(self) -> None:
         with _listeners_lock:

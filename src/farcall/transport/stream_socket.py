@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 from typing import ClassVar
 
+from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import (
     Buffer,
     DialFailed,
@@ -53,6 +54,7 @@ class SocketTransport(Transport):
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
         stream.settimeout(None)
+        close_in_children(self)
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         if descriptors:
@@ -95,8 +97,9 @@ class SocketTransport(Transport):
         return bool(self._writable.poll(timeout_s * 1000.0))
 
     def close_after_fork(self) -> None:
+        """In a forked child: no shutdown(), which would end the parent's connection as well."""
         self._closed = True
-        self._socket.close()  # no shutdown(): that would end the parent's connection as well
+        self._socket.close()
 
     def fileno(self) -> int | None:
         return self._socket.fileno()
@@ -161,6 +164,7 @@ class SocketListener(Listener):
         self._socket = listening
         self._closed = False
         self.address: str = address
+        close_in_children(self)
 
     def accept(self) -> Transport | None:
         try:
@@ -188,6 +192,7 @@ class SocketListener(Listener):
         self._socket.close()
 
     def close_after_fork(self) -> None:
+        """In a forked child: names and files belong to the parent."""
         self._closed = True
         self._socket.close()
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.segments import SegmentRefused
+from farcall.channel.shared_memory import SegmentPool
 
 SIZE_BYTES = 1 << 20
 Received = tuple[SegmentMap, list[memoryview]]

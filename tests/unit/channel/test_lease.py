@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from farcall.channel.interface import ALIGNMENT_BYTES, leased, rounded_size
+from farcall.channel.host_memory import ALIGNMENT_BYTES, leased, rounded_size
 
 DERIVED: dict[str, Callable[[memoryview], Any]] = {
     "the view itself": lambda view: view,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farcall.channel.recycled import ReceivePool
+from farcall.channel.host_memory import ReceivePool
 
 MEBIBYTE = 1 << 20
 

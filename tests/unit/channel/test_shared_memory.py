@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from farcall.channel.copying import copy_bytes
-from farcall.channel.interface import ALIGNMENT_BYTES
-from farcall.channel.segment import segments_work
-from farcall.channel.shared_memory import Block, SegmentMap, SegmentPool, SegmentRefused, host_token
+from farcall.channel.host_memory import ALIGNMENT_BYTES, copy_bytes
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.segments import Block, SegmentRefused, host_token, segments_work
+from farcall.channel.shared_memory import SegmentPool
 
 pytestmark = pytest.mark.skipif(not segments_work(), reason="no sealed memory files here")
 

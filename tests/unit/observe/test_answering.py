@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.kit.clock import Clock
 
 from farcall.ids import WorkerInfo
 from farcall.observe.answering import CALL_STATE, SILENT_S, Answering, CallState, explaining_s, explanation
@@ -23,7 +24,6 @@ from farcall.observe.snapshot import (
     outgoing_call,
 )
 from farcall.protocol.observing import Ask, Told
-from farcall.runtime.io.timers import Timers
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import RemotePeer
 
@@ -53,8 +53,8 @@ class FakeNode:
         self.info = WorkerInfo("w0", 0)
         self.running = True
         self.hooks = Hooks()
-        self.timers = Timers(lambda: None)
-        self.timer = self.timers.timer
+        self.clock = Clock()
+        self.timer = self.clock.timer
 
     def use_questions(self, questions: Answering) -> None:
         pass
@@ -106,10 +106,10 @@ def test_a_peer_that_is_silent_is_not_asked_again_for_a_while(
     monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
     peer = FakePeer()
     heard = ask(answering, peer)
-    node.timers.run_due(100.2)
-    assert node.timers.next_due == pytest.approx(100.3)
+    node.clock.turn_to(100.2)
+    assert node.clock.due == pytest.approx(100.3)
     assert heard == []
-    node.timers.run_due(100.4)
+    node.clock.turn_to(100.4)
     assert heard == [b""]
     assert ask(answering, peer) == [b""]
     assert len(peer.sent) == 1

@@ -9,7 +9,8 @@ import pytest
 
 from farcall.errors import NetworkError
 from farcall.ids import ForkId, RefId
-from farcall.protocol import membership, messages, observing, references
+from farcall.protocol import messages, observing
+from farcall.protocol.membership import messages as membership
 from farcall.protocol.messages import (
     BlocksReleased,
     CallCancelled,
@@ -35,6 +36,7 @@ from farcall.protocol.messages import (
     decode_message,
     encode_message,
 )
+from farcall.protocol.references import messages as references
 
 FORK = references.Fork(RefId(1, 2), ForkId(1, 3), owner=4, holder=1, number=5)
 EXAMPLES = [
@@ -83,8 +85,8 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_every_message_is_exported() -> None:
-    exported = {getattr(module, name) for module in (messages, references, observing) for name in module.__all__}
-    assert set(get_args(Message)) <= exported | set(get_args(membership.Message))
+    exported = {getattr(module, name) for module in (messages, observing) for name in module.__all__}
+    assert set(get_args(Message)) <= exported | {*get_args(membership.Message), *get_args(references.Message)}
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)

@@ -7,35 +7,88 @@ import threading
 import msgspec
 import pytest
 
-from farcall.protocol.references import (
+from farcall.protocol.references.machine import References
+from farcall.protocol.references.messages import (
     Accept,
+    AllDropped,
     Answer,
     Confirm,
     Confirmed,
+    CreationAnswered,
+    CreationWithdrawn,
+    Dropped,
     Effect,
+    Event,
     Fork,
+    ForkWithdrawn,
     FreeValue,
     Inquire,
     Lost,
+    MemberDied,
+    MemberJoined,
     Message,
     NeverCreated,
-    References,
+    Received,
     Register,
     Release,
-    ReleasedForks,
     Send,
     Withdraw,
 )
+from farcall.protocol.references.outbox import ReleasedForks
 
 OWNER, ANNA, BEN, CARL = 1, 2, 3, 4
 EVERYONE = [OWNER, ANNA, BEN, CARL]
+
+
+class Member(References):
+    """A machine, with a word for each thing that happens to it; effects are kept until a test asks for them."""
+
+    kept: tuple[Effect, ...] = ()
+
+    def tell(self, event: Event, now: float = 0.0) -> list[Effect]:
+        self.kept += tuple(self.handle(event, now))
+        return list(self.kept)
+
+    def hear(self, sender: int, message: Message, now: float) -> list[Effect]:
+        self.tell(Received(sender, message), now)
+        return self.collect(now)
+
+    def confirm_created(self, fork: Fork) -> None:
+        self.tell(CreationAnswered(fork))
+
+    def withdraw(self, fork: Fork) -> None:
+        self.tell(ForkWithdrawn(fork))
+
+    def withdraw_creation(self, fork: Fork) -> None:
+        self.tell(CreationWithdrawn(fork))
+
+    def drop(self, fork: Fork) -> None:
+        self.tell(Dropped(fork))
+
+    def drop_all(self) -> list[Effect]:
+        self.tell(AllDropped())
+        return self.collect(0.0)
+
+    def member_joined(self, member: int) -> None:
+        self.tell(MemberJoined(member))
+
+    def member_died(self, member: int, now: float) -> list[Effect]:
+        self.tell(MemberDied(member), now)
+        return self.collect(now)
+
+    def collect(self, now: float) -> list[Effect]:
+        kept, self.kept = self.kept, ()
+        return [*kept, *self.handle_deadline(now)]
+
+    def flush(self) -> list[Effect]:
+        return self.collect(float("inf"))
 
 
 class Trio:
     """Four machines and no network: a test carries each message itself."""
 
     def __init__(self) -> None:
-        self.owner, self.anna, self.ben, self.carl = (References(me, EVERYONE, linger_s=1.0) for me in EVERYONE)
+        self.owner, self.anna, self.ben, self.carl = (Member(me, EVERYONE, linger_s=1.0) for me in EVERYONE)
 
     def created_by_anna(self) -> Fork:
         fork = self.anna.create(OWNER)
@@ -63,7 +116,7 @@ def only(effects: list[Effect], to: int) -> Message:
 
 
 def test_references_and_forks_are_numbered_together() -> None:
-    machine = References(ANNA, EVERYONE)
+    machine = Member(ANNA, EVERYONE)
     owned, created, more = machine.own_local(), machine.create(OWNER), machine.own_local()
     assert (owned.ref.local_id, created.ref.local_id, created.fork_id.local_id, more.ref.local_id) == (0, 1, 2, 3)
     forks = [owned, created, more, machine.fork(owned, BEN)]
@@ -81,7 +134,7 @@ def test_creation_and_drop_cost_one_release(trio: Trio) -> None:
     trio.anna.drop(fork)
     release = only(trio.anna.flush(), OWNER)
     assert release == Release([(fork.ref, fork.fork_id)])
-    assert trio.owner.handle(ANNA, release, 0.0) == [FreeValue(fork.ref)]
+    assert trio.owner.hear(ANNA, release, 0.0) == [FreeValue(fork.ref)]
 
 
 def test_drop_before_the_response_waits_for_it(trio: Trio) -> None:
@@ -110,7 +163,7 @@ def test_owner_to_user_is_listed_when_sent(trio: Trio) -> None:
     assert trio.anna.confirmed_by_owner(hers)
     assert trio.anna.flush() == []
     trio.anna.drop(hers)
-    assert trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0) == [FreeValue(mine.ref)]
+    assert trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0) == [FreeValue(mine.ref)]
 
 
 def test_user_to_owner_keeps_the_sender_until_accepted(trio: Trio) -> None:
@@ -121,8 +174,8 @@ def test_user_to_owner_keeps_the_sender_until_accepted(trio: Trio) -> None:
     assert trio.owner.receive(back, ANNA)
     accept = only(trio.owner.flush(), ANNA)
     assert accept == Accept([back.fork_id])
-    trio.anna.handle(OWNER, accept, 0.0)
-    trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0)
+    trio.anna.hear(OWNER, accept, 0.0)
+    trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0)
     assert trio.owner.holds(back)
     trio.owner.drop(back)
     assert trio.owner.flush() == [FreeValue(hers.ref)]
@@ -136,11 +189,11 @@ def test_user_to_user(trio: Trio) -> None:
     assert trio.ben.receive(his, ANNA)
     register = only(trio.ben.flush(), OWNER)
     assert register == Register([his])
-    confirm = only(trio.owner.handle(BEN, register, 0.0), BEN)
+    confirm = only(trio.owner.hear(BEN, register, 0.0), BEN)
     assert confirm == Confirm([(his.ref, his.fork_id)])
-    assert trio.ben.handle(OWNER, confirm, 0.0) == [Confirmed(his)]
+    assert trio.ben.hear(OWNER, confirm, 0.0) == [Confirmed(his)]
     accept = only(trio.ben.flush(), ANNA)
-    trio.anna.handle(BEN, accept, 0.0)
+    trio.anna.hear(BEN, accept, 0.0)
     assert only(trio.anna.flush(), OWNER) == Release([(hers.ref, hers.fork_id)])
 
 
@@ -149,8 +202,8 @@ def test_user_to_itself(trio: Trio) -> None:
     again = trio.anna.fork(hers, ANNA)
     trio.anna.drop(hers)
     assert trio.anna.receive(again, ANNA)
-    confirm = only(trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0), ANNA)
-    trio.anna.handle(OWNER, confirm, 0.0)
+    confirm = only(trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0), ANNA)
+    trio.anna.hear(OWNER, confirm, 0.0)
     assert only(trio.anna.flush(), OWNER) == Release([(hers.ref, hers.fork_id)])
     assert trio.anna.holds(again)
 
@@ -163,15 +216,15 @@ def test_a_late_duplicate_of_register_heals(trio: Trio) -> None:
     his = trio.anna.fork(hers, BEN)
     trio.ben.receive(his, ANNA)
     register = only(trio.ben.flush(), OWNER)
-    confirm = only(trio.owner.handle(BEN, register, 0.0), BEN)
-    trio.ben.handle(OWNER, confirm, 0.0)
+    confirm = only(trio.owner.hear(BEN, register, 0.0), BEN)
+    trio.ben.hear(OWNER, confirm, 0.0)
     trio.ben.drop(his)
     releases = [message for to, message in sent(trio.ben.flush()) if to == OWNER]
-    trio.owner.handle(BEN, releases[0], 0.0)
-    again = only(trio.owner.handle(BEN, register, 0.0), BEN)
+    trio.owner.hear(BEN, releases[0], 0.0)
+    again = only(trio.owner.hear(BEN, register, 0.0), BEN)
     assert trio.owner.counts().forks == 2
-    trio.ben.handle(OWNER, again, 0.0)
-    trio.owner.handle(BEN, only(trio.ben.flush(), OWNER), 0.0)
+    trio.ben.hear(OWNER, again, 0.0)
+    trio.owner.hear(BEN, only(trio.ben.flush(), OWNER), 0.0)
     assert trio.owner.counts().forks == 1
 
 
@@ -187,7 +240,7 @@ def test_a_payload_counts_once_even_after_its_fork_is_gone(trio: Trio) -> None:
 def test_a_creation_runs_once_even_after_its_value_is_gone(trio: Trio) -> None:
     hers = trio.created_by_anna()
     trio.anna.drop(hers)
-    trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0)
+    trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0)
     assert not trio.owner.own(hers)
     assert trio.owner.counts().owned == 0
 
@@ -207,7 +260,7 @@ def test_register_before_the_creation_arrives(trio: Trio) -> None:
     hers = trio.anna.create(OWNER)
     his = trio.anna.fork(hers, BEN)
     trio.ben.receive(his, ANNA)
-    trio.owner.handle(BEN, only(trio.ben.flush(), OWNER), 0.0)
+    trio.owner.hear(BEN, only(trio.ben.flush(), OWNER), 0.0)
     [awaited] = trio.owner.snapshot().owned
     assert not awaited.created
     assert trio.owner.own(hers)
@@ -226,9 +279,9 @@ def test_a_fork_that_never_arrives_is_withdrawn(trio: Trio) -> None:
     trio.anna.withdraw(his)
     withdraw = only(trio.anna.flush(), BEN)
     assert withdraw == Withdraw([his])
-    trio.ben.handle(ANNA, withdraw, 0.0)
+    trio.ben.hear(ANNA, withdraw, 0.0)
     assert not trio.ben.receive(his, ANNA)
-    trio.anna.handle(BEN, only(trio.ben.flush(), ANNA), 0.0)
+    trio.anna.hear(BEN, only(trio.ben.flush(), ANNA), 0.0)
     assert only(trio.anna.flush(), OWNER) == Release([(hers.ref, hers.fork_id)])
 
 
@@ -237,8 +290,8 @@ def test_an_owners_fork_that_never_arrives_is_withdrawn(trio: Trio) -> None:
     hers = trio.owner.fork(mine, ANNA)
     trio.owner.drop(mine)
     trio.owner.withdraw(hers)
-    trio.anna.handle(OWNER, only(trio.owner.flush(), ANNA), 0.0)
-    assert trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0) == [FreeValue(mine.ref)]
+    trio.anna.hear(OWNER, only(trio.owner.flush(), ANNA), 0.0)
+    assert trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0) == [FreeValue(mine.ref)]
 
 
 def test_a_withdrawal_of_what_did_arrive_changes_nothing(trio: Trio) -> None:
@@ -246,7 +299,7 @@ def test_a_withdrawal_of_what_did_arrive_changes_nothing(trio: Trio) -> None:
     hers = trio.owner.fork(mine, ANNA)
     trio.anna.receive(hers, OWNER)
     trio.owner.withdraw(hers)
-    trio.anna.handle(OWNER, only(trio.owner.flush(), ANNA), 0.0)
+    trio.anna.hear(OWNER, only(trio.owner.flush(), ANNA), 0.0)
     assert trio.anna.holds(hers)
     assert trio.anna.flush() == []
 
@@ -254,10 +307,10 @@ def test_a_withdrawal_of_what_did_arrive_changes_nothing(trio: Trio) -> None:
 def test_a_creation_that_never_arrives_becomes_an_error(trio: Trio) -> None:
     hers = trio.anna.create(OWNER)
     trio.anna.withdraw_creation(hers)
-    effects = trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0)
+    effects = trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0)
     assert effects[0] == NeverCreated(hers.ref)
     assert not trio.owner.own(hers)
-    trio.anna.handle(OWNER, only(effects, ANNA), 0.0)
+    trio.anna.hear(OWNER, only(effects, ANNA), 0.0)
     assert trio.anna.confirmed_by_owner(hers)
 
 
@@ -269,9 +322,9 @@ def answers(trio: Trio, effects: list[Effect], *others: References) -> list[Effe
     questions = {to: message for to, message in sent(effects) if isinstance(message, Inquire)}
     done: list[Effect] = []
     for machine in others:
-        reply = machine.handle(OWNER, questions[machine.me], 0.0)
+        reply = machine.hear(OWNER, questions[machine.me], 0.0)
         [answer] = [message for to, message in sent(reply) if isinstance(message, Answer)]
-        done += trio.owner.handle(machine.me, answer, 0.0)
+        done += trio.owner.hear(machine.me, answer, 0.0)
     return done
 
 
@@ -298,7 +351,7 @@ def test_a_fork_outlives_two_dead_users_in_a_row(trio: Trio) -> None:
     trio.ben.receive(his, ANNA)
     third = trio.ben.fork(his, CARL)
     questions = trio.owner.member_died(ANNA, 0.0)
-    trio.owner.handle(CARL, only(trio.carl.handle(OWNER, dict(sent(questions))[CARL], 0.0), OWNER), 0.0)
+    trio.owner.hear(CARL, only(trio.carl.hear(OWNER, dict(sent(questions))[CARL], 0.0), OWNER), 0.0)
     trio.carl.receive(third, BEN)  # after his answer
     again = trio.owner.member_died(BEN, 0.0)  # without an answer
     assert trio.owner.counts().owned == 1
@@ -316,14 +369,14 @@ def test_a_parent_lists_its_child_in_the_name_of_the_dead(trio: Trio) -> None:
     register = only(trio.anna.member_died(BEN, 0.0), OWNER)
     assert register == Register([his])
     trio.owner.member_died(BEN, 0.0)
-    effects = trio.owner.handle(ANNA, register, 0.0)
+    effects = trio.owner.hear(ANNA, register, 0.0)
     confirm = next(message for _, message in sent(effects) if isinstance(message, Confirm))
-    trio.anna.handle(OWNER, confirm, 0.0)
+    trio.anna.hear(OWNER, confirm, 0.0)
     release = only(trio.anna.flush(), OWNER)
-    assert trio.owner.handle(ANNA, release, 0.0) == []
+    assert trio.owner.hear(ANNA, release, 0.0) == []
     # A duplicate of the Confirm must not make her release what is not hers.
-    trio.anna.handle(OWNER, confirm, 0.0)
-    assert trio.owner.handle(ANNA, only(trio.anna.flush(), OWNER), 0.0) == []
+    trio.anna.hear(OWNER, confirm, 0.0)
+    assert trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0) == []
     trio.carl.receive(third, BEN)
     answers(trio, effects, trio.anna, trio.carl)
     [owned] = trio.owner.snapshot().owned
@@ -336,7 +389,7 @@ def test_nothing_is_taken_from_the_dead(trio: Trio) -> None:
     trio.ben.member_died(ANNA, 0.0)
     assert not trio.ben.receive(his, ANNA)
     trio.owner.member_died(ANNA, 0.0)
-    assert trio.owner.handle(ANNA, Release([(hers.ref, hers.fork_id)]), 0.0) == []
+    assert trio.owner.hear(ANNA, Release([(hers.ref, hers.fork_id)]), 0.0) == []
     assert not trio.owner.own(trio.anna.create(OWNER))
 
 
@@ -362,15 +415,15 @@ def test_a_question_buries_the_dead_it_names(trio: Trio) -> None:
 
 def test_an_answer_does_not_name_creations(trio: Trio) -> None:
     trio.ben.create(OWNER)  # listed now and released early, it would be listed for good when the request comes
-    assert only(trio.ben.handle(OWNER, Inquire(1, [ANNA]), 0.0), OWNER) == Answer(1, [])
+    assert only(trio.ben.hear(OWNER, Inquire(1, [ANNA]), 0.0), OWNER) == Answer(1, [])
 
 
 def test_an_answer_to_an_earlier_round_ends_nothing(trio: Trio) -> None:
     hers = trio.created_by_anna()
     early = dict(sent(trio.owner.member_died(ANNA, 0.0)))
     trio.owner.member_died(BEN, 0.0)
-    [(_, answer)] = sent(trio.carl.handle(OWNER, early[CARL], 0.0))
-    assert FreeValue(hers.ref) not in trio.owner.handle(CARL, answer, 0.0)
+    [(_, answer)] = sent(trio.carl.hear(OWNER, early[CARL], 0.0))
+    assert FreeValue(hers.ref) not in trio.owner.hear(CARL, answer, 0.0)
     assert trio.owner.counts().owned == 1
 
 
@@ -379,7 +432,7 @@ def test_a_child_of_a_settled_member_is_confirmed_and_not_listed(trio: Trio) -> 
     trio.owner.own(other)
     his = trio.anna.fork(hers, BEN)
     answers(trio, trio.owner.member_died(BEN, 0.0), trio.anna, trio.carl)
-    effects = trio.owner.handle(ANNA, Register([his]), 0.0)
+    effects = trio.owner.hear(ANNA, Register([his]), 0.0)
     assert only(effects, ANNA) == Confirm([(his.ref, his.fork_id)])
     assert trio.owner.counts().forks == 1
 
@@ -401,7 +454,7 @@ def test_nothing_is_accepted_from_a_dead_parent(trio: Trio) -> None:
     trio.ben.receive(his, ANNA)
     trio.ben.flush()
     trio.ben.member_died(ANNA, 0.0)
-    assert trio.ben.handle(OWNER, Confirm([(his.ref, his.fork_id)]), 0.0) == [Confirmed(his)]
+    assert trio.ben.hear(OWNER, Confirm([(his.ref, his.fork_id)]), 0.0) == [Confirmed(his)]
     assert trio.ben.flush() == []
 
 
@@ -409,7 +462,7 @@ def test_a_reference_first_heard_of_after_its_creator_died(trio: Trio) -> None:
     his = trio.anna.fork(trio.anna.create(OWNER), BEN)
     trio.ben.receive(his, ANNA)
     trio.owner.member_died(ANNA, 0.0)
-    effects = trio.owner.handle(BEN, only(trio.ben.flush(), OWNER), 0.0)
+    effects = trio.owner.hear(BEN, only(trio.ben.flush(), OWNER), 0.0)
     assert effects[0] == NeverCreated(his.ref)
 
 
@@ -418,7 +471,7 @@ def test_a_creator_that_dies_before_its_request_arrives(trio: Trio) -> None:
     his = trio.anna.fork(hers, BEN)
     trio.ben.receive(his, ANNA)
     register = only(trio.ben.flush(), OWNER)
-    trio.owner.handle(BEN, register, 0.0)
+    trio.owner.hear(BEN, register, 0.0)
     assert NeverCreated(hers.ref) in trio.owner.member_died(ANNA, 0.0)
     assert not trio.owner.own(hers)
 
@@ -429,8 +482,8 @@ def test_a_newcomer_answers_a_round_under_way(trio: Trio) -> None:
     trio.owner.member_joined(9)
     question = only(trio.owner.flush(), 9)
     assert FreeValue(hers.ref) not in answers(trio, effects, trio.ben, trio.carl)
-    newcomer = References(9, [OWNER, BEN, CARL])
-    assert FreeValue(hers.ref) in trio.owner.handle(9, only(newcomer.handle(OWNER, question, 0.0), OWNER), 0.0)
+    newcomer = Member(9, [OWNER, BEN, CARL])
+    assert FreeValue(hers.ref) in trio.owner.hear(9, only(newcomer.hear(OWNER, question, 0.0), OWNER), 0.0)
 
 
 # --- batching and destructors ------------------------------------------------------------------------------
@@ -449,7 +502,7 @@ def test_releases_linger_and_travel_together(trio: Trio) -> None:
 
 def test_many_releases_do_not_linger_and_are_cut_into_messages(trio: Trio) -> None:
     for _ in range(2_500):
-        trio.anna.drop(trio.created_by_anna())
+        trio.anna.released.append(trio.created_by_anna())
     messages = [message for _, message in sent(trio.anna.collect(0.0))]
     assert [len(message.forks) for message in messages if isinstance(message, Release)] == [1024, 1024, 452]
 
@@ -465,7 +518,7 @@ def test_no_deadline_is_left_when_the_addressee_dies(trio: Trio) -> None:
 def test_destructors_wake_once_and_lose_nothing() -> None:
     wakes: list[None] = []
     released = ReleasedForks(lambda: wakes.append(None))
-    fork = References(1).own_local()
+    fork = Member(1).own_local()
     for _ in range(3):
         released.append(fork)
     assert len(wakes) == 1
@@ -485,7 +538,7 @@ def test_destructors_wake_once_and_lose_nothing() -> None:
 
 def test_a_destructor_in_the_middle_of_a_drain() -> None:
     wakes: list[None] = []
-    machine = References(ANNA, EVERYONE, wake=lambda: wakes.append(None))
+    machine = Member(ANNA, EVERYONE, wake=lambda: wakes.append(None))
     first, second = machine.own_local(), machine.own_local()
     machine.released.append(first)
     for fork in machine.released.drain():
@@ -502,7 +555,7 @@ def test_drop_all_users_and_unforked_owners(trio: Trio) -> None:
     hers = trio.created_by_anna()
     unforked, forked = trio.anna.own_local(), trio.anna.own_local()
     trio.anna.fork(forked, BEN)
-    effects = trio.anna.drop_all_users_and_unforked_owners()
+    effects = trio.anna.drop_all()
     assert FreeValue(unforked.ref) in effects
     assert only(effects, OWNER) == Release([(hers.ref, hers.fork_id)])
     [left] = trio.anna.snapshot().owned

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kit.clock import Clock
 from tests.kit.values import encode
 
 from farcall.errors import (
@@ -25,7 +26,7 @@ from farcall.errors import (
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
-from farcall.protocol.references import Confirm, Fork, Register, Release, Withdraw
+from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
 from farcall.rpc.future import call_async
 from farcall.rpc.owned_values import Owned
@@ -34,7 +35,7 @@ from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeRefer
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import StoredFailure
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node.hooks import Hooks
 from farcall.serialize import encode_failure
 
@@ -95,8 +96,8 @@ class FakeNode:
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []
         self.executor = SimpleNamespace(submit=self.tasks.append)
-        self.timers = Timers(lambda: None)
-        self.timer = self.timers.timer
+        self.clock = Clock()
+        self.timer = self.clock.timer
         self.redelivered: list[Any] = []
         self.hooks = Hooks()
 
@@ -115,8 +116,8 @@ class FakeNode:
         self.redelivered.append(message)
 
     def turn_clock(self, now: float) -> None:
-        while self.timers.next_due <= now:
-            self.timers.run_due(now)
+        while self.clock.due <= now:
+            self.clock.turn_to(now)
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ def test_a_destructor_never_waits_for_the_lock(references: NodeReferences, node:
     holding.wait(10.0)
     del rref  # would hang here
     assert len(references.released) == 1
-    assert node.timers.next_due < NEVER, "nobody was asked to collect it"
+    assert node.clock.due < NEVER, "nobody was asked to collect it"
     done.set()
     thread.join()
     references.drop_all(0.0)
@@ -268,7 +269,7 @@ def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
     assert failed == []
     node.calls.send(waiting)  # it gets its number only now
     node.turn_clock(monotonic() + RETRY_S)
-    assert node.timers.next_due == NEVER
+    assert node.clock.due == NEVER
     assert [type(error) for error in failed] == [RpcTimeout]
 
 
@@ -298,7 +299,7 @@ def test_a_registration_waits_for_a_link_that_does_not_stand_yet(references: Nod
     noted = take_forks(references, node.peer(OTHER.id), REQUEST, fork)
     now = monotonic() + RETRY_S
     node.turn_clock(now)
-    assert node.timers.next_due <= now + 2 * RETRY_S
+    assert node.clock.due <= now + 2 * RETRY_S
     assert owner.sent == []
     node.peers[OWNER.id] = owner
     node.turn_clock(now + 1.0)
@@ -454,7 +455,7 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
     message, notes = _message_with(fork)
     assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
-    due = node.timers.next_due
+    due = node.clock.due
     node.turn_clock(due - 0.1)
     assert node.redelivered == []
     node.turn_clock(due)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from time import monotonic
 
+from tests.kit.clock import Clock
+
 from farcall.runtime.calls.admission import LOOK_S, Admission, Fullness
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 
 PATIENCE_S = 20.0
 
@@ -25,8 +27,8 @@ class Caller:
 class Queue:
     def __init__(self, limit: int) -> None:
         self.length = 0
-        self.timers = Timers(lambda: None)
-        self.admission = Admission(limit, lambda: self.length, self.timers.timer)
+        self.clock = Clock()
+        self.admission = Admission(limit, lambda: self.length, self.clock.timer)
 
 
 def test_below_the_limit_all_are_taken_in_and_nobody_is_told() -> None:
@@ -34,7 +36,7 @@ def test_below_the_limit_all_are_taken_in_and_nobody_is_told() -> None:
     queue.length = 3
     assert not queue.admission.refuses(caller, True)
     assert not queue.admission.refuses(caller, False)
-    assert (caller.heard, queue.timers.next_due, queue.admission.look_for_room(1.0)) == ([], NEVER, NEVER)
+    assert (caller.heard, queue.clock.due, queue.admission.look_for_room(1.0)) == ([], NEVER, NEVER)
 
 
 def test_at_the_limit_some_are_refused_and_the_others_told_once() -> None:
@@ -47,7 +49,7 @@ def test_at_the_limit_some_are_refused_and_the_others_told_once() -> None:
     assert not queue.admission.refuses(first, False)
     assert not queue.admission.refuses(second, False)
     assert (first.heard, second.heard) == ([(4, 4)], [(5, 4)])
-    assert queue.timers.next_due <= monotonic() + LOOK_S
+    assert queue.clock.due <= monotonic() + LOOK_S
 
 
 def test_there_is_room_when_half_is_free_and_all_who_were_told_hear_of_it() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.clock import Clock
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.calls.pending import CallTable, PendingCall, name_of
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize.context import IfUnsent
 
@@ -38,14 +39,14 @@ class Call(PendingCall):
 
 
 @pytest.fixture
-def timers() -> Timers:
-    return Timers(lambda: None)
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def table(timers: Timers) -> CallTable:
+def table(clock: Clock) -> CallTable:
     unused: Any = None
-    return CallTable(timers.timer, unused)
+    return CallTable(clock.timer, unused)
 
 
 def send(table: CallTable, *calls: Call) -> None:
@@ -61,39 +62,39 @@ def test_a_call_is_claimed_once(table: CallTable) -> None:
     assert len(table) == 0
 
 
-def test_deadlines_in_order_of_time(table: CallTable, timers: Timers) -> None:
+def test_deadlines_in_order_of_time(table: CallTable, clock: Clock) -> None:
     far, near, none = Call(20.0), Call(10.0), Call()
     send(table, far, near, none)
-    assert timers.next_due == 10.0
-    timers.run_due(9.9)
+    assert clock.due == 10.0
+    clock.turn_to(9.9)
     assert not near.failures
-    timers.run_due(10.0)
+    clock.turn_to(10.0)
     assert isinstance(near.failures[0], RpcTimeout)
     assert "1500 ms" in str(near.failures[0])
     assert "w1 has not answered len()" in str(near.failures[0])
-    timers.run_due(19.9)
+    clock.turn_to(19.9)
     assert not far.failures
-    timers.run_due(20.0)
+    clock.turn_to(20.0)
     assert len(far.failures) == 1
-    assert timers.next_due == NEVER
+    assert clock.due == NEVER
     assert not none.failures
 
 
-def test_an_equal_timeout_names_no_time(table: CallTable, timers: Timers) -> None:
+def test_an_equal_timeout_names_no_time(table: CallTable, clock: Clock) -> None:
     send(table, Call(5.0), Call(5.1), Call(5.2))
-    assert [when for when, _ in timers.named] == [5.0]
-    timers.run_due(5.05)
-    assert timers.next_due == 5.1
+    assert [when for when, _ in clock.named] == [5.0]
+    clock.turn_to(5.05)
+    assert clock.due == 5.1
 
 
-def test_whoever_waits_for_the_last_call_hears_that_it_was_given_up(timers: Timers) -> None:
+def test_whoever_waits_for_the_last_call_hears_that_it_was_given_up(clock: Clock) -> None:
     told: list[int] = []
     unused: Any = None
-    table = CallTable(timers.timer, unused, on_given_up=lambda: told.append(len(table)))
+    table = CallTable(clock.timer, unused, on_given_up=lambda: told.append(len(table)))
     send(table, Call(5.0), Call(5.0), Call(6.0))
-    timers.run_due(5.0)
+    clock.turn_to(5.0)
     assert told == [1]
-    timers.run_due(6.0)
+    clock.turn_to(6.0)
     assert told == [1, 0]
 
 

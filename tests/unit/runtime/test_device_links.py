@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.kit.fake_device import FakeApi
 
-from farcall.channel.device_pool import DevicePool, DeviceTicket
+from farcall.channel.device_memory import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages

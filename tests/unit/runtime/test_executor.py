@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.kit.clock import Clock
 
 from farcall.runtime.calls.executor import STALLED_S, Executor
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 
 PATIENCE_S = 20.0
 
@@ -30,7 +31,7 @@ class Job:
 
 @pytest.fixture
 def executor() -> Iterator[Executor]:
-    made = Executor("test", 2, Timers(lambda: None).timer)
+    made = Executor("test", 2, Clock().timer)
     yield made
     assert made.stop(PATIENCE_S) == []
     assert made.threads == 0
@@ -103,7 +104,7 @@ def test_nothing_to_do_is_nothing_to_attend_to(executor: Executor) -> None:
 
 
 def test_what_is_queued_at_the_end_or_later_is_dropped_aloud() -> None:
-    executor = Executor("test", 1, Timers(lambda: None).timer)
+    executor = Executor("test", 1, Clock().timer)
     early, late = Job(lambda: None), Job(lambda: None)
     executor.submit(early)
     executor.stop(PATIENCE_S)

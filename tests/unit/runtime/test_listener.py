@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.kit.clock import Clock
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Hello, Side
 from farcall.protocol.member import Member
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
 from farcall.transport.address import dial
@@ -32,8 +33,8 @@ class StillLoop:
 
     def __init__(self) -> None:
         self.soon: deque[Callable[[], object]] = deque()
-        self.timers = Timers(lambda: None)
-        self.timer = self.timers.timer
+        self.clock = Clock()
+        self.timer = self.clock.timer
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.soon.append(function)
@@ -169,12 +170,12 @@ def test_half_open_connection_is_shown_out_in_time(hall: Hall) -> None:
     silent = hall.dial()
     assert len(hall.door._guests) == 1
     deadline = next(iter(hall.door._guests)).deadline
-    assert hall.loop.timers.next_due <= deadline  # the loop will look in
-    hall.loop.timers.run_due(deadline - 1.0)
-    assert hall.loop.timers.next_due == deadline
+    assert hall.loop.clock.due <= deadline  # the loop will look in
+    hall.loop.clock.turn_to(deadline - 1.0)
+    assert hall.loop.clock.due == deadline
     assert not is_closed(silent) if silent.receive_into(memoryview(bytearray(1))) == 0 else True
-    hall.loop.timers.run_due(deadline)
-    assert hall.loop.timers.next_due == NEVER
+    hall.loop.clock.turn_to(deadline)
+    assert hall.loop.clock.due == NEVER
     assert is_closed(silent)
     assert not hall.door._guests
     assert HANDSHAKE_S <= 10.0
@@ -185,7 +186,7 @@ def test_crowd_of_silent_strangers_is_bounded(hall: Hall) -> None:
     assert len(hall.door._guests) == MAX_GUESTS
     assert all(is_closed(stranger) for stranger in crowd[MAX_GUESTS:])
     # When they are gone, members come in again.
-    hall.loop.timers.run_due(1e18)
+    hall.loop.clock.turn_to(1e18)
     assert exchange(hall, hall.dial(), dialler()) is not None
 
 

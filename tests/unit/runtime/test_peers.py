@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 
-from farcall.channel.shared_memory import SegmentMap, SegmentPool
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame, FrameDecoder

@@ -25,7 +25,7 @@ from importlib.metadata import version
 from time import monotonic
 
 from farcall import __version__
-from farcall.channel.host import host_token
+from farcall.channel.segments import host_token
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.observe.observer import receive_some, send_all

@@ -17,8 +17,7 @@ from importlib.metadata import version
 from time import monotonic
 
 from farcall import __version__
-from farcall.channel.host import why_not_shared
-from farcall.channel.segment import Segment
+from farcall.channel.segments import Segment, why_not_shared
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback

@@ -28,6 +28,7 @@ from farcall.observe.dashboard.access import Access, Denied
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.observer import Observer
 from farcall.runtime.rendezvous.addresses import is_loopback
+from farcall.transport.descriptors import close_in_children
 
 __all__ = ["Dashboard"]
 
@@ -131,6 +132,7 @@ class Dashboard:
         shown = f"[{host}]" if ":" in host else host
         self.url: str = f"http://{shown}:{self.port}/"
         """Where to point a browser."""
+        close_in_children(self)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="farcall-dashboard-web", daemon=True
         )

@@ -29,6 +29,7 @@ What a member holds of another incarnation:
 
 And of itself:
 
+    new         founds a cluster, or is of the first hour    member      -
     new         LocalJoin                                    joining     Join, again every probe_timeout_s
     joining     Decision: an offer                           -           Join again, which confirms it
     joining     Decision: why not; or an Obituary            refused     Refused
@@ -69,60 +70,3 @@ deaf, and they would believe it. Should it hear from one of its dead, it was wro
 A member doubts itself, too, when its own timers come late: then it probes again instead of accusing, is more
 patient for a while, and no verdict is ever spoken without a probe begun after the suspicion's time was over.
 """
-
-from farcall.protocol.membership.events import (
-    Admitted,
-    Departed,
-    Effect,
-    Event,
-    Expelled,
-    Heard,
-    LinkGivenUp,
-    LinkLost,
-    LinkRefused,
-    LinkSilent,
-    LocalJoin,
-    LocalLeave,
-    MemberDied,
-    MemberJoined,
-    MemberLeft,
-    MemberRecovered,
-    MembershipOptions,
-    MemberSuspected,
-    Randomness,
-    Received,
-    Refused,
-    Send,
-)
-from farcall.protocol.membership.machine import MembershipMachine, State
-from farcall.protocol.membership.messages import Message, Status, Update
-
-__all__ = [
-    "Admitted",
-    "Departed",
-    "Effect",
-    "Event",
-    "Expelled",
-    "Heard",
-    "LinkGivenUp",
-    "LinkLost",
-    "LinkRefused",
-    "LinkSilent",
-    "LocalJoin",
-    "LocalLeave",
-    "MemberDied",
-    "MemberJoined",
-    "MemberLeft",
-    "MemberRecovered",
-    "MemberSuspected",
-    "MembershipMachine",
-    "MembershipOptions",
-    "Message",
-    "Randomness",
-    "Received",
-    "Refused",
-    "Send",
-    "State",
-    "Status",
-    "Update",
-]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
@@ -88,42 +88,36 @@ class MembershipOptions:
 # --- events --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LocalJoin:
+class LocalJoin(NamedTuple):
     """Join through ``via``, which answered at an address. Again, with another, where that one is gone."""
 
     via: int
 
 
-@dataclass(frozen=True, slots=True)
-class LocalLeave:
+class LocalLeave(NamedTuple):
     """This member leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A membership message came from ``sender``, over a link that proved to be its."""
 
     sender: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(NamedTuple):
     """Something that is no membership message has come from ``incarnation`` since the last such event."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkLost:
+class LinkLost(NamedTuple):
     """The link to ``incarnation`` has ended without its goodbye."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkRefused:
+class LinkRefused(NamedTuple):
     """Dialling ``incarnation`` showed that it is not there: no one listens at its addresses, or another process does.
 
     Not for timeouts, unreachable hosts or a full backlog: those are silence.
@@ -132,8 +126,7 @@ class LinkRefused:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkGivenUp:
+class LinkGivenUp(NamedTuple):
     """There will be no link to ``incarnation`` any more, whether it lives or not: that is a verdict, and final."""
 
     incarnation: int
@@ -143,71 +136,60 @@ class LinkGivenUp:
 # --- effects -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send ``message`` to the incarnation ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
 
     to: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):
     """This node is a member; these are the others."""
 
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """This node may not join; the text says why."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Departed:
+class Departed(NamedTuple):
     """This member has left, and others know it (or nobody could be told)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expelled:
+class Expelled(NamedTuple):
     """The others hold this member for dead, and that is final: end everything, with this reason."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemberJoined:
+class MemberJoined(NamedTuple):
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class MemberSuspected:
+class MemberSuspected(NamedTuple):
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRecovered:
+class MemberRecovered(NamedTuple):
     """It was suspected, and lives."""
 
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSilent:
+class LinkSilent(NamedTuple):
     """Another member hears from ``incarnation``, and we do not: perhaps nothing comes through between us two."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLeft:
+class MemberLeft(NamedTuple):
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class MemberDied:
+class MemberDied(NamedTuple):
     member: Member
     why: str
 

@@ -1,7 +1,7 @@
 """One member's part in the membership protocol: events in, effects out.
 
 What becomes of this member itself is `TRANSITIONS`, what becomes of others `table.CHANGES`; the package's docstring has
-the rules around them.
+the rules around them. Longer than other files: what members decide about each other is read in one place.
 
 Owns the composition and this member's own state, and turns what the parts find out (a probe's outcome, a
 change of the table, an arbiter's word) into effects and news. No clock, socket or thread: ``now`` never goes
@@ -119,10 +119,10 @@ class MembershipMachine:
             Ask: self._on_inquiry,
             Vouch: self._on_inquiry,
             Deny: self._on_inquiry,
-            Digest: self._on_digest,
+            Digest: lambda sender, message, now: self._spreading.on_digest(sender, message),
             Entries: self._on_entries,
             Obituary: self._on_obituary,
-            Resurfaced: self._on_resurfaced,
+            Resurfaced: lambda sender, message, now: self._obituaries.on_resurfaced(message.incarnation),
             Join: self._on_newcomer,
             Forward: self._on_newcomer,
             Decision: self._on_newcomer,
@@ -371,9 +371,6 @@ class MembershipMachine:
         if not probe.alone:
             self._obituaries.tell(entry.incarnation, why)  # if it only slept, it finds this when it wakes
 
-    def _on_digest(self, sender: int, message: Digest, now: float) -> None:
-        self._spreading.on_digest(sender, message)
-
     def _on_entries(self, sender: int, message: Entries, now: float) -> None:
         self._learn(message.updates, now)
         if message.answer and self._is_up:
@@ -384,9 +381,6 @@ class MembershipMachine:
     def _on_obituary(self, sender: int, message: Obituary, now: float) -> None:
         if message.incarnation == self.me:
             self._expel(message.why)
-
-    def _on_resurfaced(self, sender: int, message: Resurfaced, now: float) -> None:
-        self._obituaries.on_resurfaced(message.incarnation)
 
     def _expel(self, why: str) -> None:
         if self._move(events.Expelled):

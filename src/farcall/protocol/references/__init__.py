@@ -31,57 +31,7 @@ dies with a child not accepted, the parent lists it in its name. One round costs
 only at owners that the dead one held something of.
 
 What the runtime must promise: a message or payload between two live members arrives at least once (or
-``withdraw`` is called for the payload's forks); a death is final, is told to everyone, and a restarted
+``ForkWithdrawn`` is told of the payload's forks); a death is final, is told to everyone, and a restarted
 process is a new member; a member is known to all before it is sent a fork. Only the numbers of the dead are
 kept for ever: an integer each.
 """
-
-from farcall.protocol.references.machine import References
-from farcall.protocol.references.messages import (
-    Accept,
-    Answer,
-    Confirm,
-    Confirmed,
-    Counts,
-    Effect,
-    Farewell,
-    Fork,
-    FreeValue,
-    Inquire,
-    Lost,
-    Message,
-    NeverCreated,
-    OwnedSnapshot,
-    Register,
-    Release,
-    Send,
-    Snapshot,
-    UsedSnapshot,
-    Withdraw,
-)
-from farcall.protocol.references.outbox import ReleasedForks
-
-__all__ = [
-    "Accept",
-    "Answer",
-    "Confirm",
-    "Confirmed",
-    "Counts",
-    "Effect",
-    "Farewell",
-    "Fork",
-    "FreeValue",
-    "Inquire",
-    "Lost",
-    "Message",
-    "NeverCreated",
-    "OwnedSnapshot",
-    "References",
-    "Register",
-    "Release",
-    "ReleasedForks",
-    "Send",
-    "Snapshot",
-    "UsedSnapshot",
-    "Withdraw",
-]

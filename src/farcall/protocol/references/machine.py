@@ -1,26 +1,41 @@
 """One member's reference machine: whatever a program, a peer or a destructor does to a reference comes here.
 
-Owns numbering, duplicate suppression, batching time and dispatch; what a fork means is decided in ``owner``
-and ``user``. Has no clock, thread, socket or value. Not thread-safe: one lock around it, by the caller,
-except for ``released.append``. Invariant: no method loses an effect; each leaves through the next
-``collect``.
+Owns numbering, duplicate suppression, batching time and dispatch; what a fork means is decided in ``owner`` and
+``user``. Has no clock, thread, socket or value. Not thread-safe: one lock around it, by the caller, except for
+``released.append``.
+
+Events go in and effects come out, as in every machine here (``handle``, ``next_deadline``, ``handle_deadline``). Where
+a fork is made or taken, its caller needs the answer before it can go on: ``create``, ``own_local``, ``own``, ``fork``
+and ``receive`` give it at once, and leave their effects, which are few, to ``handle_deadline``; ``has_news`` says
+whether there are any.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from farcall.ids import ForkId, RefId
 from farcall.protocol.references.messages import (
     Accept,
+    AllDropped,
     Answer,
     Confirm,
     Counts,
+    CreationAnswered,
+    CreationWithdrawn,
+    Dropped,
     Effect,
+    Event,
+    Farewell,
     Fork,
+    ForkWithdrawn,
     Inquire,
     Lost,
-    Message,
+    MemberDied,
+    MemberJoined,
+    Received,
     Register,
     Release,
     Send,
@@ -56,10 +71,9 @@ class _Arrivals:
 
 
 class References:
-    """The references of member ``me`` (an incarnation id) among ``members``.
+    """The references of member ``me`` (an incarnation) among ``members``.
 
-    Methods that take no ``now`` leave their effects for the next ``collect(now)``; the others return them.
-    ``wake`` is called by ``released.append``, on any thread: it must only cause a ``collect`` soon.
+    ``wake`` is called by ``released.append``, on any thread: it must only cause a ``handle_deadline`` soon.
     """
 
     def __init__(
@@ -79,19 +93,74 @@ class References:
         self._live = set(members) - {me}
         self._dead: set[int] = set()
         self._outbox = Outbox()
-        self._owner = OwnerSide(me, self._live, self._dead, self._outbox)
-        self._user = UserSide(me, self._dead, self._outbox)
+        self._owner = owner = OwnerSide(me, self._live, self._dead, self._outbox)
+        self._user = user = UserSide(me, self._dead, self._outbox)
         self._next_id = 0  # of references and forks alike, so that either can be told from the other in a log
         self._last_number: dict[int, int] = {}  # by receiver
         self._arrivals: dict[int, _Arrivals] = {}  # by sender
+        self._on_event: dict[type[Event], Callable[[Any], None]] = {
+            Received: self._on_received,
+            MemberJoined: self._on_joined,
+            MemberDied: lambda event: self._bury((event.member,)),
+            CreationAnswered: user.on_creation_answered,
+            CreationWithdrawn: self._on_creation_withdrawn,
+            ForkWithdrawn: self._on_fork_withdrawn,
+            Dropped: lambda event: self._drop(event.fork),
+            AllDropped: self._on_all_dropped,
+        }
+        self._on_message: dict[type[Any], Callable[[int, Any], None]] = {
+            Release: lambda sender, message: owner.on_release(sender, message.forks),
+            Confirm: lambda sender, message: user.on_confirm(sender, message.forks),
+            Accept: lambda sender, message: user.on_accept(message.forks),
+            Register: lambda sender, message: owner.on_register(sender, message.forks),
+            Withdraw: lambda sender, message: self._on_withdraw(sender, message.forks),
+            Inquire: self._on_inquire,
+            Answer: lambda sender, message: owner.on_answer(sender, message.round, message.forks),
+            Farewell: lambda sender, message: None,
+        }
+
+    # --- the machine's shape -----------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what to do about it, and about what has lingered long enough."""
+        self._on_event[type(event)](event)
+        outbox = self._outbox
+        return self.handle_deadline(now) if outbox.effects or outbox.urgent or outbox.lazy else []
+
+    def next_deadline(self) -> float | None:
+        """When ``handle_deadline`` is due, as far as it is known since the last effects."""
+        return self._linger_until
+
+    def handle_deadline(self, now: float) -> list[Effect]:
+        """What is to be done now. Forks from destructors join when lingering ends, or when they are many."""
+        outbox = self._outbox
+        lingering = outbox.lazy + len(self.released)
+        if not lingering:
+            self._linger_until = None  # what lingered was for a member that died
+            return outbox.take(everything=False)
+        if self._linger_until is None:
+            self._linger_until = now + self._linger_s
+        if now < self._linger_until and lingering < self._batch_forks:
+            return outbox.take(everything=False)
+        for fork in self.released.drain():
+            self._drop(fork)
+        self._linger_until = None
+        return outbox.take(everything=True)
+
+    @property
+    def has_news(self) -> bool:
+        """Would ``handle_deadline`` return something, or set a deadline?"""
+        outbox = self._outbox
+        return bool(outbox.effects or outbox.urgent or (outbox.lazy and self._linger_until is None))
 
     # --- a reference is made -----------------------------------------------------------------------------
 
     def own_local(self) -> Fork:
         """``RRef(value)``, or ``remote`` to oneself: a new reference, and this member's fork of it."""
-        ref = self._new_ref()
+        number = self._next_id
+        self._next_id = number + 1
         # The creator's own fork is named like the reference: one number for ``RRef(value)``, as programs expect.
-        fork = Fork(ref, ForkId(self.me, ref.local_id), self.me, self.me, number=0)
+        fork = Fork(RefId(self.me, number), ForkId(self.me, number), self.me, self.me, number=0)
         self._owner.list_created(fork)
         return fork
 
@@ -99,7 +168,9 @@ class References:
         """``remote`` to another member: send the result with the request, hold it from now on."""
         if owner == self.me:
             return self.own_local()
-        fork = self._new_fork(self._new_ref(), owner, self.me, self._number(owner))
+        number = self._next_id
+        self._next_id = number + 1
+        fork = self._new_fork(RefId(self.me, number), owner, holder=self.me, receiver=owner)
         if owner in self._live:
             self._user.hold_created(fork)
         else:
@@ -113,31 +184,26 @@ class References:
         self._owner.list_created(fork)
         return True
 
-    def confirm_created(self, fork: Fork) -> None:
-        """The creating call was answered, by a value or an error. Not for timeouts: it may still be."""
-        self._user.confirm_created(fork)
-
     # --- a reference travels -----------------------------------------------------------------------------
 
     def fork(self, held: Fork, to: int) -> Fork:
         """A fork of ``held``, to be sent to ``to`` now. LookupError if ``held`` is lost or was dropped."""
-        if held.owner == self.me:
-            if not self._owner.holds(held):
-                raise LookupError(f"{held.ref} is not held here any more")
-            child = self._new_fork(held.ref, self.me, to, self._number(to))
-            if self._reaches(to):
-                self._owner.list_fork(child)
-            return child
-        if not self._user.holds(held):
+        owned = held.owner == self.me
+        if owned and not self._owner.holds(held):
+            raise LookupError(f"{held.ref} is not held here any more")
+        if not owned and not self._user.holds(held):
             raise LookupError(f"{held.ref} is not held here any more: its owner died, or it was dropped")
-        child = self._new_fork(held.ref, held.owner, to, self._number(to))
+        child = self._new_fork(held.ref, held.owner, holder=to, receiver=to)
         # What is sent to the dead goes nowhere, so nothing needs to be kept for it.
-        if self._reaches(to):
-            self._user.add_child(held, child)
+        if to in self._live or to == self.me:
+            if owned:
+                self._owner.list_fork(child)
+            else:
+                self._user.add_child(held, child)
         return child
 
     def receive(self, fork: Fork, sender: int) -> bool:
-        """A fork arrived from ``sender``. Each True needs one ``drop`` or ``released.append`` some day.
+        """A fork arrived from ``sender``. Each True needs one ``Dropped`` or ``released.append`` some day.
 
         False: a duplicate; or ``sender`` or the owner is dead, and every use of it is ``ReferenceLost``.
         """
@@ -150,85 +216,96 @@ class References:
             self._outbox.accept(sender, fork.fork_id)
         return True
 
-    def withdraw(self, fork: Fork) -> None:
-        """A fork was not sent, or its link broke and nobody knows whether it arrived.
+    def _reaches(self, member: int) -> bool:
+        # Not "is not dead": a newcomer was never told of those who died before it came.
+        return member in self._live or member == self.me
 
-        The receiver settles it, so that neither it nor the numbers after it wait for what never comes.
-        """
-        if fork.holder == self.me:
-            self._on_withdraw(self.me, (fork,))
-        elif fork.holder in self._live:
-            self._outbox.withdraw(fork.holder, fork)
+    def _new_fork(self, ref: RefId, owner: int, *, holder: int, receiver: int) -> Fork:
+        """The next fork on the way to ``receiver``."""
+        fork_id = ForkId(self.me, self._next_id)
+        self._next_id += 1
+        number = self._last_number[receiver] = self._last_number.get(receiver, 0) + 1
+        return Fork(ref, fork_id, owner, holder, number)
 
-    def withdraw_creation(self, fork: Fork) -> None:
-        """The same for a creating request: if it has not arrived it never runs, and its value is an error."""
-        if fork.owner in self._live:
-            self._outbox.withdraw(fork.owner, fork)
+    def _arrived(self, sender: int, number: int) -> bool:
+        arrivals = self._arrivals.get(sender)
+        if arrivals is None:
+            arrivals = self._arrivals[sender] = _Arrivals()
+        return arrivals.add(number)
 
-    # --- a reference ends --------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------
 
-    def drop(self, fork: Fork) -> None:
-        """The program has no use for ``fork`` any more. From destructors: ``released.append(fork)``."""
+    def _drop(self, fork: Fork) -> None:
         if fork.owner == self.me:
             self._owner.strike_off(self.me, fork.ref, fork.fork_id)
         else:
             self._user.drop(fork.fork_id)
 
-    def drop_all_users_and_unforked_owners(self) -> list[Effect]:
-        """For shutdown: give up every fork held here; values that no other member refers to are freed."""
+    def _on_all_dropped(self, event: AllDropped) -> None:
+        for fork in self.released.drain():
+            self._drop(fork)
         self._user.drop_all()
         self._owner.drop_local()
-        return self.flush()
+        if self._outbox.lazy:
+            self._linger_until = -math.inf  # this node ends: nothing waits for company any more
 
-    # --- events with effects -----------------------------------------------------------------------------
+    def _on_creation_withdrawn(self, event: CreationWithdrawn) -> None:
+        if event.fork.owner in self._live:
+            self._outbox.withdraw(event.fork.owner, event.fork)
 
-    def handle(self, sender: int, message: Message, now: float) -> list[Effect]:
-        """A message arrived from ``sender``; for the first time or not, in order or not."""
-        if sender in self._live:
-            self._dispatch(sender, message)
-        return self.collect(now)
+    def _on_fork_withdrawn(self, event: ForkWithdrawn) -> None:
+        fork = event.fork
+        if fork.holder == self.me:
+            self._on_withdraw(self.me, (fork,))
+        elif fork.holder in self._live:
+            self._outbox.withdraw(fork.holder, fork)
 
-    def member_joined(self, member: int) -> None:
-        """To be told before ``member`` can be sent any fork by anyone."""
+    def _on_joined(self, event: MemberJoined) -> None:
+        member = event.member
         if member != self.me and member not in self._dead and member not in self._live:
             self._live.add(member)
             self._owner.member_joined(member)
 
-    def member_died(self, member: int, now: float) -> list[Effect]:
-        """``member`` is gone for good: nothing from it is taken any more. To be told to every live member."""
-        self._bury((member,))
-        return self.collect(now)
+    def _bury(self, members: Iterable[int]) -> None:
+        for member in members:
+            if member in self._dead or member == self.me:
+                continue
+            self._dead.add(member)
+            self._live.discard(member)
+            self._arrivals.pop(member, None)
+            self._last_number.pop(member, None)
+            self._outbox.forget_member(member)
+            self._user.member_died(member)
+            self._owner.member_died(member)
 
-    def collect(self, now: float) -> list[Effect]:
-        """What is to be done now. Forks from destructors join when lingering ends, or when they are many."""
-        lingering = self._outbox.lazy + len(self.released)
-        if not lingering:
-            self._linger_until = None  # what lingered was for a member that died
-            return self._outbox.take(everything=False)
-        if self._linger_until is None:
-            self._linger_until = now + self._linger_s
-        if now >= self._linger_until or lingering >= self._batch_forks:
-            return self.flush()
-        return self._outbox.take(everything=False)
+    # --- messages ----------------------------------------------------------------------------------------
 
-    def flush(self) -> list[Effect]:
-        """Like ``collect``, and nothing lingers."""
-        for fork in self.released.drain():
-            self.drop(fork)
-        self._linger_until = None
-        return self._outbox.take(everything=True)
+    def _on_received(self, event: Received) -> None:
+        if event.sender in self._live:
+            self._on_message[type(event.message)](event.sender, event.message)
 
-    @property
-    def has_news(self) -> bool:
-        """Would ``collect`` return something, or set a deadline?"""
-        return self._outbox.waits(lazily=self._linger_until is None)
+    def _on_inquire(self, sender: int, message: Inquire) -> None:
+        self._bury(message.dead)
+        answer = Answer(message.round, self._user.unconfirmed_forks(sender))
+        self._outbox.effects.append(Send(sender, answer))
 
-    def next_deadline(self) -> float | None:
-        """When ``handle_deadline`` is due, as of the last ``collect``."""
-        return self._linger_until
-
-    def handle_deadline(self, now: float) -> list[Effect]:
-        return self.collect(now)
+    def _on_withdraw(self, sender: int, forks: Iterable[Fork]) -> None:
+        for fork in forks:
+            first = self._arrived(sender, fork.number)
+            if fork.holder != self.me:
+                # A creation. If it did arrive, its response may be what was lost: say that it is listed.
+                if first:
+                    self._owner.list_never_created(fork)
+                self._outbox.confirm(sender, fork)
+            elif first and fork.owner == sender == self.me:
+                self._owner.strike_off(self.me, fork.ref, fork.fork_id)
+            elif first and fork.owner == sender:
+                self._outbox.release(sender, (fork.ref, fork.fork_id))
+            elif first:
+                if sender == self.me:
+                    self._user.on_accept((fork.fork_id,))
+                else:
+                    self._outbox.accept(sender, fork.fork_id)
 
     # --- questions ---------------------------------------------------------------------------------------
 
@@ -264,80 +341,3 @@ class References:
     def snapshot(self) -> Snapshot:
         """Who holds what, as known here."""
         return Snapshot(self._owner.snapshot(), self._user.snapshot())
-
-    # --- inside ------------------------------------------------------------------------------------------
-
-    def _reaches(self, member: int) -> bool:
-        # Not "is not dead": a newcomer was never told of those who died before it came.
-        return member in self._live or member == self.me
-
-    def _new_fork(self, ref: RefId, owner: int, holder: int, number: int) -> Fork:
-        self._next_id += 1
-        return Fork(ref, ForkId(self.me, self._next_id - 1), owner, holder, number)
-
-    def _new_ref(self) -> RefId:
-        self._next_id += 1
-        return RefId(self.me, self._next_id - 1)
-
-    def _number(self, receiver: int) -> int:
-        number = self._last_number[receiver] = self._last_number.get(receiver, 0) + 1
-        return number
-
-    def _arrived(self, sender: int, number: int) -> bool:
-        arrivals = self._arrivals.get(sender)
-        if arrivals is None:
-            arrivals = self._arrivals[sender] = _Arrivals()
-        return arrivals.add(number)
-
-    def _dispatch(self, sender: int, message: Message) -> None:
-        match message:
-            case Release(forks):
-                self._owner.on_release(sender, forks)
-            case Confirm(forks):
-                self._user.on_confirm(sender, forks)
-            case Accept(forks):
-                self._user.on_accept(forks)
-            case Register(forks):
-                self._owner.on_register(sender, forks)
-            case Withdraw(forks):
-                self._on_withdraw(sender, forks)
-            case Inquire(round_number, dead):
-                self._bury(dead)
-                answer = Answer(round_number, self._user.unconfirmed_forks(sender))
-                self._outbox.effects.append(Send(sender, answer))
-            case Answer(round_number, forks):
-                self._owner.on_answer(sender, round_number, forks)
-
-    def _on_withdraw(self, sender: int, forks: Iterable[Fork]) -> None:
-        for fork in forks:
-            first = self._arrived(sender, fork.number)
-            if fork.holder != self.me:
-                # A creation. If it did arrive, its response may be what was lost: say that it is listed.
-                if first:
-                    self._owner.list_never_created(fork)
-                self._outbox.confirm(sender, fork)
-            elif first and fork.owner == sender:
-                self._release_unreceived(sender, fork)
-            elif first:
-                if sender == self.me:
-                    self._user.on_accept((fork.fork_id,))
-                else:
-                    self._outbox.accept(sender, fork.fork_id)
-
-    def _release_unreceived(self, owner: int, fork: Fork) -> None:
-        if owner == self.me:
-            self._owner.strike_off(owner, fork.ref, fork.fork_id)
-        else:
-            self._outbox.release(owner, (fork.ref, fork.fork_id))
-
-    def _bury(self, members: Iterable[int]) -> None:
-        for member in members:
-            if member in self._dead or member == self.me:
-                continue
-            self._dead.add(member)
-            self._live.discard(member)
-            self._arrivals.pop(member, None)
-            self._last_number.pop(member, None)
-            self._outbox.forget_member(member)
-            self._user.member_died(member)
-            self._owner.member_died(member)

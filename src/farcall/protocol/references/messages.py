@@ -1,6 +1,6 @@
-"""What the reference machine says to other members, and to its own runtime.
+"""What goes into the reference machine and what comes out of it: events, effects, and messages between members.
 
-Owns the shape of messages and effects, no behaviour. A member is named by its incarnation: one integer per
+Owns their shape, no behaviour. A member is named by its incarnation: one integer per
 process start, never used again, so a restarted process is a new member and nothing old can be taken for
 new.
 
@@ -82,6 +82,66 @@ class Farewell(_Control, frozen=True, tag=47):
 Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire | Answer | Farewell
 
 
+# --- events ------------------------------------------------------------------------------------------------
+
+
+class Received(NamedTuple):
+    """A message arrived from ``sender``; for the first time or not, in order or not."""
+
+    sender: int
+    message: Message
+
+
+class MemberJoined(NamedTuple):
+    """To be told before ``member`` can be sent any fork by anyone."""
+
+    member: int
+
+
+class MemberDied(NamedTuple):
+    """``member`` is gone for good: nothing from it is taken any more. To be told to every live member."""
+
+    member: int
+
+
+class CreationAnswered(NamedTuple):
+    """The creating call of ``fork`` was answered, by a value or an error. Not for timeouts: it may still be."""
+
+    fork: Fork
+
+
+class CreationWithdrawn(NamedTuple):
+    """The creating call of ``fork`` was not sent, or nobody knows: if it has not arrived it never runs."""
+
+    fork: Fork
+
+
+class ForkWithdrawn(NamedTuple):
+    """``fork`` was not sent, or its link broke and nobody knows whether it arrived.
+
+    The receiver settles it, so that neither it nor the numbers after it wait for what never comes.
+    """
+
+    fork: Fork
+
+
+class Dropped(NamedTuple):
+    """The program has no use for ``fork`` any more. Destructors say ``released.append(fork)``."""
+
+    fork: Fork
+
+
+class AllDropped(NamedTuple):
+    """The program ends: give up every fork held here; values that no other member refers to are freed."""
+
+
+Event: TypeAlias = (
+    Received | MemberJoined | MemberDied | CreationAnswered | CreationWithdrawn | ForkWithdrawn | Dropped | AllDropped
+)
+
+# --- effects -----------------------------------------------------------------------------------------------
+
+
 class Send(NamedTuple):
     """Send ``message`` to ``member``, at least once while both live."""
 
@@ -114,6 +174,8 @@ class Confirmed(NamedTuple):
 
 
 Effect: TypeAlias = Send | FreeValue | NeverCreated | Lost | Confirmed
+
+# --- a look inside -----------------------------------------------------------------------------------------
 
 
 class Counts(NamedTuple):

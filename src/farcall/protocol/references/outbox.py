@@ -68,11 +68,12 @@ class ReleasedForks:
 class Outbox:
     """Messages grouped by destination, and effects in order."""
 
-    __slots__ = ("_accept", "_confirm", "_register", "_release", "_withdraw", "effects", "lazy")
+    __slots__ = ("_accept", "_confirm", "_register", "_release", "_withdraw", "effects", "lazy", "urgent")
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
         self.lazy: int = 0  # how many forks linger
+        self.urgent: bool = False  # are there messages that do not?
         self._register: dict[int, list[Fork]] = {}
         self._withdraw: dict[int, list[Fork]] = {}
         self._confirm: dict[int, list[Held]] = {}
@@ -81,12 +82,15 @@ class Outbox:
 
     def register(self, owner: int, fork: Fork) -> None:
         self._register.setdefault(owner, []).append(fork)
+        self.urgent = True
 
     def withdraw(self, receiver: int, fork: Fork) -> None:
         self._withdraw.setdefault(receiver, []).append(fork)
+        self.urgent = True
 
     def confirm(self, registrar: int, fork: Fork) -> None:
         self._confirm.setdefault(registrar, []).append((fork.ref, fork.fork_id))
+        self.urgent = True
 
     def accept(self, parent: int, fork_id: ForkId) -> None:
         self._accept.setdefault(parent, []).append(fork_id)
@@ -101,10 +105,6 @@ class Outbox:
             waiting.append(held)
         self.lazy += 1
 
-    def waits(self, lazily: bool) -> bool:
-        """Is there something to be done now; or, if asked, something that lingers?"""
-        return bool(self.effects or self._register or self._withdraw or self._confirm or (lazily and self.lazy))
-
     def forget_member(self, member: int) -> None:
         """Nothing is said to the dead."""
         for waiting in (self._register, self._withdraw, self._confirm):
@@ -114,11 +114,10 @@ class Outbox:
 
     def take(self, everything: bool) -> list[Effect]:
         """Everything to be done now; what lingers only if ``everything`` is wanted."""
-        if self._register:
+        if self.urgent:
+            self.urgent = False
             self._seal(self._register, Register)
-        if self._withdraw:
             self._seal(self._withdraw, Withdraw)
-        if self._confirm:
             self._seal(self._confirm, Confirm)
         if everything and self.lazy:
             self._seal(self._accept, Accept)

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 import msgspec
 
 from farcall.ids import ForkId
-from farcall.protocol.references.messages import Confirmed, Fork, Held, Lost, UsedSnapshot
+from farcall.protocol.references.messages import Confirmed, CreationAnswered, Fork, Held, Lost, UsedSnapshot
 from farcall.protocol.references.outbox import Outbox
 
 
@@ -102,9 +102,9 @@ class UserSide:
             del self._used[fork.fork_id]
             self._outbox.release(fork.owner, (fork.ref, fork.fork_id))
 
-    def confirm_created(self, fork: Fork) -> None:
-        """The creation's response is here, so the owner has listed the fork."""
-        used = self._used.get(fork.fork_id)
+    def on_creation_answered(self, event: CreationAnswered) -> None:
+        """The owner has listed the fork before it answered."""
+        used = self._used.get(event.fork.fork_id)
         if used is not None and not used.confirmed:
             used.confirmed = True
             self.unconfirmed -= 1

@@ -141,13 +141,14 @@ class Executor:
             return  # before_sleep sees to it
         if self._hunters == 0:
             self._rouse()
-        else:
+        elif self._timer.due == NEVER:  # else it is set already, and looks in as long as tasks wait
             self._timer.at(monotonic() + TICK_S)
 
     def before_sleep(self) -> bool:
         """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
         if self._tasks:
-            self._timer.at(monotonic() + TICK_S)
+            if self._timer.due == NEVER:
+                self._timer.at(monotonic() + TICK_S)
             if self._hunters == 0:
                 self._rouse()
             return True

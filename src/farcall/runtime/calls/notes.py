@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import Notes, ProfileWanted, encode_notes
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 
 __all__ = ["write_notes"]
 

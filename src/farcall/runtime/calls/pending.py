@@ -27,7 +27,7 @@ from typing import Any
 from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import REFUSABLE
-from farcall.protocol.references import Fork
+from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.io.reader import stop_reading

@@ -10,7 +10,7 @@ The way to a peer, for each device of ours:
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
 Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: processes that
-take turns on a device pay for it, see `channel/pinned.py`. For that the host waits for the stream; so it is done for
+take turns on a device pay for it, see `channel/staging.py`. For that the host waits for the stream; so it is done for
 answers, which nobody could use earlier, and for calls from a stream that has nothing to do: a caller never waits for
 its device.
 
@@ -38,8 +38,7 @@ import torch
 
 from farcall.channel import staging
 from farcall.channel.device_api import DeviceApi
-from farcall.channel.device_pool import DevicePool, DeviceTicket
-from farcall.channel.device_segments import DeviceSegments
+from farcall.channel.device_memory import DevicePool, DeviceSegments, DeviceTicket
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map

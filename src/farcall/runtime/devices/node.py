@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from farcall.channel.device_api import CudaApi, DeviceApi
-from farcall.channel.device_pool import DevicePool, PoolStats
+from farcall.channel.device_memory import DevicePool, PoolStats
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.links import DeviceLink, LocalDeviceLink

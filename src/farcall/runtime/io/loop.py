@@ -12,7 +12,7 @@ Thread rules
   finds the interpreter free, which it would not if it were woken in the middle of our work.
 - Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
   the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
-  thread does the same to a user function that was expected to be quick and is not (`standby.py`).
+  thread does the same to a user function that was expected to be quick and is not (`reader.py`).
 """
 
 from __future__ import annotations
@@ -27,74 +27,41 @@ from collections.abc import Callable
 from time import monotonic
 
 from farcall.runtime.io.busy_wait import BusyWait
-from farcall.runtime.io.standby import Standby
-from farcall.runtime.io.timers import NEVER, Callback, Timer, Timers
+from farcall.runtime.io.reader import Standby, reading
+from farcall.runtime.io.timers import Callback, Timer, Timers
+from farcall.transport.descriptors import close_in_children
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+_HAS_EPOLL = hasattr(select, "epoll")
 READ = 1
-WRITE = 2
+WRITE = 4 if _HAS_EPOLL else 2
+"""As the poller has them: EPOLLIN and EPOLLOUT, or those of `selectors`."""
+LONGEST_SLEEP_S = 3600.0
+"""No poller takes infinity."""
 
 EventHandler = Callable[[int], None]
 _get_ident = threading.get_ident
-_io = threading.local()
-
-
-def loop_of_thread() -> Loop | None:
-    """The loop whose I/O thread is calling, if it is one."""
-    loop: Loop | None = getattr(_io, "loop", None)
-    return loop if loop is not None and loop.on_thread() else None
-
-
-class _Epoll:
-    """Poller over epoll: interest may be changed from any thread while another one sleeps in it."""
-
-    can_silence = True
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._flags = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
-
-    def add(self, descriptor: int, events: int) -> None:
-        self._epoll.register(descriptor, self._flags[events])
-
-    def modify(self, descriptor: int, events: int) -> None:
-        self._epoll.modify(descriptor, self._flags[events])
-
-    def remove(self, descriptor: int) -> None:
-        self._epoll.unregister(descriptor)
-
-    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
-        # epoll counts whole milliseconds and Python rounds up, so this never wakes early.
-        found = self._epoll.poll(-1 if timeout_s == NEVER else timeout_s)
-        if not found:
-            return []
-        return [
-            (fd, (READ if flags & ~select.EPOLLOUT else 0) | (WRITE if flags & select.EPOLLOUT else 0))
-            for fd, flags in found
-        ]
-
-    def close(self) -> None:
-        self._epoll.close()
 
 
 class _Selector:
-    """Poller for systems without epoll. Interest changes take effect at the next sleep, so the loop is woken."""
+    """What is used of ``select.epoll``, for systems without it.
 
-    can_silence = False
+    Interest changes take effect at the next sleep, so the loop is woken.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._interest: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, descriptor: int, events: int) -> None:
+    def register(self, descriptor: int, events: int) -> None:
         with self._lock:
             self._interest[descriptor] = events
 
-    modify = add
+    modify = register
 
-    def remove(self, descriptor: int) -> None:
+    def unregister(self, descriptor: int) -> None:
         with self._lock:
             self._interest.pop(descriptor, None)
 
@@ -109,8 +76,7 @@ class _Selector:
                 self._selector.register(fd, events)
             elif registered[fd].events != events:
                 self._selector.modify(fd, events)
-        found = self._selector.select(None if timeout_s == NEVER else timeout_s)
-        return [(key.fd, events) for key, events in found]
+        return [(key.fd, events) for key, events in self._selector.select(timeout_s)]
 
     def close(self) -> None:
         self._selector.close()
@@ -121,8 +87,8 @@ class Loop:
 
     def __init__(self, name: str, busy_wait_s: float = 0.0) -> None:
         self._spin = BusyWait(busy_wait_s)
-        self._poller: _Epoll | _Selector = _Epoll() if hasattr(select, "epoll") else _Selector()
-        self.can_silence: bool = self._poller.can_silence
+        self._poller: select.epoll | _Selector = select.epoll() if _HAS_EPOLL else _Selector()
+        self.can_silence: bool = _HAS_EPOLL
         self._handlers: dict[int, EventHandler] = {}
         self._interest: dict[int, int] = {}
         self._interest_lock = threading.Lock()
@@ -133,7 +99,7 @@ class Loop:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._poller.add(self._wake_read, READ)
+        self._poller.register(self._wake_read, READ)
         self._name = f"farcall-io-{name}"
         self._ident = 0
         self._former: list[threading.Thread] = []
@@ -141,6 +107,7 @@ class Loop:
         """Called first on each thread that becomes the I/O thread."""
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        close_in_children(self)
 
     def start(self) -> None:
         """Start the I/O thread."""
@@ -160,8 +127,8 @@ class Loop:
 
     def retire(self) -> None:
         """The calling thread is not the I/O thread any more, even if its successor has not been named yet."""
-        if getattr(_io, "loop", None) is self:
-            _io.loop = None
+        if reading.loop is self:
+            reading.loop = None
 
     def timer(self, callback: Callback) -> Timer:
         """A timer whose ``callback(now)`` runs on the I/O thread; it is due when its ``at`` says so."""
@@ -179,8 +146,9 @@ class Loop:
         with self._interest_lock:
             self._handlers[descriptor] = handler
             self._interest[descriptor] = events
-            self._poller.add(descriptor, events)
-        self._woken_if_needed()
+            self._poller.register(descriptor, events)
+        if not self.can_silence:
+            self.wake()
 
     def forget(self, descriptor: int) -> None:
         """Stop watching; to be called before the descriptor is closed."""
@@ -188,8 +156,9 @@ class Loop:
             if self._handlers.pop(descriptor, None) is not None:
                 del self._interest[descriptor]
                 if self._wake_read >= 0:
-                    self._poller.remove(descriptor)
-        self._woken_if_needed()
+                    self._poller.unregister(descriptor)
+        if not self.can_silence:
+            self.wake()
 
     def silence(self, descriptor: int) -> None:
         """Stop reporting readability: the calling thread reads it itself for a while."""
@@ -224,9 +193,6 @@ class Loop:
             if after != before:
                 self._interest[descriptor] = after
                 self._poller.modify(descriptor, after)
-        self._woken_if_needed()
-
-    def _woken_if_needed(self) -> None:
         if not self.can_silence:
             self.wake()
 
@@ -277,14 +243,14 @@ class Loop:
 
     def _run(self) -> None:
         self._ident = _get_ident()
-        _io.loop = self
+        reading.loop = self
         self.on_thread_start()
         timers = self._timers
-        while self._running and _io.loop is self:
+        while self._running and reading.loop is self:
             now = monotonic()
             if timers.named or now >= timers.next_due:
                 timers.run_due(now)
-                if _io.loop is not self:
+                if reading.loop is not self:
                     return  # a timer's callback blocked, and handed over
             others_work = False
             try:
@@ -292,24 +258,25 @@ class Loop:
                     others_work = hook() or others_work
             except Exception:
                 logger.exception("an I/O handler failed; please report this")
-            timeout_s = 0.0 if self._soon else max(0.0, timers.next_due - now)
+            timeout_s = 0.0 if self._soon or timers.named else min(max(0.0, timers.next_due - now), LONGEST_SLEEP_S)
             if others_work or timeout_s == 0.0:
                 found = self._poller.poll(timeout_s)
             else:
                 found = self._spin.wait(self._poller.poll, now, timeout_s)
-            for descriptor, events in found:
+            for descriptor, flags in found:
                 if descriptor == self._wake_read:
                     self._drain_wakes()
                     continue
                 handler = self._handlers.get(descriptor)
                 if handler is not None:
                     try:
-                        handler(events)
+                        # Errors and the peer's end count as something to read: reading tells what they are.
+                        handler(flags & WRITE | (READ if flags & ~WRITE else 0))
                     except Exception:
                         logger.exception("an I/O handler failed; please report this")
-                    if _io.loop is not self:
+                    if reading.loop is not self:
                         return  # handed over: what else the poller said, it says again to the new thread
-            while self._soon and _io.loop is self:
+            while self._soon and reading.loop is self:
                 try:
                     self._soon.popleft()()
                 except Exception:

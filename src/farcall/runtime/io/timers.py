@@ -6,9 +6,13 @@ no clock: the loop says what time it is, and so do tests.
 Thread rules
 - ``Timer.at`` may be called from any thread, by destructors and signal handlers too: it takes no lock. It costs a
   comparison where the time is no nearer than the one named before, and wakes the loop only if no timer is due earlier.
-- The heap belongs to the I/O thread. Other threads hand their times over in a deque, whose ends are atomic.
+- The heap belongs to the I/O thread, and so do ``Timer.due`` and ``Timers.next_due``, which others only read. Other
+  threads hand their times over in a deque, whose ends are atomic.
 - A part changes its own state first and calls ``at`` afterwards. The I/O thread forgets the time of a timer first and
-  calls it afterwards. So either ``at`` sees that the time is free again, or the callback sees the new state.
+  calls it afterwards. So either ``at`` finds that the time is free again, or the callback sees the new state.
+- An exception may end ``at`` anywhere (Ctrl-C, inside a garbage collection even): what it has not done yet, the next
+  ``at`` does. Hence the order of its steps, and the number of calls in what it remembers: a note made too late must not
+  hide a time from the next call.
 """
 
 from __future__ import annotations
@@ -32,31 +36,30 @@ Callback = Callable[[float], float]
 class Timer:
     """A callback of the I/O thread, and when it is due."""
 
-    __slots__ = ("_callback", "_scheduled", "_timers", "due")
+    __slots__ = ("_callback", "_calls", "_named", "_timers", "due")
 
     def __init__(self, timers: Timers, callback: Callback) -> None:
         self._timers = timers
         self._callback = callback
-        self._scheduled = NEVER  # the time in the heap that counts; of the I/O thread
+        self._calls = 0
+        self._named = (0, NEVER)  # the time named last, and how many calls there had been
         self.due: float = NEVER
-        """The nearest time named since the last call. Where calls are many, compare with it before calling ``at``."""
+        """The time in the heap that counts. Where ``at`` is called often, compare with it before."""
 
     def at(self, when: float) -> None:
         """Have the callback called at ``when``, or earlier where an earlier time was named before."""
-        if when < self.due:
-            self.due = when
-            timers = self._timers
-            timers.named.append((when, self))
-            if when < timers.next_due:
-                timers.next_due = when
-                timers.wake()
+        calls = self._calls
+        if when >= self.due or (self._named[0] == calls and when >= self._named[1]):
+            return
+        timers = self._timers
+        timers.named.append((when, self))
+        if when < timers.next_due:
+            timers.wake()
+        self._named = (calls, when)
 
 
 class Timers:
-    """All timers of one loop.
-
-    ``named`` and ``next_due`` change under the hands of other threads, in `Timer.at`; all else is the I/O thread's.
-    """
+    """All timers of one loop. Other threads add to ``named``; all else is the I/O thread's."""
 
     __slots__ = ("_heap", "_numbers", "named", "next_due", "wake")
 
@@ -64,7 +67,7 @@ class Timers:
         """``wake`` ends the sleep of the I/O thread; from any thread."""
         self.wake = wake
         self.named: deque[tuple[float, Timer]] = deque()
-        """Times that are not in the heap yet: where there are any after a sleep, ``run_due`` is to be called."""
+        """Times that are not in the heap yet: the I/O thread calls ``run_due`` before it sleeps on them."""
         self.next_due: float = NEVER
         """When to call ``run_due`` at the latest."""
         self._heap: list[tuple[float, int, Timer]] = []
@@ -83,15 +86,16 @@ class Timers:
         while due is None and (named or (heap and heap[0][0] <= now)):
             while named:
                 when, timer = named.popleft()
-                if when < timer._scheduled:
-                    timer._scheduled = when  # which makes a later entry of the same timer a dead one
+                if when < timer.due:
+                    timer.due = when  # which makes a later entry of the same timer a dead one
                     heappush(heap, (when, next(self._numbers), timer))
             if heap and heap[0][0] <= now:
                 when, _, timer = heappop(heap)
-                if when == timer._scheduled:
+                if when == timer.due:
                     due = timer
-                    timer._scheduled = timer.due = NEVER
-            while heap and heap[0][0] != heap[0][2]._scheduled:
+                    timer._calls += 1
+                    timer.due = NEVER
+            while heap and heap[0][0] != heap[0][2].due:
                 heappop(heap)
             self.next_due = heap[0][0] if heap else NEVER
         if due is not None:

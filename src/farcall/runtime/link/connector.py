@@ -37,7 +37,7 @@ from farcall.protocol.connector import ANSWERS, FIRST_PAUSE_S, LONGEST_PAUSE_S, 
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
 from farcall.protocol.member import Member
-from farcall.protocol.membership import LinkLost, LinkRefused
+from farcall.protocol.membership.events import LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
@@ -385,10 +385,3 @@ class Connector:
         until = monotonic() + STOP_S
         for dialler in diallers:
             dialler.join(max(0.0, until - monotonic()))
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for dialler, transport in self._diallers.items():
-            dialler.close_after_fork()
-            if transport is not None:
-                transport.close_after_fork()

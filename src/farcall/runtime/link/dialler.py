@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from farcall.channel.shared_memory import host_token
+from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
 from farcall.protocol.connector import Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
 from farcall.protocol.handshake import Established, Handshake
@@ -139,12 +139,6 @@ class Dialler:
         """After ``stop``: wait for the thread's end."""
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             self._thread.join(timeout_s)
-
-    def close_after_fork(self) -> None:
-        """In a forked child, where the thread does not exist."""
-        self._ended = True
-        if self._transport is not None:
-            self._transport.close_after_fork()
 
     def _run(self) -> None:
         self._on_end(self, *self.run())

@@ -26,8 +26,7 @@ from farcall.protocol.session import Session
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.receive import Incoming
 from farcall.runtime.link.send import Outgoing
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 __all__ = ["Link"]
 
@@ -237,10 +236,3 @@ class Link:
         self.outgoing.forget()
         self.session.end()
         self.incoming.close(self.transport)
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptor without telling the peer."""
-        self.broken = "this process was forked"
-        self.up = False
-        if not self._detached:
-            self.transport.close_after_fork()

@@ -223,10 +223,3 @@ class PeerListener:
             if descriptor is not None and descriptor >= 0:
                 self._loop.forget(descriptor)
             listener.close()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors; names and files belong to the parent."""
-        for guest in self._guests:
-            guest.transport.close_after_fork()
-        for listener in self._listeners:
-            listener.close_after_fork()

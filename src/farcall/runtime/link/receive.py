@@ -271,19 +271,19 @@ class Incoming:
             if reading.link is not self:
                 self._loop.standby.forget()
                 return False
-            ticket = reading.ticket
-            if ticket is not None and not ticket:
+            watch = reading.watch
+            if watch is not None and not watch:
                 return self._retire()
-        ticket = reading.ticket
-        if ticket is not None:
-            reading.ticket = None
-            if not self._loop.standby.end(ticket):
+        watch = reading.watch
+        if watch is not None:
+            reading.watch = None
+            if not self._loop.standby.end(watch):
                 return self._retire()
         return True
 
     def _retire(self) -> bool:
         """Another thread reads on: this one must not touch the link any more, nor go on as the I/O thread."""
-        reading.link = reading.ticket = None
+        reading.link = reading.watch = None
         self._loop.standby.forget()
         self._loop.retire()
         return False
@@ -292,8 +292,8 @@ class Incoming:
         """Give up the role of the reader, if the calling thread has it."""
         if reading.link is self:
             reading.link = None
-            ticket, reading.ticket = reading.ticket, None
-            if ticket is not None and not self._loop.standby.end(ticket):
+            watch, reading.watch = reading.watch, None
+            if watch is not None and not self._loop.standby.end(watch):
                 self._retire()  # an error of ours has brought us here, and another thread reads on by now
                 return
             if self._silenced:
@@ -312,11 +312,11 @@ class Incoming:
 
     def watch_reader(self) -> None:
         """The reader is about to do something that may take long: if it does, another thread reads on."""
-        ticket = reading.ticket
-        if ticket is None:
-            reading.ticket = self._loop.standby.begin(self)
+        watch = reading.watch
+        if watch is None:
+            reading.watch = self._loop.standby.begin(self)
         else:
-            ticket.since = monotonic()
+            watch.since = monotonic()
 
     def run_inline(self, task: Task) -> bool | None:
         """Run a task that is expected to be quick, if the calling thread is the I/O thread and reads this link.
@@ -327,9 +327,9 @@ class Incoming:
         if reading.link is not self or not self._loop.on_thread():
             return None
         self.watch_reader()
-        ticket = reading.ticket
+        watch = reading.watch
         task.run(bool(self._frames))
-        return bool(ticket)
+        return bool(watch)
 
     def pass_on(self) -> None:
         """The reader is stuck in user code: another thread reads on. Called by the standby thread."""

@@ -1,7 +1,12 @@
-"""Telling programs who joined, left, is suspected, recovered or died.
+"""What follows when members come and go: programs are told, and calls to those who are gone fail.
 
-Owns the subscriptions. Callbacks run on worker threads, one event after the other in the order in which this node
-learned of them, so a callback may make calls; an event waits for the callbacks of the one before it.
+Owns the subscriptions of programs (`MemberEvents`) and the list of what a change means to the node's parts
+(`MemberChanges`). Decides nothing about who is a member (`failure_detector.py` does), and keeps no peer.
+
+Thread rules
+- Callbacks of programs run on worker threads, one event after the other in the order in which this node learned of
+  them, so a callback may make calls; an event waits for the callbacks of the one before it.
+- `MemberChanges` is told by the node's peer table, on the I/O thread; only ``fail_unsent`` may be called from any.
 """
 
 from __future__ import annotations
@@ -11,15 +16,25 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
+from farcall.errors import Delivery, NetworkError, PeerDead
 from farcall.ids import WorkerInfo
+from farcall.protocol.member import Member, incarnation_text
+from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.pending import CallTable, PendingCall
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.membership.shutdown import Leaving, Withdrawing
+from farcall.runtime.observing.counters import LOST
+from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED, EventLog
+from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["MEMBER_EVENTS", "MemberEvent", "MemberEvents"]
+__all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
 MEMBER_EVENTS = ("joined", "left", "suspected", "recovered", "dead")
 
@@ -38,7 +53,7 @@ class MemberEvent(NamedTuple):
 
 
 class MemberEvents:
-    """The events of one node. A task of its executor."""
+    """The subscriptions of programs to what becomes of members. A task of the executor."""
 
     quick = False
 
@@ -150,3 +165,97 @@ class _Inbox:
                     return self._events.popleft()
                 waiting = self._waiting = asyncio.get_running_loop().create_future()
             await waiting
+
+
+class MemberChanges:
+    """What a node does about each change among its members."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        is_over: Callable[[], bool],
+        loop: Loop,
+        admission: Admission,
+        calls: CallTable,
+        leaving: Leaving | Withdrawing,
+        events: MemberEvents,
+        event_log: EventLog,
+        entry: DynamicRendezvous | None,
+        joined_hooks: Sequence[Callable[[Peer], None]],
+        gone_hooks: Sequence[Callable[[Peer], None]],
+    ) -> None:
+        """``is_over``: has this node itself ended? ``entry``: in a group whose members come and go.
+
+        The hooks may become more later.
+        """
+        self._name = name
+        self._is_over = is_over
+        self._loop = loop
+        self._admission = admission
+        self._calls = calls
+        self._leaving = leaving
+        self._events = events
+        self._event_log = event_log
+        self._entry = entry
+        self._joined_hooks = joined_hooks
+        self._gone_hooks = gone_hooks
+        self.peers_lost: int = 0
+        """Members whose link has died although they did not say that they leave."""
+
+    def on_entered(self, peer: RemotePeer) -> None:
+        """A member joined; nothing of it has been read yet."""
+        for hook in self._joined_hooks:
+            hook(peer)
+
+    def on_change(self, kind: str, member: Member, why: str) -> None:
+        """A member joined, left, died, is suspected, or recovered."""
+        level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
+        logger.log(level, "%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
+        self._event_log.note(kind, member.name, text=why)
+        if self._entry is not None and kind in ("joined", "left", "dead"):
+            self._entry.on_change()
+        self._events.tell(
+            MemberEvent(kind, WorkerInfo(member.name, member.rank), incarnation_text(member.incarnation), why)
+        )
+
+    def on_interrupted(self, info: WorkerInfo, why: str) -> None:
+        """The connection to a member broke."""
+        self._event_log.note(INTERRUPTED, info.name, text=why)
+
+    def on_reconnected(self, info: WorkerInfo) -> None:
+        """A member is connected again."""
+        self._event_log.note(RECONNECTED, info.name)
+
+    def on_gone(self, peer: RemotePeer, reason: str) -> None:
+        """Once: a member's link is dead. Whoever waits for it learns it now."""
+        peer.close()
+        self._admission.forget(peer)
+        if peer.leaving:
+            logger.info("%s: %s has left", self._name, peer.info.name)
+        elif not self._is_over():
+            self.peers_lost += 1
+            logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
+        how = "has left" if peer.leaving else f"is gone: {reason}"
+
+        def lost(call: PendingCall) -> PeerDead:
+            sent = call.call_id not in peer.link.never_sent
+            what = "whether the call ran there is unknown" if sent else "the call was not sent"
+            delivery = Delivery.UNKNOWN if sent else Delivery.NOT_SENT
+            return PeerDead(f"{peer.info.name} {how}; {what}", delivery, peer.info, incarnation_text(peer.incarnation))
+
+        self._calls.fail_all(lost, peer)
+        for hook in self._gone_hooks:
+            hook(peer)
+        self._leaving.on_peer_gone(peer.info.id)
+
+    def fail_unsent(self, call_id: int, why: str) -> None:
+        """A request was not sent after all: have its caller told, from any thread."""
+
+        def fail() -> None:
+            call = self._calls.claim(call_id)
+            if call is not None:
+                call.counters[LOST] += 1
+                call.on_failure(NetworkError(why, Delivery.NOT_SENT))
+
+        self._loop.call_soon(fail)

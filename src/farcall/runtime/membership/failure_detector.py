@@ -16,10 +16,11 @@ from time import monotonic
 from typing import Protocol
 
 from farcall.options import RpcBackendOptions
-from farcall.protocol import membership
 from farcall.protocol.member import Member
-from farcall.protocol.membership import MembershipMachine, MembershipOptions, State, Status, Update
-from farcall.protocol.membership.messages import Gossip, Message
+from farcall.protocol.membership import events
+from farcall.protocol.membership.events import MembershipOptions
+from farcall.protocol.membership.machine import MembershipMachine, State
+from farcall.protocol.membership.messages import Gossip, Message, Status, Update
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -93,7 +94,7 @@ class FailureDetector:
         """
         deadline = monotonic() + timeout_s
         self.begin()
-        self._loop.call_soon(lambda: self.feed(membership.LocalJoin(incarnation)))
+        self._loop.call_soon(lambda: self.feed(events.LocalJoin(incarnation)))
         while not self.is_member and self.why_refused is None:
             remaining_s = deadline - monotonic()
             if remaining_s <= 0 or is_lost():
@@ -115,7 +116,7 @@ class FailureDetector:
 
     def leave(self, timeout_s: float) -> None:
         """Tell the others that this node leaves, and wait until they know. From the thread that shuts down."""
-        self._loop.call_soon(lambda: self.feed(membership.LocalLeave()))
+        self._loop.call_soon(lambda: self.feed(events.LocalLeave()))
         deadline = monotonic() + timeout_s
         while self.is_member and monotonic() < deadline:
             self._settled.wait(0.05)
@@ -157,13 +158,13 @@ class FailureDetector:
 
     def on_message(self, incarnation: int, message: Message) -> None:
         """A membership message came over a link of ``incarnation``."""
-        self.feed(membership.Received(incarnation, message))
+        self.feed(events.Received(incarnation, message))
 
     def on_goodbye(self, incarnation: int) -> None:
         """``incarnation`` has said itself that it leaves."""
-        self.feed(membership.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0),))))
+        self.feed(events.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0),))))
 
-    def feed(self, event: membership.Event) -> None:
+    def feed(self, event: events.Event) -> None:
         """Tell the machine what happened."""
         if self._stopped:
             return
@@ -188,42 +189,42 @@ class FailureDetector:
             count = link.session.received
             received[incarnation] = (link, count)
             if count and self._received.get(incarnation) != (link, count):
-                self._carry_out(self._machine.handle(membership.Heard(incarnation), monotonic()))
+                self._carry_out(self._machine.handle(events.Heard(incarnation), monotonic()))
         self._received = received
 
-    def _carry_out(self, effects: list[membership.Effect]) -> None:
+    def _carry_out(self, effects: list[events.Effect]) -> None:
         reach = self._reach
-        dying = {effect.member.incarnation for effect in effects if isinstance(effect, membership.MemberDied)}
+        dying = {effect.member.incarnation for effect in effects if isinstance(effect, events.MemberDied)}
         for effect in effects:
-            if isinstance(effect, membership.Send) and effect.to in dying:
+            if isinstance(effect, events.Send) and effect.to in dying:
                 reach.send_news(effect.to, effect.message)  # while there is a link: it should know why it ends
         for effect in effects:
             match effect:
-                case membership.Send(incarnation, message):
+                case events.Send(incarnation, message):
                     if incarnation not in dying:
                         reach.send_news(incarnation, message)
-                case membership.MemberJoined(member):
+                case events.MemberJoined(member):
                     reach.on_joined(member)
-                case membership.MemberSuspected(member):
+                case events.MemberSuspected(member):
                     reach.on_suspected(member, True)
-                case membership.MemberRecovered(member):
+                case events.MemberRecovered(member):
                     reach.on_suspected(member, False)
-                case membership.LinkSilent(incarnation):
+                case events.LinkSilent(incarnation):
                     reach.on_silent(incarnation)
-                case membership.MemberLeft(member):
+                case events.MemberLeft(member):
                     reach.on_left(member)
-                case membership.MemberDied(member, why):
+                case events.MemberDied(member, why):
                     reach.on_died(member, why)
-                case membership.Admitted(members):
+                case events.Admitted(members):
                     for member in members:
                         reach.on_joined(member)
                     reach.on_admitted()
                     self._settled.open()
-                case membership.Refused(why):
+                case events.Refused(why):
                     self.why_refused = why
                     self._settled.open()
-                case membership.Departed():
+                case events.Departed():
                     self._settled.open()
-                case membership.Expelled(why):
+                case events.Expelled(why):
                     self._settled.open()
                     reach.on_expelled(why)

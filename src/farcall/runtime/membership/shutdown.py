@@ -1,10 +1,11 @@
-"""Graceful shutdown: drives the departure machine with what really happens on this node.
+"""Graceful shutdown: when a node may leave.
 
-`Leaving` is for groups of fixed size, whose members leave together; `Withdrawing` for those whose members come and
-go: one that leaves waits for its own work only.
+`Leaving` drives the departure machine, for groups of fixed size, whose members leave together: it tells the machine
+whether the node is idle, and carries its effects out. `Withdrawing` is for groups whose members come and go: a node
+that leaves waits for its own work only. `Work` says what is under way.
 
-Everything here runs on the I/O thread, except `Work`, and ``enter``, which the thread that shuts down calls and waits
-in. The machine decides; this file only tells it whether the node is idle, and carries its effects out.
+Everything here runs on the I/O thread, except `Work`, ``poke``, and ``enter``, in which the thread that shuts down
+waits. A shutdown looks again when it is poked: by whatever came to its end on this node.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ class Leaving:
         Not at once: many workers spend their life in shutdown(), serving calls, and each of these ends here.
         """
         if self.entered:
-            self._timer.at(monotonic() + POKE_DELAY_S)
+            soon = monotonic() + POKE_DELAY_S
+            if soon < self._timer.due:
+                self._timer.at(soon)
 
     def on_message(self, rank: int, message: DepartureMessage) -> None:
         """A departure message came from ``rank``."""

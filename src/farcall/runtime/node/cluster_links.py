@@ -18,8 +18,8 @@ from farcall.protocol.frames import Frame
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.mesh import Mesh
+from farcall.runtime.membership.events import MemberChanges
 from farcall.runtime.membership.failure_detector import FailureDetector
-from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.peers.interference import find_interference
@@ -47,7 +47,7 @@ class ClusterLinks:
         *,
         is_static: bool,
         dispatcher: Dispatcher,
-        turnover: Turnover,
+        changes: MemberChanges,
         write_later: Callable[[Callable[[], None]], None],
         on_expelled: Callable[[str], None],
     ) -> None:
@@ -56,7 +56,7 @@ class ClusterLinks:
         self._membership = membership
         self._options = options
         self._resources = resources
-        self._fail_unsent = turnover.fail_unsent
+        self._fail_unsent = changes.fail_unsent
         self._left: list[RemotePeer] = []  # those to whom goodbye was said
         self._write_later = write_later
         self._on_expelled = on_expelled
@@ -74,12 +74,12 @@ class ClusterLinks:
             resources,
             is_static=is_static,
             host=self,
-            watcher=turnover,
+            watcher=changes,
             on_frame=dispatcher.on_frame,
         )
         self.connector: Connector = self.peers.connector
-        self.connector.lost_hooks.append(turnover.on_interrupted)
-        self.connector.back_hooks.append(turnover.on_reconnected)
+        self.connector.lost_hooks.append(changes.on_interrupted)
+        self.connector.back_hooks.append(changes.on_reconnected)
         self.watch: FailureDetector = self.peers.watch
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
@@ -162,7 +162,3 @@ class ClusterLinks:
             peer.close()
         for peer in self._left:
             peer.close()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        self.peers.close_after_fork()

@@ -37,10 +37,6 @@ class _Thread(threading.local):
     runtime: Runtime | None = None
 
 
-class _Forkable(Protocol):
-    def close_after_fork(self) -> None: ...
-
-
 class HasRuntime(Protocol):
     """A `farcall.Node`, as the layers below it see it."""
 
@@ -50,8 +46,8 @@ class HasRuntime(Protocol):
 
 slot = Slot()
 _thread = _Thread()
-STARTED: weakref.WeakSet[_Forkable] = weakref.WeakSet()
-"""Runtimes, and resources of starting ones, that hold descriptors: a forked child must close its copies."""
+STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
+"""The runtimes of this process, until they have ended: in a forked child they are the parent's."""
 
 
 def current_runtime() -> Runtime:

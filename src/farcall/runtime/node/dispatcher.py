@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, MutableMapping, MutableSet
 from time import monotonic
 from typing import Any, get_args
 
-from farcall.channel.shared_memory import SegmentRefused
+from farcall.channel.segments import SegmentRefused
 from farcall.errors import RpcError
 from farcall.protocol import messages
 from farcall.protocol.departure import DepartureMessage

@@ -7,13 +7,12 @@ A forked child lets go of its copies.
 
 from __future__ import annotations
 
-from farcall.channel.recycled import ReceivePool
+from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
 from farcall.options import RpcBackendOptions
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
-from farcall.runtime.node import current
 from farcall.runtime.rendezvous.addresses import advertised_address, listening_addresses
 
 __all__ = ["Resources"]
@@ -44,7 +43,6 @@ class Resources:
             SegmentPool(options.shared_memory_limit_bytes) if options.shared_memory else None
         )
         self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
-        current.STARTED.add(self)
 
     def close(self) -> None:
         """Give back everything. After the workers have stopped and the links are closed."""
@@ -53,14 +51,8 @@ class Resources:
         if self.pool is not None:
             self.pool.close()
         self.memory.close()
-        current.STARTED.discard(self)
         self._release_sigint()
 
     def _release_sigint(self) -> None:
         if self._has_sigint:
             sigint.uninstall()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        self.listener.close_after_fork()
-        self.loop.close_after_fork()

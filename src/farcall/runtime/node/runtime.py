@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from farcall.channel.shared_memory import SegmentPool, host_token
+from farcall.channel.segments import host_token
+from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, UnknownWorker
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
@@ -37,10 +38,9 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.connector import Connector
-from farcall.runtime.membership.events import MemberEvents
+from farcall.runtime.membership.events import MemberChanges, MemberEvents
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing, Work
-from farcall.runtime.membership.turnover import Turnover
 from farcall.runtime.node import current
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
@@ -172,18 +172,18 @@ class Runtime:
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
-        self.turnover: Turnover = Turnover(
+        self.member_changes: MemberChanges = MemberChanges(
             lifecycle.name,
-            lifecycle,
-            self.loop,
-            self.admission,
-            self.calls,
-            self.leaving,
-            self.member_events,
-            self.event_log,
-            entry,
-            self.hooks.peer_joined,
-            self.hooks.peer_gone,
+            is_over=lifecycle.is_over,
+            loop=self.loop,
+            admission=self.admission,
+            calls=self.calls,
+            leaving=self.leaving,
+            events=self.member_events,
+            event_log=self.event_log,
+            entry=entry,
+            joined_hooks=self.hooks.peer_joined,
+            gone_hooks=self.hooks.peer_gone,
         )
         self.dispatcher: Dispatcher = Dispatcher(
             lifecycle.name,
@@ -204,7 +204,7 @@ class Runtime:
             resources,
             is_static=self.is_static,
             dispatcher=self.dispatcher,
-            turnover=self.turnover,
+            changes=self.member_changes,
             write_later=self.write_later,
             on_expelled=self._on_expelled,
         )
@@ -223,7 +223,6 @@ class Runtime:
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
         current.STARTED.add(self)
-        current.STARTED.discard(resources)
 
     def _way_out(self) -> Leaving | Withdrawing:
         work = Work(self.calls, self.server, self.executor, self.hooks.unsettled)
@@ -335,7 +334,7 @@ class Runtime:
     @property
     def peers_lost(self) -> int:
         """The number of members whose link has died although they did not say that they leave."""
-        return self.turnover.peers_lost
+        return self.member_changes.peers_lost
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -533,11 +532,6 @@ class Runtime:
             # Its threads exist in the parent only, and its destructor would wait for them for good.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))
             self.membership.close()
-        for hook in self.hooks.forked:
-            hook()
-        self.links.close_after_fork()
-        self._observers.close_after_fork()
-        self.resources.close_after_fork()
 
 
 class _Write:

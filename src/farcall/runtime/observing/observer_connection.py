@@ -63,11 +63,6 @@ class ObserverConnections:
         for connection in list(self._connected):
             connection.close(f"{self._name} ended")
 
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors without telling the observers."""
-        for connection in self._connected:
-            connection.close_after_fork()
-
 
 class ObserverConnection:
     """The connection of one observer that has proved itself."""
@@ -122,11 +117,6 @@ class ObserverConnection:
             self._loop.forget(self._descriptor)
         self._transport.close()
         self._on_gone(self)
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptor without telling the observer."""
-        self._closed = True
-        self._transport.close_after_fork()
 
     def _on_event(self, events: int) -> None:
         if events & WRITE:

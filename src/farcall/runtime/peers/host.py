@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from farcall.channel.recycled import ReceivePool
+from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from farcall.channel.copying import copy_bytes
-from farcall.channel.recycled import ReceivePool
+from farcall.channel.host_memory import ReceivePool, copy_bytes
 from farcall.errors import Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from farcall.channel.shared_memory import SegmentMap, SegmentPool, SegmentRefused
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.segments import SegmentRefused
+from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from farcall.channel.copying import copy_bytes
-from farcall.channel.interface import address_of
-from farcall.channel.shared_memory import Offer, SegmentMap, SegmentPool
+from farcall.channel.host_memory import address_of, copy_bytes
+from farcall.channel.segment_map import SegmentMap
+from farcall.channel.shared_memory import Offer, SegmentPool
 from farcall.errors import RpcTimeout
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small

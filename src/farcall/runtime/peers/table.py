@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
-from farcall.channel.shared_memory import SegmentMap
+from farcall.channel.segment_map import SegmentMap
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
@@ -33,8 +33,8 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
-from farcall.protocol.membership import LinkGivenUp, Status
-from farcall.protocol.membership.messages import Introduction
+from farcall.protocol.membership.events import LinkGivenUp
+from farcall.protocol.membership.messages import Introduction, Status
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
@@ -45,8 +45,7 @@ from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.transport.absent import Absent
-from farcall.transport.interface import Transport
+from farcall.transport.interface import Absent, Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -389,9 +388,3 @@ class PeerTable:
             else:
                 nearest = min(nearest, end)
         return nearest
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of the descriptors."""
-        for peer in self.everyone():
-            peer.link.close_after_fork()
-        self.connector.close_after_fork()

@@ -27,6 +27,7 @@ from farcall.errors import NetworkError
 from farcall.testing.faults.delay_line import NEVER, DelayLine
 from farcall.testing.faults.messages import Message, Splitter
 from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
+from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import Transport, TransportError
 from farcall.transport.unix import UnixTransport
 
@@ -82,10 +83,6 @@ class FaultyTransport(UnixTransport):
         super().close()
         self._relay.end(CLOSING_S)
 
-    def close_after_fork(self) -> None:
-        super().close_after_fork()
-        self._relay.close_after_fork()
-
     def describe(self) -> str:
         return self._description
 
@@ -123,6 +120,7 @@ class Relay:
         self._tokens = 0.0
         self._paid_at = monotonic()
         self._wake_read, self._wake_write = os.pipe()
+        close_in_children(self)
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(
             target=self._run, name=f"farcall-faults-{direction.sender}-{direction.receiver}", daemon=True
@@ -146,8 +144,6 @@ class Relay:
 
     def close_after_fork(self) -> None:
         """Close the descriptors in a forked child, where the thread does not exist."""
-        self._near.close_after_fork()
-        self._far.close_after_fork()
         self._close_wakes()
 
     def _close_wakes(self) -> None:

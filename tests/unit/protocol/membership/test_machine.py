@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership import (
+from farcall.protocol.membership.events import (
     Admitted,
     Departed,
     Effect,
@@ -24,17 +24,13 @@ from farcall.protocol.membership import (
     MemberJoined,
     MemberLeft,
     MemberRecovered,
-    MembershipMachine,
     MembershipOptions,
     MemberSuspected,
-    Message,
     Received,
     Refused,
     Send,
-    State,
-    Status,
-    Update,
 )
+from farcall.protocol.membership.machine import MembershipMachine, State
 from farcall.protocol.membership.messages import (
     Ack,
     Ask,
@@ -45,9 +41,12 @@ from farcall.protocol.membership.messages import (
     Introduction,
     Join,
     JoinAnswer,
+    Message,
     Obituary,
     Ping,
     Resurfaced,
+    Status,
+    Update,
     Vouch,
     WhoAreYou,
 )

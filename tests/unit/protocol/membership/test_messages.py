@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership import Message, Status, Update
 from farcall.protocol.membership.messages import (
     BUCKETS,
     MAX_UPDATES,
@@ -23,9 +22,12 @@ from farcall.protocol.membership.messages import (
     Introduction,
     Join,
     JoinAnswer,
+    Message,
     Obituary,
     Ping,
     Resurfaced,
+    Status,
+    Update,
     Vouch,
     WhoAreYou,
     precedence,

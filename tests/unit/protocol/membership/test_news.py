@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from farcall.protocol.membership import Status, Update
-from farcall.protocol.membership.messages import MAX_UPDATES
+from farcall.protocol.membership.messages import MAX_UPDATES, Status, Update
 from farcall.protocol.membership.news import GossipQueue, sends_needed
 
 

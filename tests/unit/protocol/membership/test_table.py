@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership import Status, Update
+from farcall.protocol.membership.messages import Status, Update
 from farcall.protocol.membership.table import Change, Table
 
 ME = Member("me", 0, 1)

@@ -22,8 +22,7 @@ from farcall.protocol.frames import (
     encode_small,
 )
 from farcall.protocol.notes import KEEP, Notes, decode_notes, encode_notes
-from farcall.protocol.references import Fork
-from farcall.protocol.references.messages import Register
+from farcall.protocol.references.messages import Fork, Register
 from farcall.testing.faults.messages import CALLS, NO_CALL, Message, Splitter, check_kinds
 
 FORK = Fork(RefId(0, 1), ForkId(0, 2), 0, 1, 1)

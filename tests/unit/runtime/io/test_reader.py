@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.runtime.io.standby import Standby, claim
+from farcall.runtime.io.reader import Standby, claim
 
 PATIENCE_S = 10.0
 
 
-class Role:
+class Link:
     def __init__(self) -> None:
         self.passed_on = threading.Event()
 
@@ -29,23 +29,23 @@ def standby() -> Iterator[Standby]:
 
 def test_quick_function_keeps_the_role() -> None:
     standby = Standby("test", look_s=60.0)  # on a busy machine any function may take 5 ms
-    role = Role()
-    ticket = standby.begin(role)
-    assert standby.end(ticket)
+    role = Link()
+    watch = standby.begin(role)
+    assert standby.end(watch)
     assert not role.passed_on.is_set()
     standby.stop()
 
 
 def test_slow_function_loses_it(standby: Standby) -> None:
-    role = Role()
-    ticket = standby.begin(role)
+    role = Link()
+    watch = standby.begin(role)
     assert role.passed_on.wait(PATIENCE_S)
-    assert not standby.end(ticket)
+    assert not standby.end(watch)
 
 
 def test_end_of_a_slow_function_does_not_blind_the_watch_to_the_next(standby: Standby) -> None:
     # The thread that lost the role comes back while its successor runs a function, which may be slow as well.
-    first, second = Role(), Role()
+    first, second = Link(), Link()
     slow = standby.begin(first)
     assert first.passed_on.wait(PATIENCE_S)
     standby.begin(second)
@@ -54,11 +54,11 @@ def test_end_of_a_slow_function_does_not_blind_the_watch_to_the_next(standby: St
 
 
 def test_role_given_away_by_the_function_itself_is_not_taken_again(standby: Standby) -> None:
-    role = Role()
-    ticket = standby.begin(role)
-    mine = claim(ticket)  # almost always; else the standby thread was faster
-    assert not standby.end(ticket)
-    after = Role()
+    role = Link()
+    watch = standby.begin(role)
+    mine = claim(watch)  # almost always; else the standby thread was faster
+    assert not standby.end(watch)
+    after = Link()
     standby.begin(after)
     assert after.passed_on.wait(PATIENCE_S)
     assert role.passed_on.is_set() is not mine

@@ -7,9 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from tests.kit.clock import Clock
+
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
-from farcall.runtime.io.timers import NEVER, Timers
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
 
 LONG_S = 10.0
@@ -21,8 +23,8 @@ class StillLoop:
     def __init__(self) -> None:
         self.soon: deque[Callable[[], object]] = deque()
         self.asked = threading.Event()
-        self.timers = Timers(lambda: None)
-        self.timer = self.timers.timer
+        self.clock = Clock()
+        self.timer = self.clock.timer
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.soon.append(function)
@@ -84,8 +86,8 @@ def test_busy_member_waits_until_poked() -> None:
     leaver.in_flight = 0
     leaver.leaving.poke()
     now = time.monotonic() + 0.1
-    assert leaver.loop.timers.next_due < now  # soon
-    leaver.loop.timers.run_due(now)
+    assert leaver.loop.clock.due < now  # soon
+    leaver.loop.clock.turn_to(now)
     assert probes(leaver) == [1]
 
 
@@ -93,20 +95,20 @@ def test_poke_costs_nothing_while_nobody_leaves() -> None:
     loop = StillLoop()
     leaving = Leaving(0, {0: "w0"}, loop, lambda: (0, 0), lambda rank, message: None)  # type: ignore[arg-type]
     leaving.poke()
-    assert loop.timers.next_due == NEVER
+    assert loop.clock.due == NEVER
 
 
 def test_loop_is_asked_to_wake_at_the_deadline() -> None:
     leaver = Leaver(timeout_s=4.0)
     first = leaver.leaving._machine.next_deadline()
     assert first is not None
-    assert leaver.loop.timers.next_due == first
+    assert leaver.loop.clock.due == first
 
 
 def test_timeout_says_who_is_late_and_why() -> None:
     leaver = Leaver(timeout_s=4.0)
-    while leaver.loop.timers.next_due != NEVER:
-        leaver.loop.timers.run_due(leaver.loop.timers.next_due)
+    while leaver.loop.clock.due != NEVER:
+        leaver.loop.clock.turn_to(leaver.loop.clock.due)
     assert leaver.finished() == ("w1 has not called shutdown",)
     assert leaver.leaving.late_names == ("w1",)
 

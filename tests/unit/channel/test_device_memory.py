@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.kit.fake_device import FakeApi
 
-from farcall.channel.device_pool import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceTicket
-from farcall.channel.device_segments import DeviceSegments
+from farcall.channel.device_memory import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceSegments, DeviceTicket
 
 MEBIBYTE = 1 << 20
 

@@ -7,16 +7,16 @@ import os
 import pytest
 import torch
 
-from farcall.channel import copying
-from farcall.channel.copying import copy_bytes
+from farcall.channel import host_memory
+from farcall.channel.host_memory import copy_bytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 256 * 1024, 256 * 1024 + 1, (4 << 20) + 13])
 @pytest.mark.parametrize("readonly", [False, True])
 @pytest.mark.parametrize("cores", [2, 64])
 def test_whole(size: int, readonly: bool, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_cores", cores)
-    monkeypatch.setattr(copying, "_WORTH_MANY_CORES_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "_cores", cores)
+    monkeypatch.setattr(host_memory, "_WORTH_MANY_CORES_BYTES", 1 << 20)
     data = os.urandom(size)
     source = memoryview(data if readonly else bytearray(data))
     target = bytearray(size + 1)

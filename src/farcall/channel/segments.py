@@ -1,0 +1,351 @@
+"""Shared segments on the side that owns them: memory files, their mappings, and which parts of them are free.
+
+`Segment` is one memory file, `Arena` all those of a pool: blocks are carved out of segments, freed, and used again.
+Who holds a block is the pool's business (`shared_memory.py`). Not thread-safe: the pool holds its lock. Invariant: live
+blocks, binned blocks, free ranges and the untouched tail do not overlap and cover the segment.
+
+Segments are anonymous files (``memfd``): nothing in /dev/shm, gone with the last descriptor and mapping. They are
+sealed against shrinking, because a peer that cut one short would kill everyone who touches it. First touch of a page
+costs several times the copy into it, so freed blocks are used again last in, first out, and memory never used before is
+taken only when nothing freed fits.
+
+**Whether two processes may share memory.** Each node tells the others its host token, a unix address and a TCP address.
+The dialler tries the unix address if both tokens are equal and not empty, and takes TCP when they differ or on ANY
+failure of the unix way, logging once why. The token is only a hint (equal tokens may still not reach each other); the
+dial is the proof, and the descriptor passed over it is what grants the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Hashable
+
+try:
+    import fcntl
+    import mmap
+except ImportError:  # not POSIX: shared memory is never used, but importing must work
+    pass
+
+import torch
+
+from farcall.transport.unix import unix_sockets_work
+
+__all__ = ["Arena", "Block", "Segment", "SegmentRefused", "host_token", "segments_work", "why_not_shared"]
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 4096
+_SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
+_HUGE_PAGE_BYTES = 2 << 20
+# Below this it is dearer to look for warm memory among binned blocks than to touch fresh pages.
+_WORTH_JOINING_BYTES = 64 * 1024
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_NETWORK_NAMESPACE = "/proc/self/ns/net"
+
+
+class SegmentRefused(ValueError):
+    """A peer offered a segment, or named memory in one, that cannot be so; the message says what."""
+
+
+class Block:
+    """A range of a segment. ``view`` is ``size`` bytes long; ``capacity`` is what the allocator reserved."""
+
+    __slots__ = ("capacity", "holders", "offset", "segment", "size", "view")
+
+    def __init__(self, segment: Segment, offset: int, size: int, capacity: int) -> None:
+        self.segment: Segment = segment
+        self.offset: int = offset
+        self.size: int = size
+        self.capacity: int = capacity
+        self.view: memoryview = segment.view[offset : offset + size]
+        #: How many hold it: this process (at most once) and each peer, as often as it was lent.
+        self.holders: int = 1
+
+    @property
+    def segment_id(self) -> int:
+        return self.segment.id
+
+
+class Segment:
+    """A memory file of this process, mapped, with a free list."""
+
+    __slots__ = (
+        "_ranges",
+        "_untouched",
+        "address",
+        "descriptor",
+        "id",
+        "idle_since",
+        "live",
+        "mapping",
+        "offered_to",
+        "size",
+        "stranded",
+        "view",
+    )
+
+    def __init__(self, segment_id: int, size: int) -> None:
+        self.id: int = segment_id
+        self.size: int = size
+        self.descriptor: int = os.memfd_create(f"farcall-{segment_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, size)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.mapping: mmap.mmap = mmap.mmap(self.descriptor, size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self.view: memoryview = memoryview(self.mapping)
+        self.address: int = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
+        self.live: dict[int, Block] = {}
+        #: Which peers have its descriptor.
+        self.offered_to: set[object] = set()
+        self.idle_since: float | None = None
+        #: Somebody we have no link to may still look at blocks of it: hand out nothing more.
+        self.stranded: bool = False
+        # Freed ranges, by offset: their pages exist. Beyond _untouched no page was ever used.
+        self._ranges: list[tuple[int, int]] = []
+        self._untouched = 0
+
+    def carve_warm(self, capacity: int) -> int | None:
+        """The offset of ``capacity`` bytes out of the smallest freed range that has them."""
+        best = -1
+        best_size = sys.maxsize
+        for index, (_, size) in enumerate(self._ranges):
+            if capacity <= size < best_size:
+                best, best_size = index, size
+        if best < 0:
+            return None
+        offset, size = self._ranges[best]
+        if size == capacity:
+            del self._ranges[best]
+        else:
+            self._ranges[best] = (offset + capacity, size - capacity)
+        return offset
+
+    def carve_cold(self, capacity: int) -> int | None:
+        """The offset of ``capacity`` bytes that reach into the part nobody has used yet."""
+        offset = self._untouched
+        borrowed = bool(self._ranges) and sum(self._ranges[-1]) == offset
+        if borrowed:  # the last free range touches the tail: begin there, where the pages exist
+            offset = self._ranges[-1][0]
+        if offset + capacity > self.size:
+            return None
+        if borrowed:
+            self._ranges.pop()
+        self._untouched = offset + capacity
+        return offset
+
+    def give_back(self, freed: list[tuple[int, int]]) -> None:
+        """Make (offset, capacity) ranges free, joined with their free neighbours."""
+        joined: list[tuple[int, int]] = []
+        for offset, size in sorted(self._ranges + freed):
+            if joined and joined[-1][0] + joined[-1][1] == offset:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((offset, size))
+        self._ranges = joined
+
+    def close(self) -> None:
+        """Give up descriptor and mapping; the mapping goes when the last view of it does."""
+        os.close(self.descriptor)
+        self.descriptor = -1
+        self.live.clear()
+        self.view = memoryview(b"")
+        del self.mapping
+
+
+class Arena:
+    """The segments of one pool."""
+
+    def __init__(self, limit_bytes: int, segment_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._segment_bytes = segment_bytes
+        self._next_id = 1
+        # Freed blocks by capacity, the warmest last. They are not joined until somebody needs a larger one.
+        self._bins: dict[int, list[tuple[Segment, int]]] = {}
+        self._binned_bytes = 0
+        self.segments: dict[int, Segment] = {}
+        self.retired: list[tuple[int, list[Hashable]]] = []
+        """Segments given up since the last look: their peers are still to be told."""
+        self.total_bytes: int = 0
+        """What all segments have been made for; pages never touched are counted, too."""
+
+    def take(self, size: int, capacity: int) -> Block | None:
+        """A block of ``size`` bytes with room for ``capacity``; None when the limit is reached."""
+        binned = self._bins.get(capacity)
+        if binned:
+            segment, offset = binned.pop()
+            self._binned_bytes -= capacity
+        else:
+            found = self._carve(capacity)
+            if found is None:
+                return None
+            segment, offset = found
+        block = Block(segment, offset, size, capacity)
+        segment.live[offset] = block
+        segment.idle_since = None
+        return block
+
+    def free(self, block: Block) -> None:
+        """Nobody holds the block any more."""
+        segment = block.segment
+        if segment.live.pop(block.offset, None) is not block:
+            return  # freed twice by its owner
+        if segment.stranded:
+            if not segment.live:
+                self.retired.append(self._retire(segment))
+            return
+        self._bins.setdefault(block.capacity, []).append((segment, block.offset))
+        self._binned_bytes += block.capacity
+
+    def strand(self, segment: Segment) -> None:
+        """Somebody we have no link to may look at its blocks: hand out nothing more of it."""
+        segment.stranded = True
+        self._empty_bins_of(segment)
+
+    def take_retired(self) -> list[tuple[int, list[Hashable]]]:
+        """Segments given up since the last look, and the peers to tell."""
+        retired, self.retired = self.retired, []
+        return retired
+
+    def trim(self, now: float, idle_s: float, keep_bytes: int) -> list[tuple[int, list[Hashable]]]:
+        """Give back segments unused for ``idle_s``, all but ``keep_bytes``; return (id, peers to tell)."""
+        idle = []
+        for segment in self.segments.values():
+            if segment.live:
+                continue
+            if segment.idle_since is None:
+                segment.idle_since = now
+            elif now - segment.idle_since >= idle_s:
+                idle.append(segment)
+        retired = self.take_retired()
+        for segment in sorted(idle, key=lambda segment: -segment.size):
+            if self.total_bytes - segment.size >= keep_bytes:
+                retired.append(self._retire(segment))
+        return retired
+
+    def close(self) -> None:
+        """Give everything back. Views that still exist stay valid, and keep their segment."""
+        self._bins.clear()
+        for segment in self.segments.values():
+            segment.close()
+        self.segments.clear()
+        self.total_bytes = self._binned_bytes = 0
+
+    def _carve(self, capacity: int) -> tuple[Segment, int] | None:
+        found = self._carve_warm(capacity)
+        if found is None and capacity >= _WORTH_JOINING_BYTES:
+            found = (self._join_bins() and self._carve_warm(capacity)) or None
+        if found is None:
+            found = self._carve_cold(capacity) or self._grow(capacity)
+        if found is None and self._join_bins():
+            found = self._carve_warm(capacity) or self._carve_cold(capacity)
+        return found
+
+    def _carve_warm(self, capacity: int) -> tuple[Segment, int] | None:
+        for segment in self.segments.values():
+            offset = None if segment.stranded else segment.carve_warm(capacity)
+            if offset is not None:
+                return segment, offset
+        return None
+
+    def _carve_cold(self, capacity: int) -> tuple[Segment, int] | None:
+        for segment in self.segments.values():
+            offset = None if segment.stranded else segment.carve_cold(capacity)
+            if offset is not None:
+                return segment, offset
+        return None
+
+    def _join_bins(self) -> bool:
+        """Turn all binned blocks into free ranges; False if there was none."""
+        if not self._binned_bytes:
+            return False
+        freed: dict[Segment, list[tuple[int, int]]] = {}
+        for capacity, blocks in self._bins.items():
+            for segment, offset in blocks:
+                freed.setdefault(segment, []).append((offset, capacity))
+        self._bins.clear()
+        self._binned_bytes = 0
+        for segment, ranges in freed.items():
+            segment.give_back(ranges)
+        return True
+
+    def _grow(self, capacity: int) -> tuple[Segment, int] | None:
+        """A block at the start of a new segment, as large as usual or as the limit allows."""
+        if capacity > self._limit_bytes:
+            return None
+        if self.total_bytes + capacity > self._limit_bytes:
+            # Free segments, each too small, may stand in the way of one that is large enough.
+            for segment in list(self.segments.values()):
+                if not segment.live:
+                    self.retired.append(self._retire(segment))
+        size = max(self._segment_bytes, -(-capacity // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+        size = min(size, (self._limit_bytes - self.total_bytes) // PAGE_BYTES * PAGE_BYTES)
+        if size < capacity:
+            return None
+        try:
+            segment = Segment(self._next_id, size)
+        except OSError as error:
+            # What there is stays in use; growing is not tried again, it would fail for every tensor.
+            self._limit_bytes = self.total_bytes
+            logger.warning("no more shared memory, other large tensors go through the socket: %s", error)
+            return None
+        self._next_id += 1
+        self.segments[segment.id] = segment
+        self.total_bytes += size
+        offset = segment.carve_cold(capacity)
+        assert offset is not None
+        return segment, offset
+
+    def _empty_bins_of(self, segment: Segment) -> None:
+        for capacity, blocks in self._bins.items():
+            kept = [entry for entry in blocks if entry[0] is not segment]
+            self._binned_bytes -= capacity * (len(blocks) - len(kept))
+            blocks[:] = kept
+
+    def _retire(self, segment: Segment) -> tuple[int, list[Hashable]]:
+        self._empty_bins_of(segment)
+        del self.segments[segment.id]
+        self.total_bytes -= segment.size
+        peers: list[Hashable] = list(segment.offered_to)
+        segment.close()
+        return segment.id, peers
+
+
+def segments_work() -> bool:
+    """Whether this system can make shared segments at all."""
+    return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def host_token() -> str:
+    """Equal on nodes that run on one kernel and can reach each other's abstract unix sockets; "" for never.
+
+    The boot id tells kernels apart. Abstract socket names belong to a network namespace, so containers with
+    their own differ. The process namespace does not matter: descriptors are passed, never looked up by
+    process id.
+    """
+    if why_not_shared():
+        return ""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            boot = file.read().strip()
+        namespace = os.stat(_NETWORK_NAMESPACE)
+    except OSError:
+        return ""
+    return f"{boot}/{namespace.st_dev}:{namespace.st_ino}" if boot else ""
+
+
+def why_not_shared() -> str:
+    """Why this process cannot use shared memory at all, for the log; "" if it can. Tries it out."""
+    if not unix_sockets_work():
+        return "no unix sockets that carry descriptors"
+    if not segments_work():
+        return "no sealed memory files (memfd) on this system"
+    try:
+        Segment(0, PAGE_BYTES).close()
+    except OSError as error:
+        return f"a memory file cannot be made: {error}"
+    return ""
