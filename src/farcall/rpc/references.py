@@ -153,8 +153,9 @@ class NodeReferences:
         """The owner has answered the creating call."""
         with self._lock:
             effects = self._machine.handle(protocol.CreationAnswered(fork), monotonic())
-            if not effects and self._machine.next_deadline() is None:
-                return
+            deadline = self._machine.next_deadline()
+            if not effects and (deadline is None or deadline >= self._timer.due):
+                return  # nothing to do, and the time of whatever lingers is named already
             freed = self._carry_out(effects)
         dispose(self.node, freed)
 
@@ -391,7 +392,7 @@ class NodeReferences:
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
         deadline = self._machine.next_deadline()
-        if deadline is not None:
+        if deadline is not None and deadline < self._timer.due:
             self._timer.at(deadline)
         return freed
 
