@@ -12,6 +12,8 @@ a destructor may make a call that is recorded here. No thread takes a context's 
 
 Invariants: under the context's lock, a receive is either part of a pass's snapshot or answers that pass by itself. A
 context that was released here does not come back, whatever still arrives for it.
+
+Over 400 lines: a context and the table share the rules above, and a cut between them would have to repeat those.
 """
 
 from __future__ import annotations
@@ -242,7 +244,10 @@ class Context:
 
 
 class Contexts:
-    """All contexts of a node, by id."""
+    """All contexts of a node, by id.
+
+    Mutable, under its lock: the contexts, the ids of those released last, and the workers that are gone.
+    """
 
     def __init__(self, port: Port, first_number: int = 0) -> None:
         """``first_number``: where to begin to count; at random where another one may have had this worker's rank."""
@@ -256,13 +261,9 @@ class Contexts:
         self.next_message_id = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
-        self._backward_calls: dict[object, None] = {}
         self._watches_replicas = False
-
-    @property
-    def backward_calls(self) -> int:
-        """How many threads of this worker are inside `backward`."""
-        return len(self._backward_calls)
+        self.running: set[LocalPass] = set()
+        """The passes that calls of `backward` at this worker run now."""
 
     # --- which context ------------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class Contexts:
         return context
 
     def current_or_none(self) -> Context | None:
-        """The context this thread is in."""
+        """The context that this thread is in."""
         context = RECORDING.get()
         return context if isinstance(context, Context) and context.contexts is self else None
 
@@ -344,7 +345,8 @@ class Contexts:
     def release_everywhere(self, context_id: int, told_by: int = -1) -> None:
         """Forget a context here and at all workers that know it from here, which do the same.
 
-        They hear of it with the next message, since nothing waits for it: an own one would wake them up twice a step.
+        Nothing waits for that, so it travels with other messages: one of its own would wake each worker once more a
+        step.
         """
         workers = self.release(context_id)
         if workers & self._gone:
@@ -382,7 +384,10 @@ class Contexts:
                 if context_id in self._released:
                     reason = f"Could not find autograd context with id: {context_id}"
                     failed = PassFailed(context_id, message.pass_id, self.port.worker_id, reason)
-                    self.port.send(message.pass_id.origin, [failed])
+                    try:
+                        self.port.send(message.pass_id.origin, [failed])
+                    except RpcError:
+                        pass  # the origin is gone, and its pass with it
                 else:  # the call that will bring the context here has not arrived yet
                     context = self.admit(context_id)
             if context is not None:
@@ -433,17 +438,16 @@ class Contexts:
         edges = root_edges(context_id, roots)
         context = self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s
-        call = object()
-        self._backward_calls[call] = None
+        local = context.originate(edges, retain_graph, deadline)
+        self.running.add(local)
         try:
-            local = context.originate(edges, retain_graph, deadline)
             if is_profiled():
                 with record_function(_BACKWARD_NAME):
                     local.run_to_end()
             else:
                 local.run_to_end()
         finally:
-            del self._backward_calls[call]
+            self.running.discard(local)
             self.port.pass_ended()
         if local.failure is not None:
             raise local.failure

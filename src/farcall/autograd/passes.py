@@ -194,15 +194,19 @@ class LocalPass:
 
     def run_to_end(self) -> None:
         """At the origin: work until the pass is over."""
-        event: Event | None = None
-        while True:
-            self._handle(event)
-            if self.machine.ended:
-                self.flush()
-                return
-            event = self._port.wait(self)
-            if event is None:
-                self._apply(self.machine.handle_deadline(self._port.now()), RpcTimeout)
+        try:
+            self._handle(None)
+            while not self.machine.ended:
+                event = self._port.wait(self)
+                if event is None:
+                    self._apply(self.machine.handle_deadline(self._port.now()), RpcTimeout)
+                self._handle(event)
+            self.flush()
+        except BaseException:
+            # Ctrl-C ended the wait. The other workers must not wait for this one: another thread tells them.
+            self.working.release()
+            self.post(PartFailed("the call of backward was interrupted"))
+            raise
 
     def run(self) -> None:
         """Elsewhere, as the holder of ``working``: handle what has come, and release the lock."""

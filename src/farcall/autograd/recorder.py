@@ -115,7 +115,7 @@ class Recorder:
         node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self._close)
-        node.hooks.unsettled.append(lambda: self.contexts.backward_calls)
+        node.hooks.unsettled.append(lambda: len(self.contexts.running))
         node.hooks.letters[GRADIENTS] = self.take_frame
         node.dispatcher.find_recording = self.find_context
 
@@ -230,7 +230,7 @@ class Recorder:
             try:
                 self.send(worker_id, ())
             except RpcError:
-                pass  # the worker is gone, and its contexts with it
+                self._held_back.pop(worker_id, None)  # the worker is gone, and its contexts with it
         return NEVER
 
     def submit(self, local: LocalPass) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "PassState",
     "ReleaseContext",
     "StartPass",
+    "Table",
     "Tell",
     "Wavefront",
     "WorkerLost",

@@ -10,6 +10,7 @@ from tests.unit.autograd.cluster import Hang, Network, Peer
 from torch.utils.checkpoint import checkpoint
 
 from farcall.autograd.contexts import Context, Contexts
+from farcall.autograd.passes import LocalPass
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass
 
@@ -374,3 +375,30 @@ def test_a_new_worker_with_the_origin_of_a_dead_one_has_contexts_of_its_own() ->
     assert ours.admit(context.id) is not None
     assert ours.admit(dead.id) is None
     new.release(context.id)
+
+
+def test_messages_to_oneself_go_first(network: Network, context: Context) -> None:
+    """The thread that sends the last ones goes on to read the link: nothing may be left to be sent then."""
+    (there,) = network.move(context.id, 0, 1, [leaf()])
+    (back,) = network.move(context.id, 1, 0, [there])
+    (own,) = network.move(context.id, 0, 0, [back * 2])
+    network.workers[0].backward(context.id, [own.sum()])
+    targets = [target for source, target, _ in network.log if source == 0]
+    assert targets[0] == 0
+    assert 1 in targets
+
+
+def test_an_interrupted_wait_ends_the_pass_everywhere(
+    network: Network, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(local: LocalPass) -> None:
+        local.flush()
+        raise KeyboardInterrupt
+
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [leaf()]))
+    assert context.record_send(Peer(2), [back])  # never arrives: the pass cannot end by itself
+    monkeypatch.setattr(network.workers[0].port, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        network.workers[0].backward(context.id, [back.sum()])
+    network.drain()
+    assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3

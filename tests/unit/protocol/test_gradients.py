@@ -7,6 +7,8 @@ import random
 import pytest
 
 from farcall.protocol.gradients import (
+    ORIGIN,
+    PARTICIPANT,
     AbortPass,
     BackwardPass,
     Begin,
@@ -20,6 +22,7 @@ from farcall.protocol.gradients import (
     PassId,
     PassState,
     StartPass,
+    Table,
     Tell,
     Wavefront,
     WorkerLost,
@@ -142,6 +145,17 @@ def test_the_origin_is_done_last_whatever_the_order(seed: int) -> None:
             finished.add(worker)
         carry_out(worker, members[worker].handle(message, sender=sender))  # type: ignore[arg-type]
     assert completed
+
+
+@pytest.mark.parametrize("table", [ORIGIN, PARTICIPANT])
+def test_a_pass_that_has_ended_stays_so(table: Table) -> None:
+    for (state, event), (after, act) in table.items():
+        if state in (PassState.DONE, PassState.FAILED):
+            assert after is state
+            assert event is StartPass  # a worker that tells another one twice is answered
+            assert act is not None
+    reached = {PassState.NEW, PassState.DONE} | {after for after, _ in table.values()}
+    assert reached == set(PassState)
 
 
 def test_a_node_waits_for_every_edge_into_it() -> None:
