@@ -360,8 +360,8 @@ def test_a_wrong_timeout_leaves_no_fork_behind(references: NodeReferences, node:
         ways[way](mine)
     del mine
     gc.collect()  # the error's traceback
-    node.turn_clock(monotonic())
-    node.turn_clock(monotonic() + 1.0)
+    node.turn_clock(monotonic() + 1.0)  # the fork is collected, and lingers
+    node.turn_clock(monotonic() + 2.0)
     assert references.snapshot()[1] == {}
 
 
