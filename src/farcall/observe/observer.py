@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -83,7 +82,7 @@ class Observer:
     def find(cls, cluster: str = "", options: RpcBackendOptions | None = None) -> Observer:
         """Connect to a cluster of this user on this host; ``cluster``: whose id, or a worker of it, begins so."""
         options = options or RpcBackendOptions()
-        directory = runtime_directory(options.runtime_directory)
+        directory = runtime_directory(options.observing.runtime_directory)
         try:
             nodes = find_nodes(directory)
         except OSError as error:
@@ -145,9 +144,7 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ from farcall.errors import Cancelled, ReferenceLost, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
-from farcall.runtime.calls.serving import Request, Server, StoredFailure
+from farcall.runtime.calls.results import StoredFailure
+from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -113,7 +114,7 @@ class Owned:
         return "value whose creation failed" if self.failure is not None else type(self.value).__qualname__
 
 
-def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float) -> Any:
+def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float | None) -> Any:
     """The value itself, at its owner, once it is ready."""
     if timeout_s != UNSET_TIMEOUT:
         check_timeout(timeout_s)
