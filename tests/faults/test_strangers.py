@@ -20,11 +20,11 @@ from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
 def addresses() -> list[str]:
-    return list(api.current_runtime().resources.door.addresses)
+    return list(api.current_runtime().resources.listener.addresses)
 
 
 def guests() -> int:
-    return len(api.current_runtime().resources.door._guests)
+    return len(api.current_runtime().resources.listener._guests)
 
 
 def connect(address: str) -> socket.socket:
