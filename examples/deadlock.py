@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 import farcall
+from farcall.options import ObservingOptions
 
 ACCOUNT = threading.Lock()
 NAMES = ("left", "right")
@@ -30,12 +31,14 @@ def deposit() -> None:
 
 def transfer(to: str) -> None:
     with ACCOUNT:
-        farcall._barrier(NAMES)  # both accounts are locked now
+        farcall.barrier(NAMES)  # both accounts are locked now
         farcall.rpc_sync(to, deposit)  # (1) waits here for the other worker
 
 
 def run(rank: int, directory: str) -> None:
-    options = farcall.RpcBackendOptions(init_method=f"file://{directory}/meeting", runtime_directory=directory)
+    options = farcall.RpcBackendOptions(
+        init_method=f"file://{directory}/meeting", observing=ObservingOptions(runtime_directory=directory)
+    )
     farcall.init_rpc(NAMES[rank], rank=rank, world_size=2, rpc_backend_options=options)
     transfer(NAMES[1 - rank])
 

@@ -71,7 +71,7 @@ def train(trainer: int) -> list[float]:
                     farcall.autograd.backward(context_id, [loss])
                     optimizer.step(context_id)
                 losses.append(loss.item())
-            farcall._barrier(TRAINERS)
+            farcall.barrier(TRAINERS)
     return losses
 
 

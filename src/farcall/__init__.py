@@ -9,15 +9,14 @@ if TYPE_CHECKING:
     from farcall import errors as errors
     from farcall import nn as nn
     from farcall import optim as optim
-    from farcall.api import _all_gather as _all_gather
-    from farcall.api import _barrier as _barrier
     from farcall.api import (
         _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs,
     )
     from farcall.api import _rref_context_get_debug_info as _rref_context_get_debug_info
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
-    from farcall.api import _wait_all as _wait_all
+    from farcall.api import all_gather as all_gather
+    from farcall.api import barrier as barrier
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
     from farcall.api import init_rpc as init_rpc
@@ -30,9 +29,14 @@ if TYPE_CHECKING:
     from farcall.api import rpc_sync as rpc_sync
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
+    from farcall.api import wait_all as wait_all
     from farcall.ids import WorkerInfo as WorkerInfo
     from farcall.node import Node as Node
     from farcall.observe.cluster import profile as profile
+    from farcall.options import LimitOptions as LimitOptions
+    from farcall.options import MembershipOptions as MembershipOptions
+    from farcall.options import MemoryOptions as MemoryOptions
+    from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.rpc import functions as functions
     from farcall.rpc.future import Future as Future
@@ -44,20 +48,23 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Future": "farcall.rpc.future",
+    "LimitOptions": "farcall.options",
     "MemberEvent": "farcall.runtime.membership.events",
+    "MembershipOptions": "farcall.options",
+    "MemoryOptions": "farcall.options",
     "Node": "farcall.node",
+    "ObservingOptions": "farcall.options",
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "WorkerInfo": "farcall.ids",
-    "_all_gather": "farcall.api",
-    "_barrier": "farcall.api",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
     "_rref_context_get_debug_info": "farcall.api",
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
-    "_wait_all": "farcall.api",
+    "all_gather": "farcall.api",
     "autograd": "farcall",
+    "barrier": "farcall.api",
     "debug": "farcall",
     "errors": "farcall",
     "functions": "farcall.rpc",
@@ -76,18 +83,25 @@ _HOMES = {
     "rpc_sync": "farcall.api",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
+    "wait_all": "farcall.api",
 }
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
     "Future",
+    "LimitOptions",
     "MemberEvent",
+    "MembershipOptions",
+    "MemoryOptions",
     "Node",
+    "ObservingOptions",
     "RRef",
     "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
+    "all_gather",
     "autograd",
+    "barrier",
     "debug",
     "errors",
     "functions",
@@ -106,6 +120,7 @@ __all__ = [
     "rpc_sync",
     "shared_empty",
     "shutdown",
+    "wait_all",
 ]
 
 

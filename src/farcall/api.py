@@ -81,7 +81,7 @@ def init_rpc(
         slot.runtime = runtime
 
 
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """Leave the cluster.
 
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
@@ -91,7 +91,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """
     runtime = current_runtime()
     try:
-        leave(runtime, graceful, timeout, checks_leaks=not _ignore_rref_leak)
+        leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)
     finally:
         with slot.lock:
             if slot.runtime is runtime:
@@ -133,7 +133,7 @@ def rpc_sync(
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
+    timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
 ) -> T:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised.
@@ -142,7 +142,7 @@ def rpc_sync(
         to: name, rank or `WorkerInfo`; this worker itself is allowed.
         func: anything callable that the callee can import, a builtin operator such as ``torch.add``, a TorchScript
             function, or something picklable such as a bound method or ``functools.partial``.
-        timeout: seconds; 0 for none; by default that of the options.
+        timeout: seconds; None for no limit; by default that of the options.
         retry: for a function that may run more than once: call it again where the network failed the call. By default
             a function runs at most once.
     """
@@ -156,7 +156,7 @@ def rpc_async(
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
+    timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
 ) -> Future[T]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
@@ -175,7 +175,7 @@ def remote(
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
+    timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
 ) -> RRef[T]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
@@ -189,7 +189,7 @@ def remote(
 
 
 @contextmanager
-def _wait_all() -> Iterator[None]:
+def wait_all() -> Iterator[None]:
     """On leaving the block, wait for every `rpc_async` that this thread made in it; then the first error is raised."""
     outer: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     futures: list[Future[Any]] = []
@@ -234,14 +234,16 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     }
 
 
-def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> dict[str, T]:
-    """Every worker's ``obj`` by name; all workers (or all of ``worker_names``) must call this, equally often."""
-    return gather(current_runtime(), obj, worker_names, timeout)
+def all_gather(
+    value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
+) -> dict[str, T]:
+    """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
+    return gather(current_runtime(), value, worker_names, timeout)
 
 
-def _barrier(worker_names: Iterable[str]) -> None:
-    """Return when all of ``worker_names`` have called this."""
-    gather(current_runtime(), None, worker_names, UNSET_TIMEOUT)
+def barrier(worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
+    """Return when all of ``worker_names`` (or all there are) have called this."""
+    gather(current_runtime(), None, worker_names, timeout)
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -258,9 +260,9 @@ def _set_rpc_timeout(seconds: float) -> None:
     current_runtime().timeout_s = check_timeout(float(seconds))
 
 
-def get_rpc_timeout() -> float:
-    """The default timeout of this process's calls, in seconds."""
-    return current_runtime().timeout_s
+def get_rpc_timeout() -> float | None:
+    """The default timeout of this process's calls, in seconds; None: they have no limit."""
+    return current_runtime().timeout_s or None
 
 
 def _leave_at_exit() -> None:

@@ -82,9 +82,9 @@ class Node:
             raise RuntimeError(f"node {self._lifecycle.name!r} was started before; make a new one")
         options = self._options
         try:
-            log_as_told(options.log)
+            log_as_told(options.observing.log)
             make_calls: Callable[..., CallTable] = CallTable
-            if options.opentelemetry:
+            if options.observing.opentelemetry:
                 make_calls = partial(TracedCalls, telemetry=Telemetry(self._lifecycle.name))
             self._started = start_runtime(
                 self._lifecycle,
@@ -107,10 +107,10 @@ class Node:
         # After an exception the others may be waiting for calls that never come: do not wait for them.
         self.shutdown(graceful=kind is None)
 
-    def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
-        """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
+    def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """Leave the cluster. Graceful: wait until all work everywhere is done, at most ``timeout`` seconds if given."""
         if self._started is not None:
-            leave(self._started, graceful, timeout_s, self.checks_leaks)
+            leave(self._started, graceful, timeout or 0.0, self.checks_leaks)
 
     def rpc_sync(
         self,
@@ -118,7 +118,7 @@ class Node:
         func: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float = UNSET_TIMEOUT,
+        timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
     ) -> T:
         """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
@@ -132,7 +132,7 @@ class Node:
         func: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float = UNSET_TIMEOUT,
+        timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
     ) -> Future[T]:
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
@@ -146,7 +146,7 @@ class Node:
         func: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        timeout: float = UNSET_TIMEOUT,
+        timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
     ) -> RRef[T]:
         """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
@@ -175,12 +175,12 @@ class Node:
         return self._runtime.member_events.iterate()
 
     def all_gather(
-        self, value: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT
+        self, value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
     ) -> dict[str, T]:
         """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
         return gather(self._runtime, value, worker_names, timeout)
 
-    def barrier(self, worker_names: Iterable[str] | None = None, timeout: float = UNSET_TIMEOUT) -> None:
+    def barrier(self, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
         """Return when all of ``worker_names`` (or all there are) have called this."""
         gather(self._runtime, None, worker_names, timeout)
 

@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -32,6 +32,10 @@ __all__ = [
     "ENV_SECRET",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
+    "LimitOptions",
+    "MembershipOptions",
+    "MemoryOptions",
+    "ObservingOptions",
     "RpcBackendOptions",
 ]
 
@@ -39,16 +43,7 @@ DEFAULT_RPC_TIMEOUT_S: Final = 60.0
 DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_NUM_WORKER_THREADS: Final = 16
 DEFAULT_START_TIMEOUT_S: Final = 60.0
-DEFAULT_SHARED_MEMORY_LIMIT_BYTES: Final = 4 << 30
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
-DEFAULT_SEND_BACKLOG_LIMIT_BYTES: Final = 64 << 20
-DEFAULT_MAX_QUEUED_CALLS: Final = 100_000
-DEFAULT_RECONNECT_S: Final = 10.0
-DEFAULT_PROBE_INTERVAL_S: Final = 1.0
-DEFAULT_PROBE_TIMEOUT_S: Final = 0.5
-DEFAULT_SUSPICION_S: Final = 10.0
-DEFAULT_INDIRECT_PROBES: Final = 3
-DEFAULT_DEVICE_MEMORY_LIMIT_BYTES: Final = 4 << 30
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
@@ -69,43 +64,96 @@ _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
 _HOST = re.compile(r"[A-Za-z0-9._\-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._\-]+)?")
 
 
-@dataclass(frozen=True)
-class RpcBackendOptions:
-    """How a node finds its peers, talks to them, and how much it may use.
+class _Checked:
+    """A frozen dataclass whose ``__post_init__`` checks its fields, and may put a better form in their place."""
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_each(self, check: Callable[[str, object], object], *names: str) -> None:
+        for name in names:
+            self._set(name, check(name, getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipOptions(_Checked):
+    """How long silent members and broken connections are borne with.
 
     Args:
-        rpc_timeout: seconds a call may take unless it says otherwise; 0 means without limit.
-        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``. For a group without
-            a fixed size also ``farcall://host:port``, the address of any member: that needs no store, but ``secret``.
-        num_worker_threads: threads kept ready for user functions; more are started when all of them
-            wait for nested calls.
-        advertise: host name or IP address, without a port, that this node tells the others.
-            Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
-        secret: what every member must know to be let in, at least 8 bytes; text counts as UTF-8.
-            Default: ``FARCALL_SECRET``, else the first member makes one and hands it out through the store.
-        transports: which of ``"unix"`` and ``"tcp"`` may be used.
-            Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
-        shared_memory: whether large tensors may go through shared memory on one host.
+        reconnect_s: how long a broken connection is dialled again, and longer while other members hear from the peer.
+            Meanwhile calls to it wait, within their timeouts, and nothing is lost or done twice. After that, or as soon
+            as its process is certainly gone, the peer is dead. 0: a broken connection is a death.
+        probe_interval_s: every so often a member probes one other that has been quiet.
+        probe_timeout_s: how long a probe waits for an answer before other members are asked to try.
+        suspicion_s: how long a member may answer nobody before it is declared dead. No member that answers within this
+            time is.
+        indirect_probes: how many members are asked whether they can reach one that does not answer.
+    """
+
+    reconnect_s: float = 10.0
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 0.5
+    suspicion_s: float = 10.0
+    indirect_probes: int = 3
+
+    def __post_init__(self) -> None:
+        self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
+        self._check_each(_check_some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
+        self._check_each(_check_positive, "indirect_probes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(_Checked):
+    """The memory that large tensors may travel through on one host.
+
+    Args:
+        shared_memory: whether large tensors may go through shared memory.
         shared_memory_limit_bytes: how much shared memory this node may hold for sending.
-        start_timeout_s: how long ``init_rpc`` waits for the other members. Default: 60 s, or
-            ``rpc_timeout`` where that is longer (a short call timeout says nothing about
-            how long processes take to start).
-        busy_wait_s: a thread that may expect to wait less than this looks for what it waits for before it
-            sleeps; it stops by itself where that does not pay. 0 means never.
+        device_sharing: whether other processes of this host may open device memory of this one; if not, or where that
+            does not work, tensors on devices go through the host.
+        device_views: tensors of 1 MiB and more that another process of this host sends are not copied out of its device
+            memory, but lie there until they die; ``docs/gpu.md`` says what that means.
+        device_memory_limit_bytes: how much device memory this node may hold for sending.
+    """
+
+    shared_memory: bool = True
+    shared_memory_limit_bytes: int = 4 << 30
+    device_sharing: bool = True
+    device_views: bool = False
+    device_memory_limit_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        self._check_each(_check_flag, "shared_memory", "device_sharing", "device_views")
+        self._check_each(_check_positive, "shared_memory_limit_bytes", "device_memory_limit_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions(_Checked):
+    """The bounds of the queues, and what becomes of calls that meet one.
+
+    Args:
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
         max_queued_calls: how many calls of others may wait for a thread here. Beyond that their callers have to wait,
             or fail, as each of them chose. Calls that run, or have returned a future, do not count.
         when_overloaded: what a call made here does when it meets such a limit: ``"wait"``, unsent, for as long as its
             timeout allows, or ``"fail"`` at once with `Overloaded`. ``Retry`` calls again after that.
-        reconnect_s: how long a member whose connection broke is tried to be reached again, and longer as long as
-            others hear from it; meanwhile calls to it wait, within their timeouts, and nothing is lost or done
-            twice. After that, or as soon as it is certain that its process is gone, it is dead. 0: a broken connection
-            is a death.
-        probe_interval_s: every so often a member probes one other that has been quiet.
-        probe_timeout_s: how long a probe waits for an answer, before others are asked to try.
-        suspicion_s: how long a member that does not answer may go on not answering, to anybody, before it is declared
-            dead. Nobody who answers within this time is.
-        indirect_probes: how many others are asked whether they can reach one that does not answer.
+    """
+
+    send_backlog_limit_bytes: int = 64 << 20
+    max_queued_calls: int = 100_000
+    when_overloaded: str = "wait"
+
+    def __post_init__(self) -> None:
+        self._check_each(_check_positive, "send_backlog_limit_bytes", "max_queued_calls")
+        if self.when_overloaded not in WHEN_OVERLOADED:
+            raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservingOptions(_Checked):
+    """What a node shows of itself, and where.
+
+    Args:
         observable: whether commands of the same user on this host (``farcall top``, ``farcall stacks``) find this node,
             by a file that only this user may read. With the cluster's secret it can be observed in any case.
         runtime_directory: where those files are. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
@@ -120,89 +168,19 @@ class RpcBackendOptions:
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
             itself. Default: ``FARCALL_LOG``, else farcall logs through ``logging`` only, as a library should.
-        device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
-            named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
-            the way back. Without a map a tensor on a device is not sent.
-        devices: the devices that calls use here. Default: those that maps lead from or to.
-        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
-        device_memory_limit_bytes: how much device memory this node may hold for sending.
-        device_sharing: whether device memory may be opened by other processes of this host; if not, or where that does
-            not work, tensors on devices go through the host.
-        device_views: tensors of 1 MiB and more that another process of this host sends are not copied out of its device
-            memory, but lie there until they die; ``docs/gpu.md`` says what that means.
-
-    Use ``options.replace(rpc_timeout=5)`` for a changed copy.
     """
 
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_S
-    init_method: str = DEFAULT_INIT_METHOD
-    num_worker_threads: int = field(default=DEFAULT_NUM_WORKER_THREADS, kw_only=True)
-    advertise: str | None = field(default=None, kw_only=True)
-    secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
-    transports: Sequence[str] | None = field(default=None, kw_only=True)
-    shared_memory: bool = field(default=True, kw_only=True)
-    shared_memory_limit_bytes: int = field(default=DEFAULT_SHARED_MEMORY_LIMIT_BYTES, kw_only=True)
-    start_timeout_s: float | None = field(default=None, kw_only=True)
-    busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
-    send_backlog_limit_bytes: int = field(default=DEFAULT_SEND_BACKLOG_LIMIT_BYTES, kw_only=True)
-    max_queued_calls: int = field(default=DEFAULT_MAX_QUEUED_CALLS, kw_only=True)
-    when_overloaded: str = field(default="wait", kw_only=True)
-    reconnect_s: float = field(default=DEFAULT_RECONNECT_S, kw_only=True)
-    probe_interval_s: float = field(default=DEFAULT_PROBE_INTERVAL_S, kw_only=True)
-    probe_timeout_s: float = field(default=DEFAULT_PROBE_TIMEOUT_S, kw_only=True)
-    suspicion_s: float = field(default=DEFAULT_SUSPICION_S, kw_only=True)
-    indirect_probes: int = field(default=DEFAULT_INDIRECT_PROBES, kw_only=True)
-    observable: bool = field(default=True, kw_only=True)
-    runtime_directory: str | None = field(default=None, kw_only=True)
-    metrics_port: int | None = field(default=None, kw_only=True)
-    metrics_host: str = field(default="127.0.0.1", kw_only=True)
-    dashboard_port: int | None = field(default=None, kw_only=True)
-    dashboard_host: str = field(default="127.0.0.1", kw_only=True)
-    opentelemetry: bool = field(default=False, kw_only=True)
-    log: str | None = field(default=None, kw_only=True)
-    device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
-    devices: Sequence[Any] = field(default=(), kw_only=True)
-    automatic_device_maps: bool = field(default=False, kw_only=True)
-    device_memory_limit_bytes: int = field(default=DEFAULT_DEVICE_MEMORY_LIMIT_BYTES, kw_only=True)
-    device_sharing: bool = field(default=True, kw_only=True)
-    device_views: bool = field(default=False, kw_only=True)
+    observable: bool = True
+    runtime_directory: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    dashboard_port: int | None = None
+    dashboard_host: str = "127.0.0.1"
+    opentelemetry: bool = False
+    log: str | None = None
 
     def __post_init__(self) -> None:
-        self._set("rpc_timeout", _check_seconds("rpc_timeout", self.rpc_timeout, "0 means no timeout"))
-        self._set("busy_wait_s", _check_seconds("busy_wait_s", self.busy_wait_s, "0 means never"))
-        self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
-        if self.start_timeout_s is not None:
-            seconds = _check_seconds("start_timeout_s", self.start_timeout_s, "leave it out for the default")
-            if seconds == 0:
-                raise ValueError("start_timeout_s must be more than 0: init_rpc never waits without a bound")
-            self._set("start_timeout_s", seconds)
-        self._set("init_method", _check_init_method(self.init_method))
-        for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s"):
-            seconds = _check_seconds(name, getattr(self, name), "a short one is allowed")
-            if seconds == 0:
-                raise ValueError(f"{name} must be more than 0: leave it out for the default")
-            self._set(name, seconds)
-        for name in (
-            "num_worker_threads",
-            "shared_memory_limit_bytes",
-            "send_backlog_limit_bytes",
-            "max_queued_calls",
-            "indirect_probes",
-            "device_memory_limit_bytes",
-        ):
-            self._set(name, _check_positive(name, getattr(self, name)))
-        if self.when_overloaded not in WHEN_OVERLOADED:
-            raise ValueError(f'when_overloaded must be "wait" or "fail", not {self.when_overloaded!r}')
-        for name in (
-            "shared_memory",
-            "observable",
-            "opentelemetry",
-            "automatic_device_maps",
-            "device_sharing",
-            "device_views",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_each(_check_flag, "observable", "opentelemetry")
         directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)
         if directory is not None and not isinstance(directory, str):
             raise TypeError(f"runtime_directory must be a str, not {type(directory).__name__}")
@@ -210,21 +188,86 @@ class RpcBackendOptions:
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
             self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
+
+
+@dataclass(frozen=True)
+class RpcBackendOptions(_Checked):
+    """How a node finds its peers, talks to them, and how much it may use.
+
+    Args:
+        rpc_timeout: seconds a call may take unless it says otherwise; None, or torch's 0, means without limit.
+        init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``. For a group without
+            a fixed size also ``farcall://host:port``, the address of any member: that needs no store, but ``secret``.
+        num_worker_threads: threads kept ready for user functions; more are started when all of them
+            wait for nested calls.
+        start_timeout_s: how long ``init_rpc`` waits for the other members. Default: 60 s, or
+            ``rpc_timeout`` where that is longer (a short call timeout says nothing about
+            how long processes take to start).
+        advertise: host name or IP address, without a port, that this node tells the others.
+            Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
+        secret: what every member must know to be let in, at least 8 bytes; text counts as UTF-8.
+            Default: ``FARCALL_SECRET``, else the first member makes one and hands it out through the store.
+        transports: which of ``"unix"`` and ``"tcp"`` may be used.
+            Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
+        device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
+            named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
+            the way back. Without a map a tensor on a device is not sent.
+        devices: the devices that calls use here. Default: those that maps lead from or to.
+        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
+        busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
+            itself where that does not pay. 0 means never.
+        membership: `MembershipOptions`, when a silent member is dead.
+        memory: `MemoryOptions`, what large tensors travel through.
+        limits: `LimitOptions`, how long queues may grow.
+        observing: `ObservingOptions`, logs, metrics, the live page.
+
+    Use ``options.replace(rpc_timeout=5)`` for a changed copy.
+    """
+
+    rpc_timeout: float | None = DEFAULT_RPC_TIMEOUT_S
+    init_method: str = DEFAULT_INIT_METHOD
+    num_worker_threads: int = field(default=DEFAULT_NUM_WORKER_THREADS, kw_only=True)
+    start_timeout_s: float | None = field(default=None, kw_only=True)
+    advertise: str | None = field(default=None, kw_only=True)
+    secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
+    transports: Sequence[str] | None = field(default=None, kw_only=True)
+    device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
+    devices: Sequence[Any] = field(default=(), kw_only=True)
+    automatic_device_maps: bool = field(default=False, kw_only=True)
+    busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
+    membership: MembershipOptions = field(default_factory=MembershipOptions, kw_only=True)
+    memory: MemoryOptions = field(default_factory=MemoryOptions, kw_only=True)
+    limits: LimitOptions = field(default_factory=LimitOptions, kw_only=True)
+    observing: ObservingOptions = field(default_factory=ObservingOptions, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.rpc_timeout is not None:
+            seconds = _check_seconds("rpc_timeout", self.rpc_timeout, "None means no limit")
+            self._set("rpc_timeout", seconds or None)
+        self._set("busy_wait_s", _check_seconds("busy_wait_s", self.busy_wait_s, "0 means never"))
+        if self.start_timeout_s is not None:
+            seconds = _check_seconds("start_timeout_s", self.start_timeout_s, "leave it out for the default")
+            if seconds == 0:
+                raise ValueError("start_timeout_s must be more than 0: init_rpc never waits without a bound")
+            self._set("start_timeout_s", seconds)
+        self._set("init_method", _check_init_method(self.init_method))
+        self._check_each(_check_positive, "num_worker_threads")
+        self._check_each(_check_flag, "automatic_device_maps")
+        for name, kind in _GROUPS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a farcall.{kind.__name__}, not {getattr(self, name)!r}")
         self._set("device_maps", _check_device_maps(self.device_maps))
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
     @property
     def start_deadline_s(self) -> float:
         """Seconds that ``init_rpc`` may take, the default worked out."""
         if self.start_timeout_s is not None:
             return self.start_timeout_s
-        return max(DEFAULT_START_TIMEOUT_S, self.rpc_timeout)
+        return max(DEFAULT_START_TIMEOUT_S, self.rpc_timeout or 0.0)
 
     @property
     def allowed_transports(self) -> tuple[str, ...]:
@@ -246,6 +289,14 @@ class RpcBackendOptions:
         return dataclasses.replace(self, **changes)
 
 
+_GROUPS: Final = {
+    "membership": MembershipOptions,
+    "memory": MemoryOptions,
+    "limits": LimitOptions,
+    "observing": ObservingOptions,
+}
+
+
 def _from_environment(value: Any, variable: str) -> Any:
     """Return ``value``, or the variable's text where none was given; an empty variable is unset."""
     if value is None:
@@ -262,6 +313,19 @@ def _check_seconds(name: str, value: object, remedy: str) -> float:
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r} ({remedy})")
     return seconds
+
+
+def _check_some_seconds(name: str, value: object) -> float:
+    seconds = _check_seconds(name, value, "a short one is allowed")
+    if seconds == 0:
+        raise ValueError(f"{name} must be more than 0: leave it out for the default")
+    return seconds
+
+
+def _check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
 
 
 def _check_positive(name: str, value: object) -> int:

@@ -18,6 +18,7 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import RpcTimeout
+from farcall.options import LimitOptions, MembershipOptions, MemoryOptions
 from farcall.testing.cluster import finish, start_processes
 
 LIMIT_BYTES = 4 << 20
@@ -27,8 +28,8 @@ BLOB = bytes(60 * 1024)  # small enough to be queued, not written by its own thr
 def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
     return farcall.RpcBackendOptions(
         init_method=f"tcp://127.0.0.1:{port}",
-        send_backlog_limit_bytes=LIMIT_BYTES,
-        suspicion_s=600.0,  # the frozen are not to be dead
+        limits=LimitOptions(send_backlog_limit_bytes=LIMIT_BYTES),
+        membership=MembershipOptions(suspicion_s=600.0),  # the frozen are not to be dead
         **more,
     )
 
@@ -63,7 +64,7 @@ def flood_a_frozen_one(rank: int, port: int, transports: tuple[str, ...], with_p
         f"w{rank}",
         rank=rank,
         world_size=2,
-        rpc_backend_options=options(port, transports=transports, shared_memory=False),
+        rpc_backend_options=options(port, transports=transports, memory=MemoryOptions(shared_memory=False)),
     )
     grown = most_queued = 0
     took = 0.0
@@ -116,7 +117,10 @@ def test_frozen_reader_bounds_the_sender(transports: tuple[str, ...], with_piece
 def read_slowly(rank: int, port: int) -> int:
     """The reader reads, in bursts: each burst makes room for a little, not for another whole backlog."""
     farcall.init_rpc(
-        f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, transports=("tcp",), shared_memory=False)
+        f"w{rank}",
+        rank=rank,
+        world_size=2,
+        rpc_backend_options=options(port, transports=("tcp",), memory=MemoryOptions(shared_memory=False)),
     )
     most_queued = 0
     if rank == 0:
@@ -149,7 +153,12 @@ def test_slow_reader_bounds_the_sender_all_the_time() -> None:
 
 def one_gets_stuck(rank: int, port: int) -> bool:
     """Two peers of one sender: that one of them is frozen must not hold up the other."""
-    farcall.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options(port, shared_memory=False))
+    farcall.init_rpc(
+        f"w{rank}",
+        rank=rank,
+        world_size=3,
+        rpc_backend_options=options(port, memory=MemoryOptions(shared_memory=False)),
+    )
     if rank == 0:
         victim = farcall.rpc_sync("w1", os.getpid)
         os.kill(victim, signal.SIGSTOP)

@@ -73,7 +73,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_killed_peer_fails_its_calls_at_once(tmp_path: Path, transports: tuple[str, ...]) -> None:
-    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports, **PATIENT)
+    members = start_cluster(3, outlive, str(tmp_path / "runs"), transports=transports, membership=PATIENT)
     outcome = finish(members, may_fail=[1])[0]
     assert [name for name, _, _ in outcome] == ["PeerDead"] * 4
     assert [delivery for _, delivery, _ in outcome] == [Delivery.UNKNOWN] * 2 + [Delivery.NOT_SENT] * 2
@@ -85,7 +85,7 @@ def gather_without_one(rank: int) -> str:
         wait_until(lambda: farcall.rpc_sync("w0", is_serving))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
-        farcall._barrier(["w0", "w1", "w2"])
+        farcall.barrier(["w0", "w1", "w2"])
     return str(caught.value)
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from time import sleep
 from typing import Any
 
@@ -19,11 +20,12 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
+from farcall.options import MembershipOptions
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
-QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1, "suspicion_s": 1.0}
+QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0)
 
 
 def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], report: str) -> None:
@@ -83,7 +85,7 @@ both = pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynam
 @both
 def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) -> None:
     """Though its silence alone would not tell before the test is over: that it was killed shows."""
-    with cluster(4, is_static, str(tmp_path), **PATIENT) as found:
+    with cluster(4, is_static, str(tmp_path), membership=PATIENT) as found:
         pending = found.node.rpc_async("w3", sleep, (60,))
         seen = found.node.rpc_async("w1", _wait_for_death, ("w3",))
         found.signal("w3", signal.SIGKILL)
@@ -119,7 +121,7 @@ def _wait_for_death(name: str) -> str:
 
 @both
 def test_a_stopped_member_that_comes_back_in_time_was_never_dead(is_static: bool, tmp_path: Any) -> None:
-    with cluster(3, is_static, str(tmp_path), **{**QUICK, "suspicion_s": 20.0}) as found:
+    with cluster(3, is_static, str(tmp_path), membership=replace(QUICK, suspicion_s=20.0)) as found:
         found.signal("w2", signal.SIGSTOP)
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
         wait_until(lambda: ("suspected", "w2") in found.events)
@@ -131,7 +133,7 @@ def test_a_stopped_member_that_comes_back_in_time_was_never_dead(is_static: bool
 
 @both
 def test_a_stopped_member_is_declared_dead_and_learns_it(is_static: bool, tmp_path: Any) -> None:
-    with cluster(3, is_static, str(tmp_path), **QUICK) as found:
+    with cluster(3, is_static, str(tmp_path), membership=QUICK) as found:
         found.signal("w2", signal.SIGSTOP)
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
         with pytest.raises(PeerDead):

@@ -19,6 +19,7 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
+from farcall.options import MembershipOptions, MemoryOptions
 from farcall.protocol.frames import REQUEST, Frame, encode_small
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
@@ -334,8 +335,11 @@ def test_a_delay_in_order_holds_what_follows():
 def test_reordered_requests_swap():
     faults = Faults()
     # One thread runs calls as they come in; and no probe passes the held request before the second one does.
-    only = {"num_worker_threads": 1, "probe_interval_s": LONG_S}
-    with team(faults, **only) as nodes, faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S):
+    silent = MembershipOptions(probe_interval_s=LONG_S)
+    with (
+        team(faults, num_worker_threads=1, membership=silent) as nodes,
+        faults.reorder(kind="request", to="w1", count=1, within_s=LONG_S),
+    ):
         first = nodes[0].rpc_async("w1", run, (1,))
         assert nodes[0].rpc_sync("w1", run, (2,)) == 2
         assert first.wait() == 1
@@ -381,7 +385,7 @@ def test_leases_are_not_duplicated():
 
 def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
     faults = Faults()
-    with team(faults, 3, reconnect_s=0) as nodes:
+    with team(faults, 3, membership=MembershipOptions(reconnect_s=0)) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
         faults.cut(sender="w0", to="w1")
         with pytest.raises(PeerDead):
@@ -397,7 +401,7 @@ def test_a_cut_is_seen_by_both_sides_at_once_and_by_nobody_else():
 
 def test_a_cut_at_a_message_takes_the_message_with_it():
     faults = Faults()
-    with team(faults, reconnect_s=0) as nodes:
+    with team(faults, membership=MembershipOptions(reconnect_s=0)) as nodes:
         faults.cut(kind="request", to="w1", skip=1)
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
         with pytest.raises(PeerDead):
@@ -444,7 +448,7 @@ def test_who_sends_into_silence_has_to_wait_at_last():
 
 def test_a_throttled_connection_takes_its_time():
     faults = Faults()
-    with team(faults, shared_memory=False) as nodes, faults.throttle(10e6, to="w1"):
+    with team(faults, memory=MemoryOptions(shared_memory=False)) as nodes, faults.throttle(10e6, to="w1"):
         big = torch.ones(1 << 20)
         began = time.monotonic()
         assert nodes[0].rpc_sync("w1", total, (big,)) == 1 << 20

@@ -13,6 +13,7 @@ import torch
 import farcall
 from farcall import api
 from farcall.errors import PeerDead, RpcTimeout
+from farcall.options import MemoryOptions
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 values: list[tuple[float, float]] = []
@@ -48,7 +49,7 @@ def give_up_in_the_middle(rank: int) -> None:
 
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_a_message_given_up_half_way_is_not_torn(transports: tuple[str, ...]) -> None:
-    run_cluster(2, give_up_in_the_middle, shared_memory=False, transports=transports)
+    run_cluster(2, give_up_in_the_middle, memory=MemoryOptions(shared_memory=False), transports=transports)
 
 
 def call_the_dead(rank: int, ready: str) -> None:

@@ -13,18 +13,14 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Expelled, PeerDead
+from farcall.options import MembershipOptions
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import temporary_file_url
 from farcall.testing.faults import Faults
 
 BOUND_S = 40.0
 SUSPICION_S = 1.5
-OPTIONS: dict[str, Any] = {
-    "probe_interval_s": 0.3,
-    "probe_timeout_s": 0.25,
-    "suspicion_s": SUSPICION_S,
-    "reconnect_s": 1.0,
-}
+OPTIONS = MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.25, suspicion_s=SUSPICION_S, reconnect_s=1.0)
 
 
 class Team:
@@ -50,7 +46,9 @@ def team() -> Iterator[Team]:
     with ExitStack() as stack:
         nodes = []
         for rank in range(3):
-            node = farcall.Node(f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
+            node = farcall.Node(
+                f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url, membership=OPTIONS)
+            )
             with faults.installed():
                 node.start()
             stack.callback(node.shutdown, False)
@@ -106,7 +104,7 @@ def test_who_is_not_answered_asks_again(kind: str) -> None:
     with team() as found:
         rule = found.faults.drop(kind=kind, count=1)
         url = runtime_of(found.nodes[0]).options.init_method
-        options = farcall.RpcBackendOptions(init_method=url, **OPTIONS)
+        options = farcall.RpcBackendOptions(init_method=url, membership=OPTIONS)
         since = monotonic()
         with found.faults.installed(), farcall.Node("late", 7, options=options) as late:
             assert monotonic() - since < AT_ONCE_S

@@ -14,18 +14,14 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall.cli.team import Team
 from farcall.errors import RpcError
+from farcall.options import MembershipOptions
 from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 40.0
 CALL_S = 30.0
 SUSPICION_S = 1.0
-QUICK: dict[str, Any] = {
-    "probe_interval_s": 0.3,
-    "probe_timeout_s": 0.25,
-    "suspicion_s": SUSPICION_S,
-    "reconnect_s": 1.0,
-}
+QUICK = MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.25, suspicion_s=SUSPICION_S, reconnect_s=1.0)
 LONG_S = 3 * SUSPICION_S
 """A cut that outlasts every time above."""
 
@@ -86,7 +82,7 @@ def member(
 ) -> Iterator[Callable[[tuple[Any, ...]], Any]]:
     enter(spaces[rank])
     options = farcall.RpcBackendOptions(
-        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), **QUICK
+        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), membership=QUICK
     )
     node = farcall.Node(f"w{rank}", rank, size if is_static else None, options)
     faults = Faults()

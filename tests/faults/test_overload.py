@@ -10,7 +10,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Cancelled, Delivery, NetworkError, Overloaded, PeerDead, ReferenceLost, RpcTimeout
+from farcall.options import LimitOptions
 from farcall.rpc.owner_methods import fetch
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls import executor
@@ -96,9 +97,11 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
 
-def small_team(when: str, size: int = 2, faults: Faults | None = None, **more: Any) -> Any:
-    more = {"num_worker_threads": 1, "max_queued_calls": LIMIT, "when_overloaded": when} | more
-    return team([faults] * size, size, **more)
+def small_team(
+    when: str, size: int = 2, faults: Faults | None = None, limit: int = LIMIT, **more: Any
+) -> AbstractContextManager[list[farcall.Node]]:
+    limits = LimitOptions(max_queued_calls=limit, when_overloaded=when)
+    return team([faults] * size, size, **{"num_worker_threads": 1, "limits": limits} | more)
 
 
 @contextmanager
@@ -168,13 +171,13 @@ def test_a_refused_call_says_so_and_did_not_run(way: str, to: str) -> None:
             for _ in range(3):
                 with pytest.raises(Overloaded, match=rf"{to} is overloaded.* 2 calls wait.*max_queued_calls is 2") as e:
                     ways(nodes[0], "refused", to=to)[way]()
-                assert (e.value.worker, e.value.queued, e.value.limit) == (callee.info, 2, LIMIT)
+                assert (e.value.worker, e.value.queued, e.value.limit) == (runtime_of(callee).info, 2, LIMIT)
                 assert e.value.delivery == Delivery.REFUSED
                 assert isinstance(e.value, NetworkError)
                 assert not hasattr(e.value, "remote_traceback")
                 assert "Retry" in str(e.value)
                 del e
-            assert callee.executor.waiting == LIMIT
+            assert runtime_of(callee).executor.waiting == LIMIT
         assert ways(nodes[0], "a", to=to)[way]() == "a"
         assert dict(ran) == {"a": 1}
         wait_until(lambda: all(map(no_references, nodes)))
@@ -205,12 +208,17 @@ def test_whoever_asks_for_what_was_refused_hears_that_there_is_nothing() -> None
         wait_until(lambda: all(map(no_references, nodes)))
         with pytest.raises(ReferenceLost, match="w1 has no value"):  # and is not kept waiting for it
             nodes[0].rpc_sync("w1", fetch, (ref.created_on, ref.local_id))
-        assert not nodes[1].server.unanswered
+        assert not runtime_of(nodes[1]).server.unanswered
 
 
 def test_who_got_a_reference_before_it_was_refused_hears_that_it_never_came() -> None:
     faults = Faults()
-    with team([None, faults, None], 3, num_worker_threads=1, max_queued_calls=LIMIT, when_overloaded="fail") as nodes:
+    with team(
+        [None, faults, None],
+        3,
+        num_worker_threads=1,
+        limits=LimitOptions(max_queued_calls=LIMIT, when_overloaded="fail"),
+    ) as nodes:
         with full(nodes[1], nodes[0]):
             with faults.delay(1.0, kind="failure", to="w0"):  # the refusal, so that the reference is sent on first
                 rref = nodes[0].remote("w1", run, ("a",))
@@ -284,9 +292,11 @@ def test_what_came_with_a_refused_call_is_given_back() -> None:
                     nodes[0].rpc_sync("w1", run, ("a", torch.ones(LARGE), mine))
                 with pytest.raises(Overloaded):
                     nodes[0].remote("w1", run, ("a", torch.ones(LARGE), mine)).to_here()
-            pool = nodes[0].pool
+            pool = runtime_of(nodes[0]).pool
             assert pool is not None
-            wait_until(lambda: nodes[0].part(NodeReferences).counts().forks == 0)  # while w1 is full: control passes
+            wait_until(
+                lambda: runtime_of(nodes[0]).part(NodeReferences).counts().forks == 0
+            )  # while w1 is full: control passes
             wait_until(lambda: not any(pool._lent.values()))
         del mine
         wait_until(lambda: all(map(no_references, nodes)))
@@ -321,7 +331,7 @@ def test_barriers_are_not_refused() -> None:
     with small_team("fail") as nodes:
         with full(nodes[0], nodes[1]):
             barriers = [Background(node.barrier) for node in nodes]
-            wait_until(lambda: nodes[0].executor.waiting == LIMIT + 2)
+            wait_until(lambda: runtime_of(nodes[0]).executor.waiting == LIMIT + 2)
         for barrier in barriers:
             barrier.end()
 
@@ -330,7 +340,7 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
     with small_team("fail") as nodes:
         mine = nodes[0].remote("w0", run, ("mine",))
         kept: list[Any] = []
-        references = nodes[1].part(NodeReferences)
+        references = runtime_of(nodes[1]).part(NodeReferences)
         take = references.take_forks
         with full(nodes[1], nodes[0]):
             references.take_forks = lambda peer, message, notes: kept.append((peer, message))
@@ -338,7 +348,9 @@ def test_a_refused_message_with_a_reference_of_one_not_heard_of_is_refused_later
             wait_until(lambda: kept)
             references.take_forks = take
         assert len(kept) == 1
-        nodes[1].call_soon(lambda: nodes[1].dispatcher.redeliver(*kept.pop()))  # there is room by now
+        runtime_of(nodes[1]).call_soon(
+            lambda: runtime_of(nodes[1]).dispatcher.redeliver(*kept.pop())
+        )  # there is room by now
         with pytest.raises(Overloaded):
             future.wait()
         assert "a" not in ran
@@ -380,7 +392,7 @@ def test_calls_wait_unsent_until_there_is_room(way: str) -> None:
             calls = [Background(ways(nodes[0], f"a{i}", torch.ones(8), timeout=0)[way]) for i in range(4)]
             wait_until(lambda: held(nodes[0]) == 4)
             assert all(call.running for call in calls)
-            assert nodes[1].executor.waiting == LIMIT + 1
+            assert runtime_of(nodes[1]).executor.waiting == LIMIT + 1
         assert [call.end() for call in calls] == ["a0", "a1", "a2", "a3"]
         assert dict(ran) == {f"a{i}": 1 for i in range(4)}
         assert held(nodes[0]) == 0
@@ -404,7 +416,7 @@ def test_waiting_ends_with_the_timeout_which_says_what_for(way: str) -> None:
                 ways(nodes[0], "a", timeout=0.05)[way]()
             if way != "remote":
                 assert e.value.delivery == Delivery.NOT_SENT
-            assert nodes[1].executor.waiting == LIMIT + 1
+            assert runtime_of(nodes[1]).executor.waiting == LIMIT + 1
             del e
         assert not ran
         assert ways(nodes[0], "b")[way]() == "b"
@@ -467,10 +479,10 @@ def test_a_graceful_shutdown_waits_for_those_who_wait() -> None:
         call = Background(ways(nodes[0], "a")["sync"])
         wait_until(lambda: held(nodes[0]) == 1)
         assert (
-            nodes[0]._leaving._local_state()[0] == len(nodes[0].calls._pending) + 1
+            runtime_of(nodes[0]).leaving._local_state()[0] == len(runtime_of(nodes[0]).calls._pending) + 1
         )  # it counts, although it is not sent
         leaving = [Background(node.shutdown) for node in nodes]
-        wait_until(lambda: all(node._leaving.entered for node in nodes))
+        wait_until(lambda: all(runtime_of(node).leaving.entered for node in nodes))
         opened.set()
         assert call.end() == "a"
         for left in leaving:
@@ -535,7 +547,7 @@ def ping(to: str, back: str, depth: int, name: str) -> str:
 
 def test_two_full_ones_that_call_each_other_get_on() -> None:
     """Each function waits for the other worker's, and both queues are full all the time."""
-    with small_team("wait", max_queued_calls=1, rpc_timeout=LONG_S) as nodes:
+    with small_team("wait", limit=1, rpc_timeout=LONG_S) as nodes:
 
         def flood(node: farcall.Node, to: str) -> None:
             me = runtime_of(node).info.name

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from farcall.errors import (
     RpcTimeout,
 )
 from farcall.ids import WorkerInfo
+from farcall.options import MembershipOptions, MemoryOptions
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster
@@ -181,7 +183,7 @@ def test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it(trans
         except NetworkError as error:
             outcomes[number] = "dead" if isinstance(error, PeerDead) else error.delivery
 
-    with team(faults, transports=(transport,), shared_memory=False) as nodes:
+    with team(faults, transports=(transport,), memory=MemoryOptions(shared_memory=False)) as nodes:
         under_load(faults, nodes, work)
         for number, outcome in outcomes.items():
             assert ran[number] == (0 if outcome == Delivery.NOT_SENT else 1), (number, outcome)
@@ -192,7 +194,7 @@ def test_a_large_call_ends_with_its_result_or_says_truly_what_became_of_it(trans
 @pytest.mark.parametrize("transport", KEPT)
 def test_a_large_request_that_is_lost_did_not_run_and_what_it_carried_is_given_back(transport: str) -> None:
     faults = Faults()
-    with team(faults, transports=(transport,), shared_memory=False) as nodes:
+    with team(faults, transports=(transport,), memory=MemoryOptions(shared_memory=False)) as nodes:
         with faults.cut(kind="request", to="w1"):
             mine = nodes[0].remote("w0", run, (1,))
             with pytest.raises(NetworkError, match="did not run") as caught:
@@ -210,7 +212,10 @@ def test_a_large_request_that_is_lost_did_not_run_and_what_it_carried_is_given_b
 @pytest.mark.parametrize("transport", KEPT)
 def test_a_large_answer_that_is_lost_says_that_the_function_ran(transport: str) -> None:
     faults = Faults()
-    with team(faults, transports=(transport,), shared_memory=False) as nodes, faults.cut(kind="response", to="w0"):
+    with (
+        team(faults, transports=(transport,), memory=MemoryOptions(shared_memory=False)) as nodes,
+        faults.cut(kind="response", to="w0"),
+    ):
         with pytest.raises(AnswerLost, match=r"w1 executed") as caught:
             nodes[0].rpc_sync("w1", with_a_reference, (LARGE,))
         assert caught.value.delivery == Delivery.EXECUTED
@@ -357,7 +362,7 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
         assert heard == ["lost w1: it is silent", "back w1"]
 
 
-QUICK = {"probe_interval_s": 0.2, "probe_timeout_s": 0.1}
+QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -366,7 +371,7 @@ def test_a_connection_that_falls_silent_is_replaced_and_nobody_is_dead(who: int,
     """In a group of two nobody else can say that the other one lives."""
     faults = Faults()
     given = [faults if rank == who else None for rank in range(size)]
-    with team(given, size, suspicion_s=4.0, **QUICK) as nodes:
+    with team(given, size, membership=replace(QUICK, suspicion_s=4.0)) as nodes:
         events: list[str] = []
         for node in nodes:
             node.on_member(lambda event: events.append(event.kind))
@@ -419,7 +424,9 @@ def test_a_member_that_is_given_up_is_told_so() -> None:
 def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known() -> None:
     faults = Faults()
     # With quick probes: who is not suspected yet is not given up.
-    with team(faults, reconnect_s=1.0, probe_interval_s=0.2, probe_timeout_s=0.1) as nodes:
+    with team(
+        faults, membership=MembershipOptions(reconnect_s=1.0, probe_interval_s=0.2, probe_timeout_s=0.1)
+    ) as nodes:
         under_way = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(30.0)
         (tie,) = runtime_of(nodes[0]).connector._ties.values()
@@ -441,7 +448,10 @@ def test_whoever_cannot_be_reached_in_time_is_dead_and_calls_say_what_is_known()
 
 def test_calls_that_were_never_written_say_so() -> None:
     faults = Faults()
-    with team([faults, None], reconnect_s=1.0) as nodes, faults.half_open(sender="w0", count=None) as silence:
+    with (
+        team([faults, None], membership=MembershipOptions(reconnect_s=1.0)) as nodes,
+        faults.half_open(sender="w0", count=None) as silence,
+    ):
         silence.wait_hits()
         # A new connection is silent as well; w1, which has noticed nothing, is not asked: its address leads nowhere.
         runtime_of(nodes[0]).links.peers.ways_to = lambda incarnation: ["tcp://192.0.2.1:9"]  # type: ignore[assignment]
@@ -486,7 +496,7 @@ def touch_and_sleep(path: str) -> None:
 def test_a_member_killed_while_there_is_no_connection_is_noticed(tmp_path: Path, transport: str) -> None:
     faults = Faults()
     members = start_cluster(
-        3, die_while_down, str(tmp_path / "runs"), faults, faults=faults, transports=(transport,), **PATIENT
+        3, die_while_down, str(tmp_path / "runs"), faults, faults=faults, transports=(transport,), membership=PATIENT
     )
     took_s = finish(members, may_fail=[1])[0]
     assert took_s < AT_ONCE_S  # the pause between two attempts is a second at most
@@ -573,7 +583,7 @@ def test_a_frozen_member_whose_connection_is_cut_goes_on_when_it_thaws(transport
 @pytest.mark.parametrize("transport", KEPT)
 def test_shutdown_waits_for_nobody_while_there_is_no_connection(transport: str) -> None:
     faults = Faults()
-    with team(faults, transports=(transport,), **PATIENT) as nodes:
+    with team(faults, transports=(transport,), membership=PATIENT) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(30.0)
         faults.cut(count=None).wait_hits(2)

@@ -99,7 +99,7 @@ def use_sent_on() -> Any:
 
 
 def test_what_a_dead_user_held_is_freed_and_what_it_sent_on_is_not() -> None:
-    finish(start_cluster(3, outlive_a_user, **PATIENT), may_fail=[1])
+    finish(start_cluster(3, outlive_a_user, membership=PATIENT), may_fail=[1])
 
 
 # ---------------------------------------------------------------------- an owner dies
@@ -170,7 +170,7 @@ def use_kept() -> Any:
 
 
 def test_a_dead_owner_is_told_at_once_to_whoever_waits_or_asks_later() -> None:
-    took_s = finish(start_cluster(3, outlive_an_owner, **PATIENT), may_fail=[1])[0]
+    took_s = finish(start_cluster(3, outlive_an_owner, membership=PATIENT), may_fail=[1])[0]
     assert max(took_s) < AT_ONCE_S
 
 
@@ -239,4 +239,4 @@ def freeze(rank: int) -> None:
 
 
 def test_a_shutdown_does_not_wait_for_what_was_sent_to_the_dead() -> None:
-    finish(start_cluster(3, freeze, **PATIENT), may_fail=[1])
+    finish(start_cluster(3, freeze, membership=PATIENT), may_fail=[1])

@@ -24,6 +24,7 @@ from tests.conftest import descriptors, segments
 from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
 
 import farcall
+from farcall.options import MembershipOptions
 from farcall.protocol.member import incarnation_text
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import WorkerProcess, temporary_file_url
@@ -37,9 +38,7 @@ LATE_S = 6.0
 DISTURBED = 4
 SHORTEST_DEATH_S = 3.0
 OPTIONS: dict[str, Any] = {
-    "probe_interval_s": 0.3,
-    "probe_timeout_s": 0.2,
-    "suspicion_s": SHORTEST_DEATH_S,
+    "membership": MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.2, suspicion_s=SHORTEST_DEATH_S),
     "num_worker_threads": 4,
 }
 NAMES = ["here", "calm", *(f"w{number}" for number in range(DISTURBED))]

@@ -19,6 +19,7 @@ import farcall.autograd as autograd
 from farcall.errors import PeerDead, RpcTimeout, SerializationError
 from farcall.nn import RemoteModule
 from farcall.optim import DistributedOptimizer
+from farcall.options import MemoryOptions
 from farcall.runtime.node import current_runtime, runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster, start_processes, temporary_file_url
 
@@ -72,11 +73,11 @@ def all_kinds(rank: int, shared: bool) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensors_of_all_kinds_go_both_ways(shared: bool) -> None:
-    run_cluster(2, all_kinds, shared, device_sharing=shared, **MAPS)
+    run_cluster(2, all_kinds, shared, memory=MemoryOptions(device_sharing=shared), **MAPS)
 
 
 def test_over_tcp() -> None:
-    run_cluster(2, all_kinds, False, device_sharing=False, transports=["tcp"], **MAPS)
+    run_cluster(2, all_kinds, False, memory=MemoryOptions(device_sharing=False), transports=["tcp"], **MAPS)
 
 
 def newcomer(rank: int, url: str) -> None:
@@ -149,7 +150,7 @@ def large(rank: int) -> None:
 
 
 def test_large_tensors_go_through_the_host_in_chunks() -> None:
-    run_cluster(2, large, device_sharing=False, **MAPS)
+    run_cluster(2, large, memory=MemoryOptions(device_sharing=False), **MAPS)
 
 
 def beyond_limit(rank: int) -> None:
@@ -163,7 +164,7 @@ def beyond_limit(rank: int) -> None:
 
 
 def test_what_the_pool_has_no_room_for_goes_through_the_host() -> None:
-    run_cluster(2, beyond_limit, device_memory_limit_bytes=128 * MEBIBYTE, **MAPS)
+    run_cluster(2, beyond_limit, memory=MemoryOptions(device_memory_limit_bytes=128 * MEBIBYTE), **MAPS)
 
 
 def values_stay(rank: int) -> None:
@@ -437,7 +438,7 @@ def too_large(rank: int) -> None:
 
 
 def test_no_memory_at_the_receiver_is_an_error_of_that_call_alone() -> None:
-    run_cluster(2, too_large, device_memory_limit_bytes=8 << 30, **MAPS)
+    run_cluster(2, too_large, memory=MemoryOptions(device_memory_limit_bytes=8 << 30), **MAPS)
 
 
 def sleep_and_fill(seconds: float) -> torch.Tensor:

@@ -13,6 +13,7 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Delivery, NetworkError, RpcTimeout
+from farcall.options import MemoryOptions
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 from farcall.testing.faults import Faults
 
@@ -68,7 +69,7 @@ def views(rank: int) -> None:
 
 
 def test_large_tensors_are_used_where_they_lie_by_option() -> None:
-    run_cluster(2, views, device_views=True, **MAPS)
+    run_cluster(2, views, memory=MemoryOptions(device_views=True), **MAPS)
 
 
 def compute(seconds: float) -> None:
@@ -127,7 +128,9 @@ def large_answer() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loses(rank: int, url: str) -> None:
-    options = farcall.RpcBackendOptions(init_method=url, shared_memory=False, transports=["unix"], **MAPS)
+    options = farcall.RpcBackendOptions(
+        init_method=url, memory=MemoryOptions(shared_memory=False), transports=["unix"], **MAPS
+    )
     with FAULTS.installed():
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:

@@ -16,6 +16,7 @@ from tests.gpu.callees import CUDA, MAPS, lent, share
 from tests.kit.waiting import wait_until
 
 import farcall
+from farcall.options import MemoryOptions
 from farcall.runtime.node import current_runtime
 from farcall.testing.cluster import run_cluster
 
@@ -93,4 +94,4 @@ def stressed(rank: int) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("views", [False, True])
 def test_many_random_sends_under_concurrent_writes(views: bool) -> None:
-    print(run_cluster(2, stressed, timeout_s=240.0, device_views=views, **MAPS)[0])
+    print(run_cluster(2, stressed, timeout_s=240.0, memory=MemoryOptions(device_views=views), **MAPS)[0])

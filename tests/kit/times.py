@@ -6,7 +6,7 @@ tells the two apart on a machine that is busy with something else, too; a bound 
 
 from __future__ import annotations
 
-from typing import Any
+from farcall.options import MembershipOptions
 
 LONG_S = 30.0
 """A timeout that must not decide anything."""
@@ -14,5 +14,5 @@ LONG_S = 30.0
 AT_ONCE_S = LONG_S / 2
 """Less than this: it was not the timeout."""
 
-PATIENT: dict[str, Any] = {"suspicion_s": 10 * LONG_S, "reconnect_s": 10 * LONG_S}
+PATIENT = MembershipOptions(suspicion_s=10 * LONG_S, reconnect_s=10 * LONG_S)
 """Options of a node that gives nobody up for silence: a death must show in another way, or the test ends first."""

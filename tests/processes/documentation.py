@@ -98,7 +98,7 @@ def run_page(rank: int, blocks: list[Block]) -> None:
         statements = ast.parse(block.code).body
         exec(_compiled(block, [one for one in statements if _is_definition(one)]), module.__dict__)
         rest.append((block, [one for one in statements if not _is_definition(one)]))
-    farcall._barrier([f"worker{number}" for number in range(PAGE_WORKERS)])
+    farcall.barrier([f"worker{number}" for number in range(PAGE_WORKERS)])
     if rank == 0:
         for block, statements in rest:
             exec(_compiled(block, statements), module.__dict__)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import farcall
 import farcall.autograd as autograd
 from farcall.errors import RpcError
+from farcall.options import MemoryOptions
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
 # ---------------------------------------------------------------------- what the callees run
@@ -244,7 +245,7 @@ def rows_of(big: torch.Tensor) -> list[torch.Tensor]:
 
 def test_large_tensors_and_views() -> None:
     run_cluster(2, large_and_shared)
-    run_cluster(2, large_and_shared, shared_memory=False)
+    run_cluster(2, large_and_shared, memory=MemoryOptions(shared_memory=False))
 
 
 # ---------------------------------------------------------------------- contexts
@@ -275,7 +276,7 @@ def many_at_once(rank: int) -> None:
         thread.join()
     if failures:
         raise failures[0]
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     wait_until(lambda: autograd._get_debug_info()["num_autograd_contexts"] == "0", "the end of all contexts")
     assert autograd._get_debug_info()["num_current_backward_passes"] == "0"
 

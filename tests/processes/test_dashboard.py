@@ -29,7 +29,7 @@ from tests.unit.observe.simulated import SimulatedObserver, proof_of
 import farcall
 from farcall.errors import InitError
 from farcall.observe.dashboard.server import Dashboard
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.testing.cluster import WorkerProcess, finish, start_cluster
 
 PATIENCE_S = 60.0
@@ -102,7 +102,13 @@ def work(rank: int, done: str) -> None:
 @contextmanager
 def running(folder: Path) -> Iterator[list[WorkerProcess]]:
     done = folder / "done"
-    members = start_cluster(SIZE, work, str(done), runtime_directory=str(folder / "run"), secret="a test's secret")
+    members = start_cluster(
+        SIZE,
+        work,
+        str(done),
+        observing=ObservingOptions(runtime_directory=str(folder / "run")),
+        secret="a test's secret",
+    )
     try:
         yield members
     finally:
@@ -306,7 +312,9 @@ def test_elsewhere_it_is_behind_the_secret() -> None:
 
 
 def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", dashboard_port=0, observable=False)
+    options = RpcBackendOptions(
+        init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(dashboard_port=0, observable=False)
+    )
     with farcall.Node("alone", 0, 1, options) as node:
         assert node.dashboard_url is not None
 
@@ -323,7 +331,8 @@ def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:
 
 def test_a_node_does_not_serve_it_to_the_world_without_a_secret(tmp_path: Path) -> None:
     options = RpcBackendOptions(
-        init_method=f"file://{tmp_path}/meet", dashboard_port=0, dashboard_host="0.0.0.0", observable=False
+        init_method=f"file://{tmp_path}/meet",
+        observing=ObservingOptions(dashboard_port=0, dashboard_host="0.0.0.0", observable=False),
     )
     with pytest.raises(farcall.errors.InitError, match="secret"):
         farcall.Node("alone", 0, 1, options).start()

@@ -20,6 +20,7 @@ import farcall
 from farcall import api
 from farcall.autograd.recorder import Recorder
 from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.options import MemoryOptions
 from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
 from farcall.runtime.node import runtime_of
@@ -91,7 +92,7 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
     node = api.current_runtime()
     wait_until(lambda: len(node.workers()) == size)
     farcall.rpc_sync(f"w{(rank + 1) % size}", int, ("7",))
-    api._barrier([f"w{other}" for other in range(size)])
+    farcall.barrier([f"w{other}" for other in range(size)])
     farcall.shutdown()
     return [info.name for info in node.workers()]
 
@@ -165,7 +166,7 @@ class Scale(torch.nn.Module):
 def _train(rank: int, url: str) -> None:
     farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
     wait_until(lambda: len(farcall.members()) == 3)
-    api._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         modules = [farcall.nn.RemoteModule(name, Scale, (2.0,)) for name in ("w1", "w2")]
         references = [parameter for module in modules for parameter in module.remote_parameters()]
@@ -178,7 +179,7 @@ def _train(rank: int, url: str) -> None:
         nested = farcall.remote("w1", torch.ones, (2,))
         assert farcall.rpc_sync("w2", _fetch, (nested,)).tolist() == [1.0, 1.0]
         del modules, references, optimizer, nested, loss
-    api._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     farcall.shutdown()
 
 
@@ -338,7 +339,7 @@ def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str) -> N
 def _come_and_go(rank: int, url: str, rounds: int) -> int:
     done = 0
     for _ in range(rounds):
-        options = farcall.RpcBackendOptions(init_method=url, shared_memory=False)
+        options = farcall.RpcBackendOptions(init_method=url, memory=MemoryOptions(shared_memory=False))
         with farcall.Node(f"w{rank}", rank, options=options) as node:
             for info in node.workers():
                 try:

@@ -14,7 +14,7 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall.errors import RpcTimeout
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.hello import Resume
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.node import runtime_of
@@ -26,7 +26,11 @@ BOUND_S = 30.0
 @contextmanager
 def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall.Node]]:
     """Members of a group without a fixed size, in this process."""
-    chosen = {"init_method": f"file://{path}/meet", "runtime_directory": str(path / "run"), **options}
+    chosen = {
+        "init_method": f"file://{path}/meet",
+        "observing": ObservingOptions(runtime_directory=str(path / "run")),
+        **options,
+    }
     with ExitStack() as stack:
         nodes = [farcall.Node(f"w{rank}", rank, options=RpcBackendOptions(**chosen)) for rank in range(size)]
         for node in nodes:
@@ -38,7 +42,7 @@ def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall
 
 
 def observer(path: Path) -> Observer:
-    return Observer.find(options=RpcBackendOptions(runtime_directory=str(path / "run")))
+    return Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(path / "run"))))
 
 
 def fail(text: str) -> None:

@@ -32,24 +32,24 @@ def first_store() -> None:
 def gather_all(rank: int) -> None:
     everyone = {f"w{other}" for other in range(4)}
     for turn in range(20):
-        got = farcall._all_gather((rank, turn))
+        got = farcall.all_gather((rank, turn))
         assert got == {f"w{other}": (other, turn) for other in range(4)}
         assert list(got) == sorted(everyone)
-    tensors = farcall._all_gather(torch.full((50_000,), rank))
+    tensors = farcall.all_gather(torch.full((50_000,), rank))
     assert [int(tensors[f"w{other}"][-1]) for other in range(4)] == [0, 1, 2, 3]
     # Subgroups go on independently of each other, whatever the order of their names.
     mine = ["w2", "w0"] if rank % 2 == 0 else ["w3", "w1"]
     for turn in range(10 + rank % 2):
-        assert farcall._all_gather(turn, mine) == dict.fromkeys(mine, turn)
+        assert farcall.all_gather(turn, mine) == dict.fromkeys(mine, turn)
     for _ in range(5):
-        farcall._barrier(everyone)
-    farcall._barrier(mine)
-    assert farcall._all_gather(rank, [f"w{rank}"]) == {f"w{rank}": rank}
+        farcall.barrier(everyone)
+    farcall.barrier(mine)
+    assert farcall.all_gather(rank, [f"w{rank}"]) == {f"w{rank}": rank}
     with pytest.raises(RpcError, match=f"w{rank} is not one"):
-        farcall._all_gather(rank, everyone - {f"w{rank}"})
+        farcall.all_gather(rank, everyone - {f"w{rank}"})
     with pytest.raises(RpcError, match="stranger"):
-        farcall._all_gather(rank, [f"w{rank}", "stranger"])
-    assert farcall._all_gather(rank) == {f"w{other}": other for other in range(4)}
+        farcall.all_gather(rank, [f"w{rank}", "stranger"])
+    assert farcall.all_gather(rank) == {f"w{other}": other for other in range(4)}
 
 
 def test_gathers_and_barriers_of_all_and_of_some() -> None:
@@ -76,7 +76,7 @@ def meet(rank: int) -> None:
     names = ["w0", "w1", "w2"]
     for turn in range(1, 11):
         farcall.rpc_sync("w0", Dispatcher.arrive)
-        farcall._barrier(names)
+        farcall.barrier(names)
         assert farcall.rpc_sync("w0", Dispatcher.seen) >= 3 * turn
 
 
@@ -87,15 +87,15 @@ def test_a_barrier_waits_for_the_last() -> None:
 def miss_one(rank: int) -> None:
     if rank < 2:
         with pytest.raises(RpcTimeout, match="missing: w2"):
-            farcall._all_gather(rank, timeout=0.3)
+            farcall.all_gather(rank, timeout=0.3)
         if rank == 0:
             Gate.open("timed out")
     else:
         farcall.rpc_sync("w0", Gate.wait, ("timed out",))
         # Too late for that one: told at once, and whom it was that came late.
         with pytest.raises(RpcTimeout, match="missing: w2"):
-            farcall._all_gather(rank, timeout=PATIENCE_S)
-    assert farcall._all_gather(rank, timeout=PATIENCE_S) == {"w0": 0, "w1": 1, "w2": 2}
+            farcall.all_gather(rank, timeout=PATIENCE_S)
+    assert farcall.all_gather(rank, timeout=PATIENCE_S) == {"w0": 0, "w1": 1, "w2": 2}
 
 
 def test_a_gather_that_times_out_names_who_is_missing() -> None:
@@ -112,7 +112,7 @@ def lose_one(rank: int) -> str | None:
 
         def take_part() -> None:
             try:
-                farcall._all_gather(rank, timeout=PATIENCE_S)
+                farcall.all_gather(rank, timeout=PATIENCE_S)
             except PeerDead as error:
                 failures.append(error)
 
@@ -125,11 +125,11 @@ def lose_one(rank: int) -> str | None:
     else:
         Gate.open("w1 begins")
         with pytest.raises(PeerDead, match=r"missing: .*w2"):
-            farcall._all_gather(rank, timeout=PATIENCE_S)
+            farcall.all_gather(rank, timeout=PATIENCE_S)
     # Begun after the death: it cannot end well, and says so at once.
     with pytest.raises(PeerDead, match=r"missing: .*w2"):
-        farcall._all_gather(rank, timeout=PATIENCE_S)
-    assert farcall._all_gather(rank, ["w0", "w1"], timeout=PATIENCE_S) == {"w0": 0, "w1": 1}
+        farcall.all_gather(rank, timeout=PATIENCE_S)
+    assert farcall.all_gather(rank, ["w0", "w1"], timeout=PATIENCE_S) == {"w0": 0, "w1": 1}
     return "survived"
 
 
@@ -144,7 +144,7 @@ def lose_the_leader(rank: int) -> str | None:
         os.kill(os.getpid(), signal.SIGKILL)
     Gate.open("waiting")
     with pytest.raises(PeerDead, match="w0"):
-        farcall._barrier(["w0", "w1"])
+        farcall.barrier(["w0", "w1"])
     return "survived"
 
 

@@ -20,6 +20,7 @@ from tests.kit.times import AT_ONCE_S, LONG_S
 import farcall
 from farcall import api
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, UnknownWorker
+from farcall.options import MemoryOptions
 from farcall.runtime.node.current import slot
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
@@ -152,7 +153,7 @@ def test_tcp_can_be_forced() -> None:
 
 
 def test_shared_memory_can_be_switched_off() -> None:
-    assert run_cluster(2, describe_ways, shared_memory=False) == [["unix", "inline"]] * 2
+    assert run_cluster(2, describe_ways, memory=MemoryOptions(shared_memory=False)) == [["unix", "inline"]] * 2
 
 
 def test_ipv6() -> None:

@@ -23,7 +23,7 @@ from farcall.observe.metrics import Metrics
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.observe.presence import find_nodes
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
 from farcall.runtime.node import current_runtime
@@ -59,11 +59,12 @@ def _wait_for(condition: Callable[[], bool]) -> None:
 class Cluster:
     """Members that stay until the test is over."""
 
-    def __init__(self, size: int, path: Path, **options: Any) -> None:
+    def __init__(self, size: int, path: Path, observable: bool = True, **options: Any) -> None:
         self.directory = path / "run"
         self.done = path / "done"
         self.size = size
-        self.options = {"runtime_directory": str(self.directory), **options}
+        observing = ObservingOptions(runtime_directory=str(self.directory), observable=observable)
+        self.options = {"observing": observing, **options}
         self.members: list[WorkerProcess] = []
 
     def __enter__(self) -> Cluster:
@@ -78,7 +79,9 @@ class Cluster:
         finish(self.members)
 
     def observer(self) -> Observer:
-        return Observer.find(options=RpcBackendOptions(runtime_directory=str(self.directory)))
+        return Observer.find(
+            options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(self.directory)))
+        )
 
 
 def stop(member: WorkerProcess) -> None:
@@ -134,7 +137,7 @@ def scraped(rank: int) -> str:
 
 def test_prometheus_is_served_on_a_port_of_choice() -> None:
     pytest.importorskip("prometheus_client")
-    for rank, text in enumerate(run_cluster(2, scraped, metrics_port=0)):
+    for rank, text in enumerate(run_cluster(2, scraped, observing=ObservingOptions(metrics_port=0))):
         assert f'farcall_call_seconds_count{{function="echo",peer="w{1 - rank}",worker="w{rank}"}} 1.0' in text
 
 
@@ -149,14 +152,14 @@ def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         exporter.clear()
         with trace.get_tracer("test").start_as_current_span("step"):
             farcall.rpc_sync("w1", call_on, args=("w2",))
             farcall.rpc_async("w2", echo, args=(1,)).wait()
             farcall.rpc_sync("w2", torch.add, args=(torch.ones(1), 1))
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     return [
         (
             span.name,
@@ -175,7 +178,9 @@ def call_on(to: str) -> Any:
 
 def test_spans_of_all_workers_make_one_trace() -> None:
     pytest.importorskip("opentelemetry.sdk")
-    spans = [span for member in run_cluster(3, traced, opentelemetry=True) for span in member]
+    spans = [
+        span for member in run_cluster(3, traced, observing=ObservingOptions(opentelemetry=True)) for span in member
+    ]
     by_id = {span[3]: span for span in spans}
     (step,) = [span for span in spans if span[0] == "step"]
 
@@ -200,7 +205,12 @@ def test_spans_of_all_workers_make_one_trace() -> None:
 def test_telemetry_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(farcall.errors.InitError, match="pip install"):
-        farcall.Node("w0", 0, 1, RpcBackendOptions(init_method="tcp://127.0.0.1:1", opentelemetry=True)).start()
+        farcall.Node(
+            "w0",
+            0,
+            1,
+            RpcBackendOptions(init_method="tcp://127.0.0.1:1", observing=ObservingOptions(opentelemetry=True)),
+        ).start()
 
 
 # ---------------------------------------------------------------------- from outside
@@ -264,7 +274,9 @@ def test_a_member_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_not_observable_leaves_no_file(tmp_path: Path) -> None:
-    assert run_cluster(1, files_in, str(tmp_path), runtime_directory=str(tmp_path), observable=False) == [[]]
+    assert run_cluster(
+        1, files_in, str(tmp_path), observing=ObservingOptions(runtime_directory=str(tmp_path), observable=False)
+    ) == [[]]
 
 
 def files_in(rank: int, directory: str) -> list[str]:

@@ -14,6 +14,7 @@ from tests.kit.times import LONG_S
 import farcall
 from farcall import api
 from farcall.errors import Delivery, Overloaded
+from farcall.options import LimitOptions
 from farcall.runtime.calls import executor
 from farcall.testing.cluster import run_cluster
 
@@ -72,7 +73,7 @@ def flood(rank: int, way: str, when: str, more: dict[str, Any]) -> Outcome:
             outcome = outcome_of([farcall.rpc_async("w0", slow, (name,), **more).wait for name in names])
         else:
             outcome = outcome_of([farcall.remote("w0", slow, (name,), **more).to_here for name in names])
-    api._barrier([f"w{i}" for i in range(FLOODERS + 1)])
+    farcall.barrier([f"w{i}" for i in range(FLOODERS + 1)])
     return outcome if rank else (sorted(ran.elements()), [])
 
 
@@ -85,8 +86,7 @@ def run_flood(way: str, when: str, **more: Any) -> Outcome:
         when,
         more,
         num_worker_threads=1,
-        max_queued_calls=LIMIT,
-        when_overloaded=when,
+        limits=LimitOptions(max_queued_calls=LIMIT, when_overloaded=when),
     )
     answered = sorted(name for names, _ in outcomes for name in names)
     refused = [error for _, errors in outcomes for error in errors]

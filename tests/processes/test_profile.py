@@ -144,7 +144,7 @@ def check_job(trace: Trace, home: str) -> None:
 
 def cluster_trace(rank: int, folder: str) -> None:
     set_clock_ahead((0.0, 5.0, -3.0)[rank])
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         with farcall.profile() as prof:
             forward_and_backward(["w1", "w2"])
@@ -174,14 +174,14 @@ def test_a_job_of_three_workers_is_one_trace(tmp_path: Path) -> None:
 def trace_without_a_fixed_size(rank: int, url: str, folder: str) -> None:
     farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=farcall.RpcBackendOptions(init_method=url))
     wait_until(lambda: len(farcall.members()) == 3, "all are there")
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         with farcall.profile() as prof:
             forward_and_backward(["w1", "w2"])
         prof.export_chrome_trace(Path(folder) / "trace.json")
     # Not by a call, which would be in the profile without its answer.
     wait_until((Path(folder) / "trace.json").exists, "the profile is over")
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     farcall.shutdown()
 
 
@@ -192,7 +192,7 @@ def test_backward_passes_are_recorded_in_a_group_without_a_fixed_size(tmp_path: 
 
 def kineto_trace(rank: int, folder: str) -> None:
     set_clock_ahead((0.0, 5.0, -3.0)[rank])
-    farcall._barrier(["w0", "w1", "w2"])
+    farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         with torch.profiler.profile() as prof:
             forward_and_backward(["w1", "w2"])

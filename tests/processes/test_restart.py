@@ -27,18 +27,18 @@ COMES_BACK = """
         while len(farcall.members()) < len(names):
             time.sleep(0.01)
         if names[rank] != victim:
-            farcall._barrier(survivors)
+            farcall.barrier(survivors)
             if names[rank] == survivors[0]:
                 try:
                     farcall.rpc_sync(victim, die)
                 except farcall.errors.PeerDead as error:
                     print("lost", error.worker.name)
-            farcall._barrier(survivors)
+            farcall.barrier(survivors)
             retry = farcall.Retry(attempts=1000, longest_backoff_s=0.1)
             print("answered by life", farcall.rpc_sync(victim, os.getenv, ("FARCALL_RESTARTS",), retry=retry))
         elif not again:
             threading.Event().wait()
-        farcall._barrier(names)
+        farcall.barrier(names)
         farcall.shutdown()
 """
 
@@ -53,11 +53,11 @@ FIXED = """
         while True:
             farcall.init_rpc(f"worker{rank}", rank=rank, world_size=size)
             try:
-                farcall._barrier([f"worker{other}" for other in range(size)])
+                farcall.barrier([f"worker{other}" for other in range(size)])
                 if rank == victim and not again:
                     os.kill(os.getpid(), signal.SIGKILL)
                 print("life", farcall.rpc_sync(f"worker{victim}", os.getenv, ("FARCALL_RESTARTS",)))
-                farcall._barrier([f"worker{other}" for other in range(size)])
+                farcall.barrier([f"worker{other}" for other in range(size)])
                 farcall.shutdown()
                 break
             except farcall.errors.RpcError as error:

@@ -62,9 +62,9 @@ def call_all(rank: int, size: int) -> tuple[int, int]:
         for other, future in enumerate(futures):
             assert torch.equal(future.wait(), value + other)
     assert [farcall.rpc_sync(name, farcall.get_worker_info).id for name in names] == list(range(size))
-    farcall._barrier(names)
+    farcall.barrier(names)
     found = descriptors()
-    farcall._barrier(names)
+    farcall.barrier(names)
     return found, tasks()
 
 

@@ -119,7 +119,7 @@ def test_end_of_the_last_served_call_is_noticed_at_once() -> None:
 def idle_shutdown(rank: int, port: int) -> float:
     never_look_around()
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port))
-    farcall._barrier(["w0", "w1"])
+    farcall.barrier(["w0", "w1"])
     started = time.monotonic()
     farcall.shutdown()
     return time.monotonic() - started
@@ -289,7 +289,7 @@ def test_everyone_who_waits_for_a_call_is_told_when_the_node_ends(tmp_path: Path
 def hammer_while_ending(rank: int, port: int, to: str) -> int:
     """Threads that call without a timeout while the node ends: each of them must come out."""
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=0))
-    farcall._barrier(["w0", "w1"])
+    farcall.barrier(["w0", "w1"])
     if rank == 1:
         wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)
         farcall.shutdown(graceful=False)

@@ -21,7 +21,7 @@ from farcall.observe import answering
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.troubles import find_troubles
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls
 from farcall.runtime.link import dialler
@@ -56,7 +56,7 @@ def deadlocked(rank: int, done: str) -> str:
     thread = threading.Thread(target=_expect_failure, args=(hold_and_call, other, holds))
     thread.start()
     assert holds.wait(ANSWER_S)
-    farcall._barrier(["w0", "w1"])
+    farcall.barrier(["w0", "w1"])
     OPENED.set()
     _wait_for(Path(done).exists)
     # The way out of a deadlock: somebody dies. Nobody is asked to be graceful in here.
@@ -82,7 +82,9 @@ def _observer(directory: Path) -> Observer:
 
     def look() -> bool:
         try:
-            found.append(Observer.find(options=RpcBackendOptions(runtime_directory=str(directory))))
+            found.append(
+                Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(directory))))
+            )
         except NothingToObserve:
             return False
         return True
@@ -114,7 +116,9 @@ def _command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RpcBackendOptions(init_method=temporary_file_url(), runtime_directory=str(tmp_path / "run"))
+    options = RpcBackendOptions(
+        init_method=temporary_file_url(), observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
+    )
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
     shown: list[str] = []
     prove = dialler.prove
@@ -138,7 +142,7 @@ def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_deadlock_is_named(tmp_path: Path) -> None:
     directory, done = tmp_path / "run", tmp_path / "done"
-    members = start_cluster(2, deadlocked, str(done), runtime_directory=str(directory))
+    members = start_cluster(2, deadlocked, str(done), observing=ObservingOptions(runtime_directory=str(directory)))
     try:
         with _observer(directory) as observer:
 
@@ -169,7 +173,9 @@ def test_a_deadlock_is_named(tmp_path: Path) -> None:
 def test_a_worker_with_every_thread_blocked_answers(tmp_path: Path) -> None:
     """Control messages need no worker thread, and neither does a snapshot."""
     directory, done = tmp_path / "run", tmp_path / "done"
-    members = start_cluster(2, blocked, str(done), runtime_directory=str(directory), num_worker_threads=2)
+    members = start_cluster(
+        2, blocked, str(done), observing=ObservingOptions(runtime_directory=str(directory)), num_worker_threads=2
+    )
     try:
         with _observer(directory) as observer:
             found = _snapshots_when(observer, lambda found: any(map(_runs_two_of_six, found)))
@@ -244,7 +250,7 @@ def test_a_timeout_says_what_the_callee_was_doing() -> None:
 def queued_explained(rank: int, done: str) -> str:
     _be_patient()
     executor.STALLED_S = 10 * ANSWER_S  # the pool is not to grow
-    farcall._barrier(["w0", "w1"])
+    farcall.barrier(["w0", "w1"])
     if rank == 0:
         first = farcall.rpc_async("w1", wait_for_file, args=(done,), timeout=ANSWER_S)
         with pytest.raises(RpcTimeout) as raised:

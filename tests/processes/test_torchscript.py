@@ -342,7 +342,7 @@ def script_meet() -> Any:
 
 def meet_at(rank: int) -> list[float]:
     script = script_meet()
-    farcall._barrier({"w0", "w1"})
+    farcall.barrier({"w0", "w1"})
     if rank != 0:
         return []
     futures = [farcall.rpc_async("w1", script, (mine,)) for mine in range(len(SLOTS))]

@@ -19,7 +19,7 @@ import farcall
 from farcall.observe import cluster
 from farcall.observe.observer import Observer
 from farcall.observe.spans import Harvest
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.testing.cluster import finish, start_cluster
 
@@ -47,13 +47,13 @@ def busy(rank: int, done: str) -> int:
     following, last = NAMES[(rank + 1) % 3], NAMES[(rank + 2) % 3]
     while not Path(done).exists():
         farcall.rpc_sync(following, onward, args=(last, torch.ones(4, 4)))
-    farcall._barrier(NAMES)
+    farcall.barrier(NAMES)
     return PROFILING.everywhere
 
 
 def test_a_running_job_is_one_trace(tmp_path: Path) -> None:
     directory, done, output = tmp_path / "run", tmp_path / "done", tmp_path / "trace.json.gz"
-    members = start_cluster(3, busy, str(done), runtime_directory=str(directory))
+    members = start_cluster(3, busy, str(done), observing=ObservingOptions(runtime_directory=str(directory)))
     try:
         wait_for(lambda: _sees(directory, 3))
         shown = subprocess.run(
@@ -97,12 +97,14 @@ def _sees(directory: Path, count: int) -> bool:
 
 
 def _observer(directory: Path) -> Observer:
-    return Observer.find(options=RpcBackendOptions(runtime_directory=str(directory)))
+    return Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(directory))))
 
 
 def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "GRACE_S", 0.05)
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", runtime_directory=str(tmp_path / "run"))
+    options = RpcBackendOptions(
+        init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
+    )
     with farcall.Node("alone", 0, 1, options):
         with _observer(tmp_path / "run") as observer:
             begin = msgspec.msgpack.encode(cluster.TraceWish("unfetched", 0, 0.05))
@@ -114,7 +116,9 @@ def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypa
 
 
 def test_an_interrupted_trace_is_what_there_is_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", runtime_directory=str(tmp_path / "run"))
+    options = RpcBackendOptions(
+        init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
+    )
     with farcall.Node("alone", 0, 1, options) as node, _observer(tmp_path / "run") as observer:
 
         def interrupted(seconds: float) -> None:

@@ -19,16 +19,17 @@ from tests.processes.calls.callees import Gate, live_bytes, whoami
 
 import farcall
 from farcall.errors import PeerDead
+from farcall.options import MemoryOptions
 from farcall.runtime.peers.shared_memory import SHARED_BYTES
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 MEBIBYTE = 1 << 20
 WAYS: dict[str, dict[str, Any]] = {
     "unix and shared memory": {},
-    "unix": {"transports": ["unix"], "shared_memory": False},
-    "tcp": {"transports": ["tcp"], "shared_memory": False},
-    "tcp, small limit": {"transports": ["tcp"], "shared_memory_limit_bytes": 4 * MEBIBYTE},
-    "small limit": {"shared_memory_limit_bytes": 4 * MEBIBYTE},
+    "unix": {"transports": ["unix"], "memory": MemoryOptions(shared_memory=False)},
+    "tcp": {"transports": ["tcp"], "memory": MemoryOptions(shared_memory=False)},
+    "tcp, small limit": {"transports": ["tcp"], "memory": MemoryOptions(shared_memory_limit_bytes=4 * MEBIBYTE)},
+    "small limit": {"memory": MemoryOptions(shared_memory_limit_bytes=4 * MEBIBYTE)},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -358,4 +359,4 @@ def share_without_memory(rank: int) -> None:
 
 
 def test_shared_empty_without_shared_memory() -> None:
-    run_cluster(2, share_without_memory, shared_memory=False)
+    run_cluster(2, share_without_memory, memory=MemoryOptions(shared_memory=False))

@@ -14,13 +14,19 @@ import farcall
 
 PUBLIC = [
     "Future",
+    "LimitOptions",
     "MemberEvent",
+    "MembershipOptions",
+    "MemoryOptions",
     "Node",
+    "ObservingOptions",
     "RRef",
     "Retry",
     "RpcBackendOptions",
     "WorkerInfo",
+    "all_gather",
     "autograd",
+    "barrier",
     "debug",
     "errors",
     "functions",
@@ -39,15 +45,13 @@ PUBLIC = [
     "rpc_sync",
     "shared_empty",
     "shutdown",
+    "wait_all",
 ]
 UNDERSCORED = [
-    "_all_gather",
-    "_barrier",
     "_delete_all_user_and_unforked_owner_rrefs",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "_use_rpc_pickler",
-    "_wait_all",
 ]
 OF_NODE = [
     "all_gather",

@@ -52,3 +52,10 @@ def test_every_module_in_the_tree_exists() -> None:
 def test_every_folder_of_the_runtime_is_in_the_tree() -> None:
     folders = {path.parent for path in (SOURCE / "runtime").glob("*/__init__.py")}
     assert folders == {path for path in modules_named("runtime") if path.is_dir()}
+
+
+def test_unit_tests_lie_where_the_code_lies() -> None:
+    folders = {
+        path.parent.relative_to(ROOT / "tests" / "unit") for path in (ROOT / "tests" / "unit").rglob("test_*.py")
+    }
+    assert [str(folder) for folder in folders if not (SOURCE / folder).is_dir()] == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import farcall.options
-from farcall.options import RpcBackendOptions
+from farcall.options import LimitOptions, MembershipOptions, MemoryOptions, ObservingOptions, RpcBackendOptions
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_defaults() -> None:
     assert options.allowed_transports == ("unix", "tcp")
     assert options.secret_bytes is None
     assert options.advertise is None
-    assert (options.max_queued_calls, options.when_overloaded) == (100_000, "wait")
+    assert (options.limits.max_queued_calls, options.limits.when_overloaded) == (100_000, "wait")
 
 
 def test_timeout_and_place_may_be_positional_the_rest_not() -> None:
@@ -48,8 +48,8 @@ def test_options_are_frozen_and_replace_checks_again() -> None:
         options.replace(rpc_timeout=-1)
 
 
-@pytest.mark.parametrize(("rpc_timeout", "expected"), [(0, 60.0), (0.5, 60.0), (60, 60.0), (600, 600.0)])
-def test_starting_takes_a_minute_or_the_longer_call_timeout(rpc_timeout: float, expected: float) -> None:
+@pytest.mark.parametrize(("rpc_timeout", "expected"), [(None, 60.0), (0, 60.0), (0.5, 60.0), (60, 60.0), (600, 600.0)])
+def test_starting_takes_a_minute_or_the_longer_call_timeout(rpc_timeout: float | None, expected: float) -> None:
     assert RpcBackendOptions(rpc_timeout).start_deadline_s == expected
 
 
@@ -58,42 +58,47 @@ def test_start_timeout_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("kind", "arguments", "error", "text"),
     [
-        ({"rpc_timeout": -1}, ValueError, "0 means no timeout"),
-        ({"rpc_timeout": float("nan")}, ValueError, "finite"),
-        ({"rpc_timeout": float("inf")}, ValueError, "0 means no timeout"),
-        ({"rpc_timeout": timedelta(seconds=3)}, TypeError, r"pass 3\.0"),
-        ({"rpc_timeout": "3"}, TypeError, "number of seconds"),
-        ({"rpc_timeout": True}, TypeError, "number of seconds"),
-        ({"start_timeout_s": 0}, ValueError, "more than 0"),
-        ({"init_method": 3}, TypeError, "must be a str"),
-        ({"init_method": "localhost"}, ValueError, "env://"),
-        ({"init_method": "tcp://localhost"}, ValueError, "tcp://host:port"),
-        ({"init_method": "tcp://localhost:port"}, ValueError, "not a url"),
-        ({"init_method": "file://"}, ValueError, "path"),
-        ({"num_worker_threads": 0}, ValueError, "at least 1"),
-        ({"num_worker_threads": 1.5}, TypeError, "must be an int"),
-        ({"shared_memory": 1}, TypeError, "True or False"),
-        ({"shared_memory_limit_bytes": -1}, ValueError, "at least 1"),
-        ({"send_backlog_limit_bytes": 0}, ValueError, "at least 1"),
-        ({"max_queued_calls": 0}, ValueError, "at least 1"),
-        ({"max_queued_calls": 1e5}, TypeError, "must be an int"),
-        ({"when_overloaded": "raise"}, ValueError, '"wait" or "fail", not \'raise\''),
-        ({"when_overloaded": None}, ValueError, '"wait" or "fail"'),
-        ({"advertise": "host:80"}, ValueError, "without a port"),
-        ({"advertise": "10.0.0.1:80"}, ValueError, "no port"),
-        ({"advertise": "two words"}, ValueError, "host name"),
-        ({"advertise": 3}, TypeError, "must be a str"),
-        ({"secret": 12345678}, TypeError, "str or bytes"),
-        ({"transports": []}, ValueError, "unix, tcp"),
-        ({"transports": ["uv"]}, ValueError, "unix, tcp"),
-        ({"transports": 3}, TypeError, "sequence"),
+        (RpcBackendOptions, {"rpc_timeout": -1}, ValueError, "None means no limit"),
+        (RpcBackendOptions, {"rpc_timeout": float("nan")}, ValueError, "finite"),
+        (RpcBackendOptions, {"rpc_timeout": float("inf")}, ValueError, "None means no limit"),
+        (RpcBackendOptions, {"rpc_timeout": timedelta(seconds=3)}, TypeError, r"pass 3\.0"),
+        (RpcBackendOptions, {"rpc_timeout": "3"}, TypeError, "number of seconds"),
+        (RpcBackendOptions, {"rpc_timeout": True}, TypeError, "number of seconds"),
+        (RpcBackendOptions, {"membership": {"suspicion_s": 1}}, TypeError, "farcall.MembershipOptions"),
+        (MembershipOptions, {"suspicion_s": 0}, ValueError, "more than 0"),
+        (MembershipOptions, {"indirect_probes": 0}, ValueError, "at least 1"),
+        (ObservingOptions, {"metrics_port": 1 << 16}, ValueError, "0 to 65535"),
+        (ObservingOptions, {"log": "loud"}, ValueError, "info, debug"),
+        (RpcBackendOptions, {"start_timeout_s": 0}, ValueError, "more than 0"),
+        (RpcBackendOptions, {"init_method": 3}, TypeError, "must be a str"),
+        (RpcBackendOptions, {"init_method": "localhost"}, ValueError, "env://"),
+        (RpcBackendOptions, {"init_method": "tcp://localhost"}, ValueError, "tcp://host:port"),
+        (RpcBackendOptions, {"init_method": "tcp://localhost:port"}, ValueError, "not a url"),
+        (RpcBackendOptions, {"init_method": "file://"}, ValueError, "path"),
+        (RpcBackendOptions, {"num_worker_threads": 0}, ValueError, "at least 1"),
+        (RpcBackendOptions, {"num_worker_threads": 1.5}, TypeError, "must be an int"),
+        (MemoryOptions, {"shared_memory": 1}, TypeError, "True or False"),
+        (MemoryOptions, {"shared_memory_limit_bytes": -1}, ValueError, "at least 1"),
+        (LimitOptions, {"send_backlog_limit_bytes": 0}, ValueError, "at least 1"),
+        (LimitOptions, {"max_queued_calls": 0}, ValueError, "at least 1"),
+        (LimitOptions, {"max_queued_calls": 1e5}, TypeError, "must be an int"),
+        (LimitOptions, {"when_overloaded": "raise"}, ValueError, '"wait" or "fail", not \'raise\''),
+        (LimitOptions, {"when_overloaded": None}, ValueError, '"wait" or "fail"'),
+        (RpcBackendOptions, {"advertise": "host:80"}, ValueError, "without a port"),
+        (RpcBackendOptions, {"advertise": "10.0.0.1:80"}, ValueError, "no port"),
+        (RpcBackendOptions, {"advertise": "two words"}, ValueError, "host name"),
+        (RpcBackendOptions, {"advertise": 3}, TypeError, "must be a str"),
+        (RpcBackendOptions, {"secret": 12345678}, TypeError, "str or bytes"),
+        (RpcBackendOptions, {"transports": []}, ValueError, "unix, tcp"),
+        (RpcBackendOptions, {"transports": ["uv"]}, ValueError, "unix, tcp"),
+        (RpcBackendOptions, {"transports": 3}, TypeError, "sequence"),
     ],
 )
-def test_nonsense_is_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_nonsense_is_refused(kind: type[Any], arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        RpcBackendOptions(**arguments)
+        kind(**arguments)
 
 
 def test_a_short_secret_is_refused_without_being_told() -> None:

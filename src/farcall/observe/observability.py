@@ -33,15 +33,15 @@ class Observability:
         if isinstance(runtime.calls, TracedCalls):
             runtime.server.wrap = runtime.calls.telemetry.traced
         runtime.part(Tracing)
-        if options.observable:
+        if options.observing.observable:
             self._leave_file()
-        if options.metrics_port is not None:
-            server = MetricsServer(runtime, options.metrics_host, options.metrics_port)
+        if options.observing.metrics_port is not None:
+            server = MetricsServer(runtime, options.observing.metrics_host, options.observing.metrics_port)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
             logger.info("%s: metrics are served at port %d", runtime.info.name, server.port)
-        if options.dashboard_port is not None:
-            self._serve_dashboard(options.dashboard_port)
+        if options.observing.dashboard_port is not None:
+            self._serve_dashboard(options.observing.dashboard_port)
 
     def _serve_dashboard(self, port: int) -> None:
         from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
@@ -53,7 +53,7 @@ class Observability:
         def connect() -> Observer:
             return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
 
-        dashboard = Dashboard(connect, options.dashboard_host, port, options.secret_bytes)
+        dashboard = Dashboard(connect, options.observing.dashboard_host, port, options.secret_bytes)
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
@@ -62,7 +62,7 @@ class Observability:
     def _leave_file(self) -> None:
         """Leave a file by which commands find this node."""
         runtime = self._runtime
-        membership, directory = runtime.membership, runtime.options.runtime_directory
+        membership, directory = runtime.membership, runtime.options.observing.runtime_directory
         presence = Presence(
             name=runtime.info.name,
             rank=runtime.info.id,

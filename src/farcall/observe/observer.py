@@ -83,7 +83,7 @@ class Observer:
     def find(cls, cluster: str = "", options: RpcBackendOptions | None = None) -> Observer:
         """Connect to a cluster of this user on this host; ``cluster``: whose id, or a worker of it, begins so."""
         options = options or RpcBackendOptions()
-        directory = runtime_directory(options.runtime_directory)
+        directory = runtime_directory(options.observing.runtime_directory)
         try:
             nodes = find_nodes(directory)
         except OSError as error:

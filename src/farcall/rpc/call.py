@@ -42,7 +42,7 @@ def call_sync(
     func: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-    timeout_s: float,
+    timeout_s: float | None,
     refusable: bool = True,
 ) -> Any:
     """Call ``func`` on ``to`` and return its result. ``refusable``: as the node's option ``when_overloaded`` says."""
@@ -56,12 +56,14 @@ def call_sync(
     return read_answer(node.calls.exchange(call, frame, refusable), peer)
 
 
-def check_timeout(seconds: float) -> float:
-    """``seconds``, if a call may take so long; 0 means without limit."""
+def check_timeout(seconds: float | None) -> float:
+    """``seconds``, if a call may take so long. None means without limit; so does 0, as in torch, and here inside."""
+    if seconds is None:
+        return 0.0
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
     if not seconds >= 0:
-        raise ValueError(f"timeout must be a number of seconds, at least 0 (0: no limit), not {seconds!r}")
+        raise ValueError(f"timeout must be a number of seconds, at least 0 (None: no limit), not {seconds!r}")
     return seconds
 
 

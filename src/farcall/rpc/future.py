@@ -189,7 +189,7 @@ def call_async(
     func: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-    timeout_s: float,
+    timeout_s: float | None,
     kind: str = "async",
 ) -> Future[Any]:
     """Call ``func`` on ``to``; the future holds its result, or the error of the network.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.functions import async_execution
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
@@ -155,7 +155,7 @@ def _contribute(
     return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
 
 
-def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: float) -> dict[str, T]:
+def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: float | None) -> dict[str, T]:
     """Contribute ``value`` and return the values of all ``names``. Raises if this node is not one of them."""
     members = {info.name for info in node.workers()}
     chosen = members if names is None else set(names)
@@ -165,7 +165,7 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
     if unknown:
         raise RpcError(f"these are no workers of this cluster: {', '.join(sorted(unknown))}")
     group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else timeout_s
+    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     number = node.part(_Gathers).next_number(group)
     waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
     contribution = (group, number, node.info.name, value, timeout_s)

@@ -113,7 +113,7 @@ class Owned:
         return "value whose creation failed" if self.failure is not None else type(self.value).__qualname__
 
 
-def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float) -> Any:
+def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float | None) -> Any:
     """The value itself, at its owner, once it is ready."""
     if timeout_s != UNSET_TIMEOUT:
         check_timeout(timeout_s)

@@ -196,7 +196,7 @@ class Creation(PendingCall):
 # ---------------------------------------------------------------------- questions
 
 
-def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float) -> Any:
+def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float | None) -> Any:
     """Call a function of `owner_methods.py` at ``peer``, the owner, by the request ``frame``; return its result."""
     node = rref._references.node
     call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
@@ -224,7 +224,9 @@ def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, tim
         raise
 
 
-def ask_async(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float) -> Future[Any]:
+def ask_async(
+    rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float | None
+) -> Future[Any]:
     """Like `ask`, but return a future of the result at once."""
     node = rref._references.node
     future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), rref)
@@ -301,7 +303,7 @@ class Proxy:
 
     __slots__ = ("_call", "_rref", "_timeout_s")
 
-    def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float) -> None:
+    def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float | None) -> None:
         if timeout_s != UNSET_TIMEOUT:
             check_timeout(timeout_s)  # before arguments are encoded, and references among them forked
         self._call = call
@@ -330,19 +332,18 @@ def _request(
     return peer, what, frame
 
 
-def call_method(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Any:
+def call_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method and return its result."""
     return ask(rref, *_request(rref, name, args, kwargs), timeout_s)
 
 
-def call_method_async(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> Future[Any]:
+def call_method_async(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Call the method; a future of its result."""
     return ask_async(rref, *_request(rref, name, args, kwargs), timeout_s)
 
 
-def call_method_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+def call_method_remote(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Call the method; a reference to its result, which the owner of the object owns."""
     references = rref._references
-    if timeout_s == UNSET_TIMEOUT:
-        timeout_s = references.node.timeout_s
+    timeout_s = references.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     return references.create(*_request(rref, name, args, kwargs), timeout_s, rref)

@@ -459,7 +459,7 @@ def call_remote(
     func: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-    timeout_s: float,
+    timeout_s: float | None,
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)

@@ -96,7 +96,13 @@ Keywords = Mapping[str, Any] | None
 
 
 def sync_with(
-    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry,
+    node: Runtime,
+    to: Destination,
+    func: Function,
+    args: Arguments,
+    kwargs: Keywords,
+    timeout_s: float | None,
 ) -> Any:
     """`call_sync`, tried again."""
     check_retry(retry)
@@ -170,7 +176,13 @@ class RetryingFuture(Future[Any]):
 
 
 def async_with(
-    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry,
+    node: Runtime,
+    to: Destination,
+    func: Function,
+    args: Arguments,
+    kwargs: Keywords,
+    timeout_s: float | None,
 ) -> Future[Any]:
     """`call_async`, tried again. Errors of the arguments are raised here."""
     check_retry(retry)
@@ -256,7 +268,13 @@ class RetryingCreation(Creation):
 
 
 def remote_with(
-    retry: Retry, node: Runtime, to: Destination, func: Function, args: Arguments, kwargs: Keywords, timeout_s: float
+    retry: Retry,
+    node: Runtime,
+    to: Destination,
+    func: Function,
+    args: Arguments,
+    kwargs: Keywords,
+    timeout_s: float | None,
 ) -> RRef[Any]:
     """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
@@ -278,7 +296,7 @@ def check_retry(retry: object) -> None:
         raise TypeError(f"retry must be a farcall.Retry, not {type(retry).__name__}")
 
 
-def _bounds(node: Runtime, timeout_s: float) -> tuple[float, float]:
+def _bounds(node: Runtime, timeout_s: float | None) -> tuple[float, float]:
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     return timeout_s, monotonic() + timeout_s if timeout_s else NEVER
 

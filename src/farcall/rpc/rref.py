@@ -181,11 +181,11 @@ class RRef(Generic[T]):
 
     # ------------------------------------------------------------------ the value
 
-    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+    def to_here(self, timeout: float | None = UNSET_TIMEOUT) -> T:
         """A copy of the value; at the owner the value itself. Waits until it is there; raises what its creation raised.
 
         Args:
-            timeout: seconds; 0 for none; by default that of the options.
+            timeout: seconds; None for no limit; by default that of the options.
         """
         if self._owned is not None:
             return wait_for_value(self, self._owned, timeout)  # type: ignore[no-any-return]
@@ -232,15 +232,15 @@ class RRef(Generic[T]):
             )
         return wait_for_value(self, self._owned, 0.0)  # type: ignore[no-any-return]
 
-    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
         return Proxy(call_method, self, timeout)
 
-    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""
         return Proxy(call_method_async, self, timeout)
 
-    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+    def remote(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
         return Proxy(call_method_remote, self, timeout)
 
@@ -264,7 +264,7 @@ class RRef(Generic[T]):
         peer = self._references.peer(self._fork)
         ask(self, peer, RRef.backward, plain_request(peer, _BACKWARD, payload), UNSET_TIMEOUT)
 
-    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+    def _get_type(self, timeout: float | None = UNSET_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; without ``blocking`` a future of it. Asked once."""
         if blocking and self._type is None and self._owned is not None:
             self._type = type(wait_for_value(self, self._owned, timeout))

@@ -145,7 +145,7 @@ def type_of(rref: RRef[Any]) -> Any:
         if known is not None:
             return known
     if rref._owned is not None:
-        wait_for_value(rref, rref._owned, api.get_rpc_timeout())
+        wait_for_value(rref, rref._owned, api.current_runtime().timeout_s)
         return _type_of_owned(rref._owned)
     text = api.rpc_sync(rref.owner(), _type_as_text, (rref,))
     return None if text is None else extension.load().parse_type(text)

@@ -10,6 +10,7 @@ import torch
 from tests.processes.calls.callees import PATIENCE_S, Gate, add, descend, fail, whoami
 
 import farcall
+from farcall.options import MemoryOptions
 from farcall.testing.cluster import run_cluster
 
 
@@ -90,4 +91,10 @@ def send_large_from_callbacks(rank: int) -> None:
 
 
 def test_large_answers_from_callbacks_of_both_sides() -> None:
-    run_cluster(2, send_large_from_callbacks, num_worker_threads=1, transports=["tcp"], shared_memory=False)
+    run_cluster(
+        2,
+        send_large_from_callbacks,
+        num_worker_threads=1,
+        transports=["tcp"],
+        memory=MemoryOptions(shared_memory=False),
+    )

@@ -51,21 +51,21 @@ def test_calls_from_many_threads_of_all_workers() -> None:
 def wait_for_all(rank: int) -> None:
     if rank:
         return
-    with farcall._wait_all():
+    with farcall.wait_all():
         futures = [farcall.rpc_async("w1", add, (index, 1)) for index in range(10)]
-        with farcall._wait_all():
+        with farcall.wait_all():
             inner = farcall.rpc_async("w1", add, (1, 1))
         assert inner.done()
     assert all(future.done() for future in futures)
     # Every call is waited for, even if an earlier one failed.
     opened = threading.Timer(0.0, farcall.rpc_sync, ("w1", Gate.open, ("wait all",)))
-    with pytest.raises(ValueError, match="as you wish"), farcall._wait_all():  # noqa: PT012 - the exit raises
+    with pytest.raises(ValueError, match="as you wish"), farcall.wait_all():  # noqa: PT012 - the exit raises
         farcall.rpc_async("w1", fail)
         last = farcall.rpc_async("w1", Gate.wait, ("wait all",))
         opened.start()
     assert last.done()
     opened.join()
-    with pytest.raises(ZeroDivisionError), farcall._wait_all():  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), farcall.wait_all():  # noqa: PT012
         pending = farcall.rpc_async("w1", add, (1, 2))
         raise ZeroDivisionError
     assert pending.done()

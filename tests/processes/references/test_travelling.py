@@ -120,9 +120,9 @@ def juggle(rank: int, size: int, turns: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    farcall.api._barrier([f"w{index}" for index in range(size)])
+    farcall.barrier([f"w{index}" for index in range(size)])
     farcall.rpc_sync(rank, keep, ("hand", []))
-    farcall.api._barrier([f"w{index}" for index in range(size)])
+    farcall.barrier([f"w{index}" for index in range(size)])
     if rank == 0:
         nothing_is_left([f"w{index}" for index in range(size)])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farcall.observe.logs import _OwnHandler, log_as_told
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 
 LOGGER = logging.getLogger("farcall")
 
@@ -53,21 +53,21 @@ def test_the_last_word_counts_and_no_line_comes_twice(tmp_path: Path) -> None:
 
 
 def test_the_option_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RpcBackendOptions().log is None
+    assert RpcBackendOptions().observing.log is None
     monkeypatch.setenv("FARCALL_LOG", "debug:/tmp/x:y")
-    assert RpcBackendOptions().log == "debug:/tmp/x:y"
-    assert RpcBackendOptions(log="info").log == "info"
+    assert RpcBackendOptions().observing.log == "debug:/tmp/x:y"
+    assert RpcBackendOptions(observing=ObservingOptions(log="info")).observing.log == "info"
     for wrong in ("loud", "info:", ""):
         with pytest.raises(ValueError, match="log"):
-            RpcBackendOptions(log=wrong)
+            RpcBackendOptions(observing=ObservingOptions(log=wrong))
 
 
 def test_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RpcBackendOptions().metrics_port is None
+    assert RpcBackendOptions().observing.metrics_port is None
     monkeypatch.setenv("FARCALL_METRICS_PORT", "9100")
-    assert RpcBackendOptions().metrics_port == 9100
+    assert RpcBackendOptions().observing.metrics_port == 9100
     with pytest.raises(ValueError, match="port"):
-        RpcBackendOptions(metrics_port=70000)
+        RpcBackendOptions(observing=ObservingOptions(metrics_port=70000))
     monkeypatch.setenv("FARCALL_METRICS_PORT", "many")
     with pytest.raises(TypeError, match="FARCALL_METRICS_PORT"):
         RpcBackendOptions()

@@ -11,7 +11,7 @@ import pytest
 
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start, runtime_directory
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 
 
 def presence(process_id: int | None = None, start: str | None = None, name: str = "w0", **changes: str) -> Presence:
@@ -69,7 +69,7 @@ def test_a_directory_that_others_may_enter_is_not_used(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="nobody else"):
         PresenceFile(directory, presence())
     with pytest.raises(NothingToObserve, match=r"cannot be found: .*nobody else may enter \(chmod 700\)"):
-        Observer.find(options=RpcBackendOptions(runtime_directory=str(directory)))
+        Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(directory))))
     link = tmp_path / "link"
     link.symlink_to(directory)
     directory.chmod(0o700)

@@ -53,7 +53,7 @@ def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[
         address(options, host.host, host.reason),
         *ways(options, host.host),
         shared_memory(options),
-        memory(options.shared_memory_limit_bytes, memory_left()),
+        memory(options.memory.shared_memory_limit_bytes, memory_left()),
         descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         ports(),
     ]
@@ -201,7 +201,9 @@ def shared_memory(options: RpcBackendOptions) -> Finding:
         segment.view[:7] = b"farcall"
         with mmap.mmap(segment.descriptor, MEBIBYTE, mmap.MAP_SHARED, mmap.PROT_READ) as seen:
             if seen[:7] != b"farcall":
-                return wrong("shared memory", "two mappings differ", "switch it off: shared_memory=False")
+                return wrong(
+                    "shared memory", "two mappings differ", "switch it off: memory=MemoryOptions(shared_memory=False)"
+                )
     finally:
         segment.close()
     return ok("shared memory", "works, by memory files: the size of /dev/shm does not matter")
@@ -221,7 +223,7 @@ def memory(limit_bytes: int, left_bytes: int | None) -> Finding:
             "memory",
             found,
             "shared memory counts as memory of the machine or container; with large tensors give less: "
-            "RpcBackendOptions(shared_memory_limit_bytes=...)",
+            "RpcBackendOptions(memory=MemoryOptions(shared_memory_limit_bytes=...))",
         )
     return ok("memory", found)
 

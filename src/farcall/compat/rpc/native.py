@@ -10,7 +10,6 @@ from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
     _rref_context_get_debug_info,
     _set_rpc_timeout,
-    get_rpc_timeout,
 )
 from farcall.compat.rpc.agent import RpcAgent, TensorPipeAgent, WorkerInfo, enable_gil_profiling
 from farcall.compat.rpc.agent import current_agent as _get_current_rpc_agent
@@ -24,6 +23,7 @@ from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.options import RpcBackendOptions, _TensorPipeRpcBackendOptionsBase
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.rpc.rref import RRef as PyRRef
+from farcall.runtime.node import current_runtime
 from farcall.torchscript import bridging
 
 __all__ = [
@@ -52,6 +52,11 @@ __all__ = [
     "enable_gil_profiling",
     "get_rpc_timeout",
 ]
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this process's calls, in seconds; 0: they have no limit."""
+    return current_runtime().timeout_s
 
 
 def _set_profiler_node_id(node_id: int) -> None:

@@ -149,7 +149,7 @@ class DeviceLink:
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         known = DeviceTicket(*ticket)
         self.bytes_received += known.size
-        views = self._node.options.device_views and known.size >= VIEWED_BYTES
+        views = self._node.options.memory.device_views and known.size >= VIEWED_BYTES
         if not views or self._segments.devices[known.device] != target.index:
             try:
                 return self._segments.copy_out(known, target)
@@ -251,7 +251,7 @@ class DeviceLink:
     def _try(self, device: int) -> None:
         """Ask the peer whether it can open memory of this device."""
         peer = self._peer
-        if not self._node.options.device_sharing or not isinstance(peer, RemotePeer):
+        if not self._node.options.memory.device_sharing or not isinstance(peer, RemotePeer):
             self._ways[device] = False
             return
         memory = self._api.allocate(device, TRIED_BYTES)
@@ -272,7 +272,7 @@ class DeviceLink:
         why_not = ""
         try:
             device = self._api.find(message.name)
-            if not self._node.options.device_sharing:
+            if not self._node.options.memory.device_sharing:
                 why_not = "it is switched off there"
             elif device is None:
                 why_not = "that device is not visible there"

@@ -43,7 +43,7 @@ class NodeDevices:
         self.name = name
         self.options = options
         self.api: DeviceApi | CudaApi = api or CudaApi()
-        self.pool: DevicePool = DevicePool(self.api, options.device_memory_limit_bytes)
+        self.pool: DevicePool = DevicePool(self.api, options.memory.device_memory_limit_bytes)
         self.lanes: StreamPool = StreamPool(lambda: self.devices)
         self.answers: StreamPool = StreamPool(lambda: self.devices, ordered=False)
         """For answers that nobody's stream waits for yet."""

@@ -114,7 +114,7 @@ class Connector:
         self._watch = watch
         self._loop = loop
         self._allowed = options.allowed_transports
-        self._reconnect_s = options.reconnect_s
+        self._reconnect_s = options.membership.reconnect_s
         self._secret = secret
         self._firsts: dict[int, _First] = {}  # by incarnation
         self._ties: dict[int, _Tie] = {}  # by incarnation

@@ -34,7 +34,10 @@ __all__ = ["FailureDetector", "Reach", "chosen"]
 def chosen(options: RpcBackendOptions) -> MembershipOptions:
     """What the user chose about failure detection."""
     return MembershipOptions(
-        options.probe_interval_s, options.probe_timeout_s, options.suspicion_s, options.indirect_probes
+        options.membership.probe_interval_s,
+        options.membership.probe_timeout_s,
+        options.membership.suspicion_s,
+        options.membership.indirect_probes,
     )
 
 

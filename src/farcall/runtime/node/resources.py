@@ -40,7 +40,7 @@ class Resources:
         self.addresses: list[str] = [advertised_address(address, host) for address in self.listener.addresses]
         """The addresses to tell the other members."""
         self.pool: SegmentPool | None = (
-            SegmentPool(options.shared_memory_limit_bytes) if options.shared_memory else None
+            SegmentPool(options.memory.shared_memory_limit_bytes) if options.memory.shared_memory else None
         )
         self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
 

@@ -135,7 +135,7 @@ class Runtime:
     ) -> None:
         """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group without a fixed size."""
         self.options: RpcBackendOptions = options
-        self.timeout_s: float = options.rpc_timeout
+        self.timeout_s: float = options.rpc_timeout or 0.0
         """The timeout of calls that name none; 0: no limit."""
         self.info: WorkerInfo = WorkerInfo(lifecycle.name, membership.me.rank)
         self.started_at: float = monotonic()
@@ -164,9 +164,11 @@ class Runtime:
             before_idle=self._before_idle,
             on_thread_start=self._own_thread,
         )
-        self.admission: Admission = Admission(options.max_queued_calls, lambda: self.executor.waiting, self.loop.timer)
+        self.admission: Admission = Admission(
+            options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
+        )
         self.calls: CallTable = make_calls(
-            self.loop.timer, self.executor, options.when_overloaded, on_given_up=self.something_ended
+            self.loop.timer, self.executor, options.limits.when_overloaded, on_given_up=self.something_ended
         )
         self.server: Server = Server(self.info, self.executor, self._own_thread)
         self.server.event_log = self.calls.event_log = self.event_log

@@ -143,7 +143,7 @@ class PeerTable:
             self._resources.loop,
             partial(self._on_frame, peer),
             partial(self._on_broken, peer),
-            self._options.send_backlog_limit_bytes,
+            self._options.limits.send_backlog_limit_bytes,
             allocate=self._resources.memory.take,
             busy_wait_s=self._options.busy_wait_s,
             acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
@@ -300,7 +300,7 @@ class PeerTable:
             self.on_silent(member.incarnation)
         self._watcher.on_change("suspected" if suspected else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
-        if not suspected and self._options.reconnect_s and (peer is None or peer.broken):
+        if not suspected and self._options.membership.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
             # others would lose references between those, too.
             self.watch.feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
@@ -309,7 +309,7 @@ class PeerTable:
         """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.link.up and peer not in self._silent:
-            look_at = monotonic() + SILENT_PART * self._options.suspicion_s
+            look_at = monotonic() + SILENT_PART * self._options.membership.suspicion_s
             self._silent[peer] = (look_at, peer.link.progress)
             self._timer.at(look_at)
 

@@ -12,7 +12,7 @@ from tests.kit.fake_device import FakeApi
 
 from farcall.channel.device_memory import DevicePool, DeviceTicket
 from farcall.ids import WorkerInfo
-from farcall.options import RpcBackendOptions
+from farcall.options import MemoryOptions, RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices import links as device_links
 from farcall.runtime.devices.links import VIEWED_BYTES, DeviceLink
@@ -39,7 +39,7 @@ class Pair:
     def _link(self, name: str, views: bool) -> DeviceLink:
         node = SimpleNamespace(
             name=name,
-            options=RpcBackendOptions(device_views=views),
+            options=RpcBackendOptions(memory=MemoryOptions(device_views=views)),
             api=self.api,
             pool=DevicePool(self.api, 1 << 30),
             on_release=self.wakes.append,
