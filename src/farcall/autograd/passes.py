@@ -1,10 +1,11 @@
 """One worker's part in one backward pass: joins protocol, engine and messages.
 
-Threads: whoever reads a message, loses a peer or releases the context puts an event into the pass's ``inbox``, and
-that is all that other threads touch. One thread at a time, the holder of the ``working`` lock, takes events out, runs
-what became ready, and sends what came of it, all for one worker in one bundle. A part owns no thread: at the origin
-the caller of `backward` holds the lock from beginning to end; elsewhere whoever filled the inbox claims the lock (a
-lock, so that claiming is one atomic step) and has the `Port` lend a thread to `run`.
+Threads: the readers of messages, the I/O thread when a peer is lost, and a thread that releases the context put
+events into the pass's ``inbox``, and touch nothing else. One thread at a time, the holder of the ``working`` lock,
+takes events out, runs the ready part of the graph and sends the results, one bundle for each worker. A part owns no
+thread: at the origin the caller of `backward` holds the lock from beginning to end; elsewhere the thread that filled
+the inbox claims the lock, and the `Port` lends a thread to `run`. An abort thus waits for the engine call that is
+under way, which torch would not stop anyway; in return nothing but the inbox is shared.
 
 Leaf gradients reach the context only when the part is finished, so a failed pass leaves nothing behind.
 """
@@ -35,6 +36,7 @@ from farcall.protocol.gradients import (
     PartFinished,
     PassDone,
     PassId,
+    Received,
     StartPass,
     Tell,
     WorkerLost,
@@ -58,7 +60,7 @@ class Gradient(msgspec.Struct, frozen=True):
 
 
 Message = Gradient | protocol.Message
-Event = tuple[Gradient | protocol.Event, int]
+Event = tuple[Gradient | PartFailed | WorkerLost | protocol.PassMessage, int]
 """An event for a pass, and the worker that it came from."""
 
 
@@ -168,14 +170,14 @@ class LocalPass:
         if roots is None and (profile is not None or PROFILING.everywhere):
             self.profile = port.profile_run(profile)
         self._profiled_calls: dict[int, CallProfile] = {}
-        self._apply(machine.handle(begin))  # the peers are told with the first bundle
+        self._apply(machine.handle(begin, 0.0))  # the peers are told with the first bundle
 
     @property
     def arrived(self) -> bool:
         """Whether the inbox has something: a thread that reads a link for this pass may stop."""
         return not self.inbox.empty()
 
-    def post(self, event: protocol.Event | Gradient, sender: int = -1) -> None:
+    def post(self, event: Gradient | PartFailed | WorkerLost | protocol.PassMessage, sender: int = -1) -> None:
         """Have ``event`` handled soon, on the thread that works on this pass. From any thread."""
         self.inbox.put((event, sender))
         if self.working.acquire(False):
@@ -224,7 +226,7 @@ class LocalPass:
             while event is not None or not self.inbox.empty():
                 message, sender = self.inbox.get() if event is None else event
                 event = None
-                if type(message) is Gradient:
+                if isinstance(message, Gradient):
                     if self._graph is not None:
                         self._graph.hear(message.message_id, message.gradients)
                         if message.gradients is not None and is_profiled():
@@ -232,7 +234,8 @@ class LocalPass:
                     continue
                 if type(message) is PassDone and sender in self._profiled_calls:
                     self._profiled_calls.pop(sender).ended(message.profiled)
-                effects = self.machine.handle(message, 0.0, sender)  # type: ignore[arg-type]
+                told = message if isinstance(message, PartFailed | WorkerLost) else Received(sender, message)
+                effects = self.machine.handle(told, 0.0)
                 if effects:
                     self._apply(effects, PeerDead if type(message) is WorkerLost else RpcError)
             graph = self._graph
@@ -247,7 +250,7 @@ class LocalPass:
                     self._finish(graph)
         except BaseException as error:
             self._graph = None
-            self._apply(self.machine.handle(PartFailed(str(error) or type(error).__name__)))
+            self._apply(self.machine.handle(PartFailed(str(error) or type(error).__name__), 0.0))
             if self.failure is not None:
                 self.failure.__cause__ = error
 
@@ -261,7 +264,7 @@ class LocalPass:
             if REPLICAS:
                 gradients = reduce_gradients(gradients)
             self._context.accumulate(in_own_memory(gradients))
-        self._apply(self.machine.handle(PartFinished()))
+        self._apply(self.machine.handle(PartFinished(), 0.0))
 
     def _apply(self, effects: Sequence[protocol.Effect], kind: type[RpcError] = RpcError) -> None:
         for effect in effects:

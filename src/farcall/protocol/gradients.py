@@ -50,6 +50,7 @@ __all__ = [
     "PassFailed",
     "PassId",
     "PassState",
+    "Received",
     "ReleaseContext",
     "StartPass",
     "Table",
@@ -140,6 +141,13 @@ class WorkerLost(msgspec.Struct, frozen=True, gc=False):
     reason: str = "the worker died"
 
 
+class Received(msgspec.Struct, frozen=True, gc=False):
+    """A message came from ``sender``."""
+
+    sender: int
+    message: PassMessage
+
+
 class Tell(msgspec.Struct, frozen=True, gc=False):
     worker: int
     message: PassMessage
@@ -154,7 +162,9 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Event = Begin | PartFinished | PartFailed | WorkerLost | PassMessage
+Cause = Begin | PartFinished | PartFailed | PassMessage
+"""What a row of the tables is for."""
+Event = Begin | PartFinished | PartFailed | WorkerLost | Received
 Effect = Tell | Completed | Failed
 
 # --- one worker's view of a pass --------------------------------------------------------------------------
@@ -203,20 +213,25 @@ class BackwardPass:
         self.unfinished: set[int] = set()
         self._table = ORIGIN if parent is None else PARTICIPANT
 
-    def handle(self, event: Event, now: float = 0.0, sender: int = -1) -> list[Effect]:
-        """Advance by one event; ``sender`` is the worker a message came from."""
-        if type(event) is WorkerLost:
-            if event.worker == self.pass_id.origin:
-                event = AbortPass(self.context_id, self.pass_id)
-            elif event.worker in self.peers or event.worker == self.parent:
-                event = PassFailed(self.context_id, self.pass_id, event.worker, event.reason)
-            else:
-                return []
-        row = self._table.get((self.state, type(event)))
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what to do about it."""
+        cause: Cause
+        sender = self.me
+        if isinstance(event, Received):
+            sender, cause = event.sender, event.message
+        elif not isinstance(event, WorkerLost):
+            cause = event
+        elif event.worker == self.pass_id.origin:
+            cause = AbortPass(self.context_id, self.pass_id)
+        elif event.worker in self.peers or event.worker == self.parent:
+            cause = PassFailed(self.context_id, self.pass_id, event.worker, event.reason)
+        else:
+            return []
+        row = self._table.get((self.state, type(cause)))
         if row is None:
             return []
         self.state, act = row
-        effects: list[Effect] = [] if act is None else act(self, event, sender)
+        effects: list[Effect] = [] if act is None else act(self, cause, sender)
         if self.state is PassState.WAITING and not self.unfinished:
             self.state = PassState.DONE
             effects += self._report()
@@ -274,7 +289,7 @@ class BackwardPass:
 _NEW, _RUNNING, _WAITING, _DONE, _FAILED = PassState
 _ENDED: Final = frozenset((_DONE, _FAILED))
 _Act = Callable[[BackwardPass, Any, int], list[Effect]]
-Table = dict[tuple[PassState, type[Event]], tuple[PassState, _Act | None]]
+Table = dict[tuple[PassState, type[Cause]], tuple[PassState, _Act | None]]
 """By state and event: the next state, and the action that makes the effects, if there is one.
 
 A pass that is waiting for nobody any more is done, and reports so: the only transition without an event.

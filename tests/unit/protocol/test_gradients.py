@@ -21,6 +21,7 @@ from farcall.protocol.gradients import (
     PassFailed,
     PassId,
     PassState,
+    Received,
     StartPass,
     Table,
     Tell,
@@ -41,13 +42,13 @@ def begin(*peers: int, covered: tuple[int, ...] = ()) -> Begin:
 
 def test_an_origin_alone_is_done_with_its_part() -> None:
     origin = member(0)
-    assert origin.handle(begin()) == []
-    assert origin.handle(PartFinished()) == [Completed()]
+    assert origin.handle(begin(), 0.0) == []
+    assert origin.handle(PartFinished(), 0.0) == [Completed()]
 
 
 def test_only_those_not_covered_are_told() -> None:
     worker = member(1, parent=0)
-    (told,) = worker.handle(begin(0, 2, 3, covered=(0, 1, 2)))
+    (told,) = worker.handle(begin(0, 2, 3, covered=(0, 1, 2)), 0.0)
     assert isinstance(told, Tell)
     assert told.worker == 3
     assert isinstance(told.message, StartPass)
@@ -56,40 +57,40 @@ def test_only_those_not_covered_are_told() -> None:
 
 def test_done_goes_up_when_the_part_and_all_told_are_done() -> None:
     worker = member(1, parent=0)
-    worker.handle(begin(0, 2, 3, covered=(0, 1)))
-    assert worker.handle(PassDone(9, PASS), sender=2) == []
-    assert worker.handle(PartFinished()) == []
-    assert worker.handle(PassDone(9, PASS), sender=3) == [Tell(0, PassDone(9, PASS)), Completed()]
+    worker.handle(begin(0, 2, 3, covered=(0, 1)), 0.0)
+    assert worker.handle(Received(2, PassDone(9, PASS)), 0.0) == []
+    assert worker.handle(PartFinished(), 0.0) == []
+    assert worker.handle(Received(3, PassDone(9, PASS)), 0.0) == [Tell(0, PassDone(9, PASS)), Completed()]
     assert worker.ended
 
 
 def test_told_twice_answers_at_once() -> None:
     worker = member(1, parent=0)
-    worker.handle(begin(0))
-    assert worker.handle(StartPass(9, PASS, ()), sender=2) == [Tell(2, PassDone(9, PASS))]
+    worker.handle(begin(0), 0.0)
+    assert worker.handle(Received(2, StartPass(9, PASS, ())), 0.0) == [Tell(2, PassDone(9, PASS))]
 
 
 def test_a_failed_part_is_told_to_the_origin_which_gives_up_everywhere() -> None:
     worker = member(1, parent=0)
-    worker.handle(begin(0, 2, covered=(0, 1)))
-    assert worker.handle(PartFailed("no")) == [Tell(0, PassFailed(9, PASS, 1, "no"))]
+    worker.handle(begin(0, 2, covered=(0, 1)), 0.0)
+    assert worker.handle(PartFailed("no"), 0.0) == [Tell(0, PassFailed(9, PASS, 1, "no"))]
     origin = member(0)
-    origin.handle(begin(1))
-    assert origin.handle(PassFailed(9, PASS, 1, "no"), sender=1) == [
+    origin.handle(begin(1), 0.0)
+    assert origin.handle(Received(1, PassFailed(9, PASS, 1, "no")), 0.0) == [
         Tell(1, AbortPass(9, PASS)),
         Failed(1, "no"),
     ]
-    effects = worker.handle(AbortPass(9, PASS), sender=0)
+    effects = worker.handle(Received(0, AbortPass(9, PASS)), 0.0)
     assert Tell(2, AbortPass(9, PASS)) in effects
     assert worker.state is PassState.FAILED
-    assert worker.handle(PartFinished()) == []
+    assert worker.handle(PartFinished(), 0.0) == []
 
 
 @pytest.mark.parametrize(("lost", "ends"), [(0, True), (2, False), (5, False)])
 def test_a_lost_worker(lost: int, ends: bool) -> None:
     worker = member(1, parent=0)
-    worker.handle(begin(0, 2, covered=(0, 1)))
-    effects = worker.handle(WorkerLost(lost, "gone"))
+    worker.handle(begin(0, 2, covered=(0, 1)), 0.0)
+    effects = worker.handle(WorkerLost(lost, "gone"), 0.0)
     assert worker.ended is ends
     assert (Tell(0, PassFailed(9, PASS, 2, "gone")) in effects) is (lost == 2)
     assert bool(effects) is (lost != 5)
@@ -97,9 +98,9 @@ def test_a_lost_worker(lost: int, ends: bool) -> None:
 
 def test_a_deadline_names_the_late() -> None:
     origin = member(0, deadline=10.0)
-    origin.handle(begin(1, 2))
-    origin.handle(PartFinished())
-    origin.handle(PassDone(9, PASS), sender=1)
+    origin.handle(begin(1, 2), 0.0)
+    origin.handle(PartFinished(), 0.0)
+    origin.handle(Received(1, PassDone(9, PASS)), 0.0)
     assert origin.next_deadline() == 10.0
     assert origin.handle_deadline(9.0) == []
     *_, failed = origin.handle_deadline(10.0)
@@ -133,17 +134,17 @@ def test_the_origin_is_done_last_whatever_the_order(seed: int) -> None:
                 assert finished == set(range(size))
                 completed = True
 
-    carry_out(0, members[0].handle(begin(*peers[0])))
+    carry_out(0, members[0].handle(begin(*peers[0]), 0.0))
     while possible:
         sender, worker, message = possible.pop(rng.randrange(len(possible)))
         if isinstance(message, StartPass) and worker not in members:
             members[worker] = member(worker, parent=sender)
-            carry_out(worker, members[worker].handle(begin(*peers[worker], covered=message.covered)))
+            carry_out(worker, members[worker].handle(begin(*peers[worker], covered=message.covered), 0.0))
             possible.append((worker, worker, PartFinished()))
             continue
         if isinstance(message, PartFinished):
             finished.add(worker)
-        carry_out(worker, members[worker].handle(message, sender=sender))  # type: ignore[arg-type]
+        carry_out(worker, members[worker].handle(Received(sender, message), 0.0))  # type: ignore[arg-type]
     assert completed
 
 

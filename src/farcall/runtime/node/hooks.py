@@ -31,8 +31,6 @@ class Hooks:
     """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down."""
     ended: list[Callable[[], None]] = field(default_factory=list)
     """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
-    forked: list[Callable[[], None]] = field(default_factory=list)
-    """In a forked child: let go of the parent's descriptors without telling anybody."""
     letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
     """The taker of each subject's letters, on the thread that reads the link."""
     controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)
