@@ -37,7 +37,7 @@ from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.run_inline import InlineFunctions
-from farcall.runtime.devices.streams import Lane, StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.devices.streams import CallStreams, StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
@@ -130,7 +130,7 @@ class Server:
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         self._corked: set[Peer] = set()
-        self.lanes: StreamPool | None = None
+        self.stream_pool: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -170,7 +170,7 @@ class Server:
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
         if function in self.inline.trusted:
-            kept = peer.run_inline(task if self.lanes is None else StreamTask(task, self.lanes))
+            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -182,7 +182,7 @@ class Server:
 
     def submit(self, task: Task) -> None:
         """Have a worker run ``task``; in a node with devices, on streams of its own."""
-        self._executor.submit(task if self.lanes is None else StreamTask(task, self.lanes))
+        self._executor.submit(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
@@ -210,10 +210,10 @@ class Server:
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
         """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
-        lanes = self.lanes
-        lane = None if lanes is None else lanes.keep()
-        if lanes is not None and lane is not None:
-            coroutine, done = StreamCoroutine(coroutine, lane), _on_lane(lanes, lane, done)
+        stream_pool = self.stream_pool
+        call_streams = None if stream_pool is None else stream_pool.keep()
+        if stream_pool is not None and call_streams is not None:
+            coroutine, done = StreamCoroutine(coroutine, call_streams), _on_streams(stream_pool, call_streams, done)
         with self._lock:
             if self._event_loop is None:
                 self._event_loop = asyncio.new_event_loop()
@@ -302,7 +302,7 @@ class Request:
                 args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
                 func, args, kwargs = read_value(frame, self.peer)
-            if server.lanes is not None and has_devices(frame.payload):
+            if server.stream_pool is not None and has_devices(frame.payload):
                 started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             # The request keeps no memory: an argument that the function drops is freed at once.
@@ -452,15 +452,17 @@ class _Resumption:
         self._request.drop()
 
 
-def _on_lane(lanes: StreamPool, lane: Lane, done: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``done``, run on the lane, which is left then."""
+def _on_streams(
+    stream_pool: StreamPool, call_streams: CallStreams, done: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """``done``, run on ``call_streams``, which are left then."""
 
     def run(finished: Any) -> None:
         try:
-            with lane:
+            with call_streams:
                 done(finished)
         finally:
-            lanes.leave(lane)
+            stream_pool.leave(call_streams)
 
     return run
 
