@@ -65,6 +65,8 @@ def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Ten
 
 def _run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
     """Gradients that arrive at ``inputs``. torch.autograd.grad does the same and takes 25 us longer."""
+    # With `inputs`, the engine runs only nodes on the way to one of them, and captures what arrives there. It does not
+    # run the accumulators of leaves, so `.grad` stays as it is; their hooks are called in `LocalPass._finish`.
     wanted = tuple(starmap(GradientEdge, inputs))
     if not wanted or not roots:
         return (None,) * len(wanted)
@@ -74,7 +76,7 @@ def _run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple
         keep_graph,
         False,
         wanted,
-        allow_unreachable=True,
+        allow_unreachable=True,  # an input that no root reaches gets None
         accumulate_grad=False,
     )
     return result
@@ -194,7 +196,7 @@ class LocalGraph:
                     continue
                 kind = type(node)
                 if kind is ACCUMULATE or kind is RECEIVE:
-                    sinks[edge] = None
+                    sinks[edge] = None  # by edge: the outputs of one receive have gradients of their own
                     continue
                 if kind is CHECKPOINT:
                     return False

@@ -83,7 +83,7 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
 
 
 def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
-    """The whole page, on a terminal with so many columns."""
+    """The whole page, on a terminal with ``columns`` columns."""
     head = Text(f"cluster {heard.cluster_id}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
     return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))

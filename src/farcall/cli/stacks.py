@@ -10,6 +10,7 @@ import linecache
 import os
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
@@ -67,17 +68,17 @@ def _starting(starting: list[WorkerSnapshot]) -> str:
     return f"still starting: {len(starting)} of the workers{waits}"
 
 
+@dataclass(frozen=True)
 class _Display:
     """The lines of each worker."""
 
-    def __init__(self, console: Console, still: set[ThreadKey], full: bool) -> None:
-        self._console = console
-        self._still = still
-        self._full = full
+    console: Console
+    still: set[ThreadKey]
+    full: bool
 
     def worker(self, one: WorkerSnapshot) -> None:
         pool = one.pool
-        self._console.print(
+        self.console.print(
             f"\n[bold]{escape(one.worker)}[/] rank {one.rank}, process {one.process_id} on {escape(one.host)}, "
             f"{one.state}; "
             f"{pool.busy} of {pool.threads} threads busy ({pool.parked} wait for calls), {pool.queued} calls queued"
@@ -98,7 +99,7 @@ class _Display:
                 self._stack(thread, "  ")
 
     def _served(self, one: WorkerSnapshot, served: ServedCall, waits_for: OutgoingCall | None) -> None:
-        stands = waits_for is None and served.thread_id and (one.worker, served.thread_id) in self._still
+        stands = waits_for is None and served.thread_id and (one.worker, served.thread_id) in self.still
         mark = " [yellow](does not move)[/]" if stands else ""
         self._line(
             f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
@@ -118,22 +119,22 @@ class _Display:
             oldest = max(calls, key=lambda call: call.for_s)
             self._line(f"  {_outgoing(oldest)}" + (f", and {len(calls) - 1} more of these" if len(calls) > 1 else ""))
         if one.calls_left_out:
-            self._console.print(f"  ... and {one.calls_left_out} younger calls made")
+            self.console.print(f"  ... and {one.calls_left_out} younger calls made")
 
     def _stack(self, thread: ThreadView | None, indent: str) -> None:
         if thread is None:
             return
-        for index, frame in enumerate(thread.stack if self._full else thread.stack[:1]):
+        for index, frame in enumerate(thread.stack if self.full else thread.stack[:1]):
             prefix = f"thread {thread.name} at " if index == 0 else "called from "
             text = Text(f"{indent}{prefix}{_place(frame)}", style="dim" if index else "")
-            self._console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def _more(self, count: int, kind: str) -> None:
         if count > _MOST_CALLS_SHOWN:
-            self._console.print(f"  ... and {count - _MOST_CALLS_SHOWN} more calls {kind}")
+            self.console.print(f"  ... and {count - _MOST_CALLS_SHOWN} more calls {kind}")
 
     def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        self.console.print(text, highlight=False)
 
 
 def _outgoing(call: OutgoingCall) -> str:

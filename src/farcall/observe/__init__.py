@@ -1,1 +1,1 @@
-"""What a cluster does, seen from inside and outside: counters, who waits for whom, logs, profiles and traces."""
+"""The work of a cluster, seen from inside and outside: metrics, waiting calls, logs, profiles and traces."""

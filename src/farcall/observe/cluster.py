@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import get_native_id
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -147,7 +146,7 @@ class TraceWish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracing:
-    """A node's answers to observers that want a trace; ``node.part(Tracing)``. Also a ticker of its loop."""
+    """A node's answers to observers that want a trace; ``node.part(Tracing)``."""
 
     def __init__(self, node: Runtime) -> None:
         self._runtime = node
@@ -287,9 +286,7 @@ class profile:
         self._captures = capture.start(self._options)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         node = self._runtime
         assert node is not None
         spans = capture.to_spans(capture.stop(), node.info.id, get_native_id(), 0) if self._captures else []

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import msgspec
@@ -145,9 +144,7 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

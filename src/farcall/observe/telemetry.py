@@ -1,11 +1,11 @@
 """OpenTelemetry: a span for each call made and each call served, in one trace over all workers.
 
-Opted into with ``opentelemetry=True``; needs OpenTelemetry's API. What becomes of spans is the business of the tracer
-provider that the program has set up. Where it is not opted into, no call passes here: a node with spans has another
-table of calls (`TracedCalls`), and its server wraps each request (`Telemetry.traced`).
+Opted into with ``opentelemetry=True``; needs OpenTelemetry's API. The spans go to the program's own tracer provider.
+Without the option no call passes here: only a node with spans has this table of calls (`TracedCalls`) and a server that
+wraps each request (`Telemetry.traced`).
 
-The caller's trace context rides in the notes of a request, as W3C names it. Caller and callee need not both have opted
-in: whoever has makes spans.
+The caller's trace context rides in the notes of a request, as W3C names it. Caller and callee make their spans
+independently: each may have the option without the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Telemetry", "TracedCalls"]
 
 
 class Telemetry:
-    """What is needed of OpenTelemetry; raises `InitError` where it is not installed."""
+    """The tracer of one node; raises `InitError` where OpenTelemetry is not installed."""
 
     def __init__(self, worker: str) -> None:
         try:
@@ -42,7 +42,7 @@ class Telemetry:
         self.worker = worker
 
     def begin_call(self, call: PendingCall, function: bytes) -> Any:
-        """A span for a call that is about to be made, a child of the calling thread's."""
+        """A span for a call that is about to leave, a child of the calling thread's span."""
         title = function_title(function, getattr(call.what, "__qualname__", None) or "call")
         return self._tracer.start_span(
             f"{call.peer.info.name}/{title}",
@@ -51,21 +51,21 @@ class Telemetry:
         )
 
     def carrier(self, span: Any) -> dict[str, str]:
-        """What a request tells its callee, whose span is to be a child of ``span``."""
+        """The trace context in a request, which makes the callee's span a child of ``span``."""
         carrier: dict[str, str] = {}
         self._propagate.inject(carrier, self._trace.set_span_in_context(span))
         return carrier
 
     def fail(self, span: Any, why: str) -> None:
-        """The call of ``span`` did not end well."""
+        """Mark ``span`` as failed."""
         span.set_status(self._trace.StatusCode.ERROR, why)
 
     def traced(self, request: Request) -> Task:
-        """``request``, to be run inside a span of its own."""
+        """The task that runs ``request`` inside a span of its own."""
         return _TracedTask(self, request)
 
     def serving(self, request: Request) -> Any:
-        """A context manager: the calling thread is in the span of ``request``."""
+        """The span of ``request`` as a context manager for the thread that runs it."""
         frame = request.frame
         carrier = decode_notes(frame.notes).telemetry if frame.notes else {}
         title = function_title(frame.function, "call")
@@ -94,7 +94,7 @@ class TracedCalls(CallTable):
     ) -> None:
         super().__init__(timer, executor, when_overloaded, on_given_up=on_given_up)
         self.telemetry: Telemetry = telemetry
-        self._spans: dict[int, Any] = {}  # by the identity of its call, of those that nobody waits for
+        self._spans: dict[int, Any] = {}  # of calls that no thread waits for, by the call's identity
 
     def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
         span = self.telemetry.begin_call(call, frame.function)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,20 +122,20 @@ def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, i
     return placed
 
 
+@dataclass
 class _Drawing:
     """The events of a trace in the making."""
 
-    def __init__(self, rows: dict[int, int], offsets: dict[int, int], base_ns: int) -> None:
-        self._rows = rows
-        self._offsets = offsets
-        self._base_ns = base_ns
-        self.events: list[TraceEvent] = []
+    rows: dict[int, int]
+    offsets: dict[int, int]
+    base_ns: int
+    events: list[TraceEvent] = field(default_factory=list)
 
     def _us(self, worker: int, when_ns: int) -> float:
-        return (when_ns - self._offsets.get(worker, 0) - self._base_ns) / 1000
+        return (when_ns - self.offsets.get(worker, 0) - self.base_ns) / 1000
 
     def name_process(self, worker: int, name: str) -> None:
-        row = self._rows[worker]
+        row = self.rows[worker]
         self.events += [
             {"ph": "M", "name": "process_name", "pid": row, "tid": 0, "args": {"name": name}},
             {"ph": "M", "name": "process_labels", "pid": row, "tid": 0, "args": {"labels": f"worker {worker}"}},
@@ -143,7 +144,7 @@ class _Drawing:
 
     def name_thread(self, worker: int, thread: int, name: str) -> None:
         self.events.append(
-            {"ph": "M", "name": "thread_name", "pid": self._rows[worker], "tid": thread, "args": {"name": name}}
+            {"ph": "M", "name": "thread_name", "pid": self.rows[worker], "tid": thread, "args": {"name": name}}
         )
 
     def slice(self, span: Span, thread: int) -> None:
@@ -155,7 +156,7 @@ class _Drawing:
                 "ph": "X",
                 "cat": _CATEGORIES[span.kind],
                 "name": span.name or "?",
-                "pid": self._rows[span.worker],
+                "pid": self.rows[span.worker],
                 "tid": thread,
                 "ts": self._us(span.worker, span.start_ns),
                 "dur": max(span.end_ns - span.start_ns, 2) / 1000,
@@ -196,7 +197,7 @@ class _Drawing:
                 "cat": "farcall",
                 "name": name,
                 "id": number,
-                "pid": self._rows[span.worker],
+                "pid": self.rows[span.worker],
                 "tid": thread,
                 "ts": self._us(span.worker, when_ns),
             }

@@ -238,53 +238,36 @@ class FrameDecoder:
             )
             if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
                 raise FrameError(f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame")
-            if buffer_count == 0:
-                after_function = start + 40 + function_len
+            after_table = start + 40 + 24 * buffer_count
+            if after_table <= self._end:
+                # Most frames are here as a whole, and need no account of their parts.
+                after_function = after_table + function_len
                 after_notes = after_function + notes_len
-                end = after_notes + payload_len
-                if end <= self._end:
+                after_payload = end = after_notes + payload_len
+                buffers: list[Any] = []
+                if buffer_count:
+                    for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(self._view[start + 40 : after_table]):
+                        if segment_id:
+                            buffers.append(Ticket(size, segment_id, offset))
+                            continue
+                        if size >= LARGE_BYTES or end + size > self._end:
+                            break  # it is to be read into memory of its own, or is not here yet
+                        buffers.append(memoryview(staging[end : end + size]))
+                        end += size
+                if len(buffers) == buffer_count and end <= self._end:
                     self._start = end
                     frames.append(
                         Frame(
                             kind,
                             flags,
                             call_id,
-                            bytes(staging[start + 40 : after_function]) if function_len else b"",
+                            bytes(staging[after_table:after_function]) if function_len else b"",
                             bytes(staging[after_function:after_notes]) if notes_len else b"",
-                            bytes(staging[after_notes:end]),
+                            bytes(staging[after_notes:after_payload]),
+                            buffers or (),
                         )
                     )
                     continue
-            elif start + 40 + 24 * buffer_count <= self._end:
-                # Most frames with buffers are whole, too, and need no account of their parts.
-                after_table = start + 40 + 24 * buffer_count
-                after_function = after_table + function_len
-                after_notes = after_function + notes_len
-                end = after_notes + payload_len
-                buffers: list[Any] = []
-                for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(self._view[start + 40 : after_table]):
-                    if segment_id:
-                        buffers.append(Ticket(size, segment_id, offset))
-                    elif size >= LARGE_BYTES or end + size > self._end:
-                        break  # it is to be read into memory of its own, or is not here yet
-                    else:
-                        buffers.append(memoryview(staging[end : end + size]))
-                        end += size
-                else:
-                    if end <= self._end:
-                        self._start = end
-                        frames.append(
-                            Frame(
-                                kind,
-                                flags,
-                                call_id,
-                                bytes(staging[after_table:after_function]) if function_len else b"",
-                                bytes(staging[after_function:after_notes]) if notes_len else b"",
-                                bytes(staging[after_notes : after_notes + payload_len]),
-                                buffers,
-                            )
-                        )
-                        continue
             if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
                 raise FrameError("the peer sent a frame whose parts are larger than any real one")
             if payload_len > MAX_PART_BYTES:

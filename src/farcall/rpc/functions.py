@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from farcall.runtime.calls.serving import ASYNC_MARK
+from farcall.runtime.calls.results import ASYNC_MARK
 from farcall.serialize.rebuild import find_script_function
 
 P = ParamSpec("P")

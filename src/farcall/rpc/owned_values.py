@@ -25,7 +25,8 @@ from farcall.errors import Cancelled, ReferenceLost, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
-from farcall.runtime.calls.serving import Request, Server, StoredFailure
+from farcall.runtime.calls.results import StoredFailure
+from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime

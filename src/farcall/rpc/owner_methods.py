@@ -20,7 +20,7 @@ from farcall.errors import RpcError
 from farcall.ids import RefId
 from farcall.rpc.owned_values import Owned
 from farcall.rpc.references import NodeReferences
-from farcall.runtime.calls.serving import Later, MarkedResult, is_async_execution
+from farcall.runtime.calls.results import Later, MarkedResult, is_async_execution
 from farcall.runtime.node import runtime_of_thread
 
 

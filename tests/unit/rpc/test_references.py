@@ -34,7 +34,7 @@ from farcall.rpc.owner_calls import Proxy
 from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
-from farcall.runtime.calls.serving import StoredFailure
+from farcall.runtime.calls.results import StoredFailure
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node.hooks import Hooks
 from farcall.serialize import encode_failure
@@ -360,8 +360,8 @@ def test_a_wrong_timeout_leaves_no_fork_behind(references: NodeReferences, node:
         ways[way](mine)
     del mine
     gc.collect()  # the error's traceback
-    node.turn_clock(monotonic())
-    node.turn_clock(monotonic() + 1.0)
+    node.turn_clock(monotonic() + 1.0)  # finds the fork, which lingers for company
+    node.turn_clock(monotonic() + 2.0)
     assert references.snapshot()[1] == {}
 
 

@@ -184,24 +184,24 @@ def chain(length: int) -> Callable[[CallSystem], Operation]:
     return setup
 
 
+@dataclass(frozen=True)
 class Amid:
     """A call to measure, and how to begin and to end the churn around it."""
 
-    def __init__(self, system: CallSystem, where: str | None) -> None:
-        self._system = system
-        self._where = where
+    system: CallSystem
+    where: str | None
 
     def __call__(self) -> Any:
-        return self._system.rpc_sync(self._system.peers[0], noop)
+        return self.system.rpc_sync(self.system.peers[0], noop)
 
     def begin(self) -> None:
-        if self._where is not None:
-            init_method = self._system.init_method if self._where == "here" else ""
-            self._system.rpc_sync(self._system.peers[1], functions.begin_churn, args=(init_method,))
+        if self.where is not None:
+            init_method = self.system.init_method if self.where == "here" else ""
+            self.system.rpc_sync(self.system.peers[1], functions.begin_churn, args=(init_method,))
 
     def end(self) -> None:
-        if self._where is not None:
-            self._system.rpc_sync(self._system.peers[1], functions.end_churn)
+        if self.where is not None:
+            self.system.rpc_sync(self.system.peers[1], functions.end_churn)
 
 
 def latency_amid_us(operation: Operation, budget_s: float) -> Statistics:

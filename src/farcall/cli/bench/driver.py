@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 
 from farcall.cli.bench.cases import CASES, Case
@@ -20,44 +21,42 @@ from farcall.cli.team import Answer, MemberLost, Team, TeamError
 CASE_TIMEOUT_S = 120.0
 
 
+@dataclass(frozen=True, kw_only=True)
 class Driver:
-    """One run of the benchmark: its contenders, its rounds, and the results so far."""
+    """One run of the benchmark: its contenders and its rounds."""
 
-    def __init__(
-        self, *, contenders: Sequence[str], rounds: int, budget_s: float, on_progress: Callable[[str], None]
-    ) -> None:
-        self._contenders = contenders
-        self._rounds = rounds
-        self._budget_s = budget_s
-        self._on_progress = on_progress
+    contenders: Sequence[str]
+    rounds: int
+    budget_s: float
+    on_progress: Callable[[str], None]
 
     def run(self, cases: Sequence[Case]) -> Results:
         """Measure every case with every contender, in every round."""
-        self._results = Results(cases)
+        results = Results(cases)
         for (size, route), group in groupby(sorted(cases, key=_shape), key=_shape):
-            self._run_shape(list(group), size, route)
-        return self._results
+            self._run_shape(results, list(group), size, route)
+        return results
 
-    def _run_shape(self, cases: list[Case], size: int, route: Route) -> None:
+    def _run_shape(self, results: Results, cases: list[Case], size: int, route: Route) -> None:
         teams: dict[str, Team] = {}
         try:
-            for name in self._contenders:
+            for name in self.contenders:
                 if any(_takes_part(name, case) for case in cases):
-                    self._on_progress(f"starting {size} processes of {name}")
+                    self.on_progress(f"starting {size} processes of {name}")
                     try:
                         teams[name] = team = Team(_member, size, name, route)
                     except TeamError as error:
                         for case in cases:
-                            self._results.fail(case, name, f"did not start: {error}")
+                            results.fail(case, name, f"did not start: {error}")
                     else:
-                        self._results.start_s[f"{name}, {size} nodes, {route}"] = team.start_s
+                        results.start_s[f"{name}, {size} nodes, {route}"] = team.start_s
                         _end_turn(name, team)
-            for number in range(1, self._rounds + 1):
+            for number in range(1, self.rounds + 1):
                 for case in cases:
                     for name in list(teams):
-                        if (case.name, name) not in self._results.failures and _takes_part(name, case):
-                            self._on_progress(f"round {number} of {self._rounds}: {case.name}: {name}")
-                            self._take_turn(teams, name, case)
+                        if (case.name, name) not in results.failures and _takes_part(name, case):
+                            self.on_progress(f"round {number} of {self.rounds}: {case.name}: {name}")
+                            self._take_turn(results, teams, name, case)
         except BaseException:
             # Ctrl-C, most likely: nobody waits for a graceful end.
             for team in teams.values():
@@ -67,15 +66,15 @@ class Driver:
             try:
                 team.stop()
             except TeamError as error:
-                self._results.failures["shutdown", name] = str(error)
+                results.failures["shutdown", name] = str(error)
 
-    def _take_turn(self, teams: dict[str, Team], name: str, case: Case) -> None:
+    def _take_turn(self, results: Results, teams: dict[str, Team], name: str, case: Case) -> None:
         team = teams[name]
         team.thaw()
         try:
-            self._results.record(case, name, team.ask(0, (case.name, self._budget_s), CASE_TIMEOUT_S))
+            results.record(case, name, team.ask(0, (case.name, self.budget_s), CASE_TIMEOUT_S))
         except TeamError as error:
-            self._results.fail(case, name, str(error))
+            results.fail(case, name, str(error))
             if isinstance(error, MemberLost):
                 team.kill()
                 del teams[name]

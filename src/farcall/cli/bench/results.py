@@ -83,7 +83,7 @@ def _times_better(results: Results, case: str, baseline: str, statistic: str) ->
 
 
 def better_than_stock(text: str, case: str, statistic: str, at_least: float) -> Target:
-    """At least so many times better than stock."""
+    """At least ``at_least`` times better than stock."""
     return Target(
         text,
         f"at least {at_least:.3g}x stock",
@@ -94,7 +94,7 @@ def better_than_stock(text: str, case: str, statistic: str, at_least: float) -> 
 
 
 def near_the_floor(text: str, case: str, statistic: str, at_most: float) -> Target:
-    """At most so many times the cost of the floor."""
+    """At most ``at_most`` times the cost of the floor."""
 
     def value(results: Results) -> float | None:
         ratio = _times_better(results, case, Floor.name, statistic)

@@ -34,7 +34,7 @@ def ok(subject: str, found: str) -> Finding:
 
 
 def note(subject: str, found: str, advice: str) -> Finding:
-    """It works; ``advice`` is for those who want something else."""
+    """It works; ``advice`` says how to have it otherwise."""
     return Finding(subject, "note", found, advice)
 
 

@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from importlib.metadata import version
 from time import monotonic
 
@@ -257,40 +258,40 @@ def _same_machine(host: str, peer: Hello, secret: bytes | None) -> Finding:
     return ok(subject, "the same machine: workers will use unix sockets and shared memory")
 
 
+@dataclass
 class _Conversation:
     """Bytes over a transport, up to a deadline."""
 
-    def __init__(self, transport: Transport, deadline: float, received: bytes = b"") -> None:
-        self._transport = transport
-        self._deadline = deadline
-        self._received = received
+    transport: Transport
+    deadline: float
+    received: bytes = b""
 
     def send(self, data: bytes) -> None:
         """Send all of ``data``."""
-        if not send_all(self._transport, data, self._deadline):
+        if not send_all(self.transport, data, self.deadline):
             raise TransportError(f"{len(data)} bytes could not be sent in time")
 
     def some(self) -> bytes:
         """The bytes that come next."""
-        data = receive_some(self._transport, self._deadline)
+        data = receive_some(self.transport, self.deadline)
         if not data:
             raise TransportError("nothing came in time" if data is None else "the other side closed the connection")
         return data
 
     def take(self, size: int) -> bytes:
         """The next ``size`` bytes."""
-        while len(self._received) < size:
+        while len(self.received) < size:
             try:
-                self._received += self.some()
+                self.received += self.some()
             except TransportError as error:
-                missing = size - len(self._received)
+                missing = size - len(self.received)
                 raise TransportError(f"{missing} of {size} bytes did not arrive: {error}") from error
-        taken, self._received = self._received[:size], self._received[size:]
+        taken, self.received = self.received[:size], self.received[size:]
         return taken
 
     def line(self) -> str:
         """A line, without its end."""
-        while b"\n" not in self._received and len(self._received) <= MAX_LINE_BYTES:
-            self._received += self.some()
-        line, _, self._received = self._received.partition(b"\n")
+        while b"\n" not in self.received and len(self.received) <= MAX_LINE_BYTES:
+            self.received += self.some()
+        line, _, self.received = self.received.partition(b"\n")
         return line.decode(errors="replace")

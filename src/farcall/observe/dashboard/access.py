@@ -92,10 +92,10 @@ class Access:
 
     def _proof(self, method: str, parts: dict[str, str]) -> str:
         assert self._secret is not None
-        who = _hash(f"{parts.get('username', '')}:{REALM}:".encode() + self._secret)
-        what = _hash(f"{method}:{parts.get('uri', '')}".encode())
-        rest = (parts.get("nonce", ""), parts.get("nc", ""), parts.get("cnonce", ""), "auth", what)
-        return _hash(":".join((who, *rest)).encode())
+        user = _hash(f"{parts.get('username', '')}:{REALM}:".encode() + self._secret)
+        request = _hash(f"{method}:{parts.get('uri', '')}".encode())
+        rest = (parts.get("nonce", ""), parts.get("nc", ""), parts.get("cnonce", ""), "auth", request)
+        return _hash(":".join((user, *rest)).encode())
 
 
 def _hash(data: bytes) -> str:

@@ -6,17 +6,12 @@ cannot be sent) becomes a failure answer: the caller learns of it and both sides
 A request whose function was quick when it last ran is run by the I/O thread itself (`run_inline.py`), all others by
 workers.
 
-A function answers in one of these ways, found out from what it returned:
-
-    plain value                            answered at once
-    future, from an async_execution func   answered when the future completes, by the thread that completes it
-    coroutine, from an async def           run on the node's event loop, answered when it ends
-    `Later`, from farcall's own functions  asked again, on a worker, when it says so
+A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
+ended on the node's event loop (`results.py`, `coroutines.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
 import logging
@@ -25,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from time import perf_counter
-from types import CoroutineType
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +28,20 @@ from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes
+from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.results import (
+    ASYNC_MARK,
+    LATER,
+    Later,
+    MarkedResult,
+    StoredFailure,
+    answers_later,
+    is_async_execution,
+)
 from farcall.runtime.calls.run_inline import InlineFunctions
-from farcall.runtime.devices.streams import CallStreams, StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
@@ -56,36 +60,6 @@ from farcall.serialize import (
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-ASYNC_MARK = "_wrapped_async_rpc_function"
-"""The attribute by which `async_execution` marks a function."""
-
-
-class Later:
-    """The result of a function that cannot answer yet: ``finish()`` can, once ``subscribe``'s argument was called."""
-
-    __slots__ = ("finish", "subscribe")
-
-    def __init__(self, subscribe: Callable[[Callable[[], None]], None], finish: Callable[[], Any]) -> None:
-        self.subscribe: Callable[[Callable[[], None]], None] = subscribe
-        self.finish: Callable[[], Any] = finish
-
-
-class MarkedResult:
-    """What a function marked by `async_execution` returned, passed on by a function that is not."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value: Any = value
-
-
-class StoredFailure(Exception):
-    """Raised to answer with a failure that was encoded before."""
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self.frame = frame
 
 
 class ReferenceKeeper(Protocol):
@@ -111,10 +85,6 @@ class NoReferences:
         return Request(server, peer, frame)
 
 
-_LATER = frozenset((CoroutineType, Later, MarkedResult))
-"""The classes of results that are no answers yet."""
-
-
 class Server:
     """Runs requests and answers them."""
 
@@ -123,7 +93,6 @@ class Server:
     ) -> None:
         self.worker = worker
         self._executor = executor
-        self._on_thread_start = on_thread_start
         self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
         self.event_log: event_log.EventLog = event_log.EventLog()
@@ -133,9 +102,7 @@ class Server:
         self.stream_pool: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
-        self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._event_thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self.coroutines: CoroutineRunner = CoroutineRunner(worker.name, on_thread_start)
         self._next_number = itertools.count(1).__next__
         self.last_accepted: int = 0
         self.on_answered: Callable[[], None] | None = None
@@ -208,46 +175,6 @@ class Server:
         if self.on_answered is not None:
             self.on_answered()
 
-    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
-        """Run ``coroutine`` on the node's event loop and give its finished task to ``done``."""
-        stream_pool = self.stream_pool
-        call_streams = None if stream_pool is None else stream_pool.keep()
-        if stream_pool is not None and call_streams is not None:
-            coroutine, done = StreamCoroutine(coroutine, call_streams), _on_streams(stream_pool, call_streams, done)
-        with self._lock:
-            if self._event_loop is None:
-                self._event_loop = asyncio.new_event_loop()
-                self._event_loop.call_soon(self._on_thread_start)
-                self._event_thread = threading.Thread(
-                    target=self._event_loop.run_forever,
-                    name=f"farcall-asyncio-{self.worker.name}",
-                    daemon=True,
-                )
-                self._event_thread.start()
-        asyncio.run_coroutine_threadsafe(coroutine, self._event_loop).add_done_callback(done)
-
-    def stop(self, timeout_s: float) -> None:
-        """End the event loop, cancelling what still runs on it."""
-        with self._lock:
-            loop, thread = self._event_loop, self._event_thread
-            self._event_loop = self._event_thread = None
-        if loop is None or thread is None:
-            return
-
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=timeout_s)
-            loop.stop()
-
-        ending = asyncio.run_coroutine_threadsafe(end(), loop)
-        thread.join(timeout_s)
-        ending.cancel()
-        if not thread.is_alive():
-            loop.close()
-
 
 class Request:
     """One request, from its arrival to its answer. A task of the executor."""
@@ -314,9 +241,9 @@ class Request:
             else:
                 outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
-            # `_answers_later`, without the calls: this is on the way of every request.
+            # `answers_later`, without the calls: this is on the way of every request.
             if (
-                outcome[0].__class__ in _LATER
+                outcome[0].__class__ in LATER
                 or hasattr(func, ASYNC_MARK)
                 or (func.__class__ is partial and is_async_execution(func))
             ):
@@ -401,7 +328,7 @@ class Request:
         if result.__class__ is MarkedResult:
             result = result.value
         if inspect.iscoroutine(result):
-            self.server.run_coroutine(result if self.profile is None else self.profile.steps(result), self._on_done)
+            self._run_coroutine(result if self.profile is None else self.profile.steps(result))
         elif isinstance(result, torch._C.Future):  # what collect_all returns is not a torch.futures.Future
             result.add_done_callback(self._on_done)
         else:
@@ -409,6 +336,23 @@ class Request:
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                 f"{self.function_name} returned {type(result).__name__} (the decorator is functions.async_execution)"
             )
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run ``coroutine`` on the node's event loop, on the streams of this call, and answer when it ends."""
+        stream_pool, done = self.server.stream_pool, self._on_done
+        call_streams = None if stream_pool is None else stream_pool.keep()
+        if stream_pool is None or call_streams is None:
+            self.server.coroutines.run(coroutine, done)
+            return
+
+        def answer(finished: Any) -> None:
+            try:
+                with call_streams:
+                    done(finished)
+            finally:
+                stream_pool.leave(call_streams)
+
+        self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer)
 
     def _on_done(self, future: Any) -> None:
         try:
@@ -437,7 +381,7 @@ class _Resumption:
         try:
             profile = request.profile
             outcome = [self._finish() if profile is None else profile.run(self._finish)]
-            if _answers_later(self._finish, outcome[0]):
+            if answers_later(self._finish, outcome[0]):
                 request._answer_later(self._finish, outcome[0])
                 return
         except BaseException as error:
@@ -450,27 +394,3 @@ class _Resumption:
 
     def drop(self) -> None:
         self._request.drop()
-
-
-def _on_streams(
-    stream_pool: StreamPool, call_streams: CallStreams, done: Callable[[Any], None]
-) -> Callable[[Any], None]:
-    """``done``, run on ``call_streams``, which are left then."""
-
-    def run(finished: Any) -> None:
-        try:
-            with call_streams:
-                done(finished)
-        finally:
-            stream_pool.leave(call_streams)
-
-    return run
-
-
-def _answers_later(func: Callable[..., Any], result: Any) -> bool:
-    return result.__class__ in _LATER or is_async_execution(func)
-
-
-def is_async_execution(func: Callable[..., Any]) -> bool:
-    """Did `async_execution` mark ``func``, or what it is a partial of?"""
-    return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))

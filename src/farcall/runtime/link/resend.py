@@ -21,7 +21,22 @@ from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Frame, P
 from farcall.protocol.session import Kept, Unkept, remains_of
 from farcall.serialize import encode_failure
 
-__all__ = ["LostOffer", "unkept_for"]
+__all__ = ["NOBODYS", "LostOffer", "unkept_for"]
+
+
+class _Nobodys:
+    """A large frame that nobody misses."""
+
+    __slots__ = ()
+
+    def lost(self) -> Sequence[Kept]:
+        return ()
+
+    def pieces(self) -> Sequence[Piece]:
+        return ()
+
+
+NOBODYS: Unkept = _Nobodys()
 
 
 class _LargeRequest:

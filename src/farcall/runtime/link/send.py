@@ -30,27 +30,13 @@ from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.resend import NOBODYS
 from farcall.runtime.link.send_queue import SendQueue, bounded
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 
 class _Interrupted(Exception):
     """The connection broke, and there may be another one."""
-
-
-class _Nobodys:
-    """A large frame that nobody misses."""
-
-    __slots__ = ()
-
-    def lost(self) -> Sequence[Kept]:
-        return ()
-
-    def pieces(self) -> Sequence[Piece]:
-        return ()
-
-
-NOBODYS: Unkept = _Nobodys()
 
 
 class Outgoing:
@@ -401,9 +387,7 @@ class Outgoing:
 
     def end_sending(self, deadline: float) -> None:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
-        if self.queue.down:
-            return
-        if self._write_lock.acquire(True, bounded(deadline - monotonic())):
+        if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))
                 if not self.queue.closed and self._write_out(deadline):

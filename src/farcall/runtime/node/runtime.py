@@ -516,7 +516,7 @@ class Runtime:
             stuck = self.executor.stop(STOP_S if linger else 1.0)
             if stuck:
                 logger.warning("%s leaves %d threads inside user functions behind", name, len(stuck))
-            self.server.stop(STOP_S)
+            self.server.coroutines.stop(STOP_S)
             self.loop.stop()
             self._observers.close()
             links.close()
