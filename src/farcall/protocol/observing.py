@@ -1,7 +1,7 @@
 """Questions about what a worker does, and their answers; between members, and from an observer to a member.
 
 An observer is not a member: it has no rank, nobody else sees it, and these three messages are all that it can send or
-get. It comes through the same door, with a key of its own that is made from the cluster's secret (`handshake/`), and
+get. It comes through the same door, with a key of its own that is made from the cluster's secret (`handshake.py`), and
 that cannot make it a member.
 
     message   from -> to                         says
