@@ -348,10 +348,9 @@ def test_a_silent_connection_that_is_given_up_is_replaced() -> None:
     faults = Faults()
     heard: list[str] = []
     with team([faults, None]) as nodes:
-        runtime_of(nodes[0]).connector.lost_hooks.append(
-            lambda info, reason: heard.append(f"lost {info.name}: {reason}")
-        )
-        runtime_of(nodes[0]).connector.back_hooks.append(lambda info: heard.append(f"back {info.name}"))
+        changes: Any = runtime_of(nodes[0]).member_changes
+        changes.on_interrupted = lambda info, why: heard.append(f"lost {info.name}: {why}")
+        changes.on_reconnected = lambda info: heard.append(f"back {info.name}")
         with faults.half_open(sender="w0") as rule:
             rule.wait_hits()
             calls = [nodes[0].rpc_async("w1", run, (1,)), nodes[1].rpc_async("w0", run, (2,))]
@@ -398,7 +397,8 @@ def test_connections_that_break_one_after_another_are_no_death(who: int) -> None
     """Nothing comes over them, so it is one trouble; one of the two may hear of each break from the other first."""
     back: list[WorkerInfo] = []
     with team([None, None]) as nodes:
-        runtime_of(nodes[who]).connector.back_hooks.append(back.append)
+        changes: Any = runtime_of(nodes[who]).member_changes
+        changes.on_reconnected = back.append
         for number in range(5):
             runtime_of(nodes[who]).links.peers.remotes[1 - who].link.interrupt("for the test")
             wait_until(lambda: len(back) == number + 1)  # noqa: B023

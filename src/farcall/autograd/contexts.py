@@ -5,8 +5,8 @@ that leave and arrive are recorded in it; passes come from here (`backward`) or 
 for a pass that this worker has not joined yet are kept until it joins, those of a pass that is over are dropped. How
 messages travel is the `Port`'s business.
 
-Threads: the thread or coroutine that is in a context (`RECORDING`, a context variable), any that sends or reads a
-message of it, the I/O thread when a peer is lost, and those that run passes. A context's lock guards all its tables;
+Threads that touch a context: those that are in it (`RECORDING`, a context variable), the readers and senders of its
+messages, the I/O thread when a peer is lost, and those that run passes. A context's lock guards all its tables;
 nothing is sent and no graph runs under it. It is reentrant, as the table's is: garbage may be collected under it, and
 a destructor may make a call that is recorded here. No thread takes a context's lock and then the table's.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -258,7 +258,7 @@ class Contexts:
         self._first_id = port.origin << _ID_BITS
         first = self._first_id + first_number + 1  # 0 is no context, and no message
         self._next_context_id = count(first).__next__
-        self.next_message_id = count(first).__next__
+        self.next_message_id: Callable[[], int] = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._watches_replicas = False

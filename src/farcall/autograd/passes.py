@@ -1,10 +1,11 @@
 """One worker's part in one backward pass: joins protocol, engine and messages.
 
-Threads: whoever reads a message, loses a peer or releases the context puts an event into the pass's ``inbox``, and
-that is all that other threads touch. One thread at a time, the holder of the ``working`` lock, takes events out, runs
-what became ready, and sends what came of it, all for one worker in one bundle. A part owns no thread: at the origin
-the caller of `backward` holds the lock from beginning to end; elsewhere whoever filled the inbox claims the lock (a
-lock, so that claiming is one atomic step) and has the `Port` lend a thread to `run`.
+Threads: the readers of messages, the I/O thread when a peer is lost, and a thread that releases the context put
+events into the pass's ``inbox``, and touch nothing else. One thread at a time, the holder of the ``working`` lock,
+takes events out, runs the ready part of the graph and sends the results, one bundle for each worker. A part owns no
+thread: at the origin the caller of `backward` holds the lock from beginning to end; elsewhere the thread that filled
+the inbox claims the lock, and the `Port` lends a thread to `run`. An abort thus waits for the engine call that is
+under way, which torch would not stop anyway; in return nothing but the inbox is shared.
 
 Leaf gradients reach the context only when the part is finished, so a failed pass leaves nothing behind.
 """

@@ -27,9 +27,9 @@ def _contexts() -> Contexts:
 class context:
     """``with context() as context_id:`` records the calls made inside, by this thread and by the functions it calls.
 
-    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, every
-    worker that knows the context forgets it, and its gradients. Contexts of one thread do not nest; those of different
-    threads and coroutines are independent.
+    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, this
+    worker forgets the context and its gradients, and soon every other that knows it. Contexts of one thread do not
+    nest; those of different threads and coroutines are independent.
     """
 
     def __init__(self, node: HasRuntime | None = None) -> None:

@@ -251,7 +251,7 @@ class RetryingCreation(Creation):
         node = self._references.node
         outside = None if self._recording is None else self._recording.enter()
         try:
-            self.profile = None
+            self.profile: CallProfile | None = None
             frame = encode_request(self.peer, *self._request)
             frame.flags = KEEP
             self.started_at = monotonic()

@@ -264,7 +264,7 @@ def asked_before_the_creation_came(rank: int) -> None:
         while not any(request.peer.info.name == "w1" for request in node.server.active) and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    node._loop.call_soon(wait_for_the_question)
+    node.loop.call_soon(wait_for_the_question)
     assert io_thread_waits.wait(PATIENCE_S)
     assert farcall.rpc_sync("w1", fetch_from_owner) == 4
 

@@ -43,6 +43,7 @@ from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialler import Dialler, Found, Target
+from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Transport
 
@@ -58,6 +59,8 @@ STOP_S = 1.5
 
 class Owner(Protocol):
     """The table of peers that the connections are for. On the I/O thread."""
+
+    watcher: Watcher
 
     def hello(self) -> Hello:
         """What this node says of itself."""
@@ -125,8 +128,6 @@ class Connector:
         """Are there members that this node has yet to connect to for the first time?"""
         self.frames_sent_again: int = 0
         """Over new connections, because the old ones may have lost them."""
-        self.lost_hooks: list[Callable[[WorkerInfo, str], None]] = []
-        self.back_hooks: list[Callable[[WorkerInfo], None]] = []
 
     # ------------------------------------------------------------------ dials under way
 
@@ -253,8 +254,7 @@ class Connector:
         purpose = Resume(bond.session_id, link.session.resume()) if bond.dialled else Remind(bond.session_id)
         if not self._redial(tie, bond.redial(now, self._reconnect_s), purpose, reason):
             return False
-        for hook in self.lost_hooks:
-            hook(peer.info, reason)
+        self._owner.watcher.on_interrupted(peer.info, reason)
         return True
 
     def remind(self, peer: RemotePeer) -> None:
@@ -363,8 +363,7 @@ class Connector:
             self.frames_sent_again += peer.link.session.sent_again
         name = self._owner.hello().member.name
         logger.warning("%s: connected to %s again, over %s", name, peer.info.name, transport.describe())
-        for hook in self.back_hooks:
-            hook(peer.info)
+        self._owner.watcher.on_reconnected(peer.info)
 
     # ------------------------------------------------------------------ verdicts, and the end
 

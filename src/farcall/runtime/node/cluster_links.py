@@ -78,8 +78,6 @@ class ClusterLinks:
             on_frame=dispatcher.on_frame,
         )
         self.connector: Connector = self.peers.connector
-        self.connector.lost_hooks.append(changes.on_interrupted)
-        self.connector.back_hooks.append(changes.on_reconnected)
         self.watch: FailureDetector = self.peers.watch
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:

@@ -282,7 +282,7 @@ class Runtime:
                 devices = NodeDevices(self.info.name, self.options, self.links.on_release, self.write_later)
                 self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
-                self.server.lanes = devices.lanes
+                self.server.stream_pool = devices.stream_pool
                 self.server.devices = devices.devices
                 self.hooks.agreed.append(self.links.forget_device_segments)
                 self.devices = devices

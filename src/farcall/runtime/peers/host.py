@@ -49,6 +49,12 @@ class Watcher(Protocol):
     def on_change(self, kind: str, member: Member, why: str) -> None:
         """A member joined, left, died, is suspected, or recovered."""
 
+    def on_interrupted(self, info: WorkerInfo, why: str) -> None:
+        """The connection to a member broke, and another one is being made."""
+
+    def on_reconnected(self, info: WorkerInfo) -> None:
+        """A member is connected again."""
+
     def on_gone(self, peer: RemotePeer, reason: str) -> None:
         """Once: a member's link is dead."""
 

@@ -93,7 +93,7 @@ class PeerTable:
         self._options = options
         self._resources = resources
         self._host = host
-        self._watcher = watcher
+        self.watcher: Watcher = watcher
         self._on_frame = on_frame
         self._timer = resources.loop.timer(self._look_after_links)
         self.watch: FailureDetector = FailureDetector(
@@ -135,7 +135,7 @@ class PeerTable:
 
     def _make(self, info: WorkerInfo, incarnation: int, transport: Transport) -> RemotePeer:
         peer = RemotePeer(
-            info, incarnation, self._is_static, self._host.write_later, self._me.info, self._watcher.fail_unsent
+            info, incarnation, self._is_static, self._host.write_later, self._me.info, self.watcher.fail_unsent
         )
         peer.link = Link(
             info,
@@ -249,7 +249,7 @@ class PeerTable:
                 for key in (oldest.info.name, oldest.info.id):
                     if self.named.get(key) is oldest:
                         del self.named[key]
-        self._watcher.on_gone(peer, reason)
+        self.watcher.on_gone(peer, reason)
 
     # ------------------------------------------------------------------ effects of the membership protocol
 
@@ -278,8 +278,8 @@ class PeerTable:
         if peer is None or peer.link.broken is not None:
             peer = self._make(WorkerInfo(member.name, member.rank), incarnation, Absent())
         self._enter(peer)
-        self._watcher.on_entered(peer)
-        self._watcher.on_change("joined", member, "")
+        self.watcher.on_entered(peer)
+        self.watcher.on_change("joined", member, "")
         me = self.watch.me
         is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
         if not peer.link.up and is_later:  # of two members, the one that came later dials
@@ -298,7 +298,7 @@ class PeerTable:
         """A member does not answer, or answers again."""
         if suspected:
             self.on_silent(member.incarnation)
-        self._watcher.on_change("suspected" if suspected else "recovered", member, "")
+        self.watcher.on_change("suspected" if suspected else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
         if not suspected and self._options.membership.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
@@ -315,7 +315,7 @@ class PeerTable:
 
     def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
-        self._watcher.on_change("left", member, "")
+        self.watcher.on_change("left", member, "")
         peer = self._by_incarnation.get(member.incarnation)
         if peer is None or peer.broken:
             return
@@ -328,7 +328,7 @@ class PeerTable:
 
     def on_died(self, member: Member, why: str) -> None:
         """A member is dead, by the verdict of the members."""
-        self._watcher.on_change("dead", member, why)
+        self.watcher.on_change("dead", member, why)
         self.connector.abandon(member.incarnation)
         peer = self._by_incarnation.get(member.incarnation)
         if peer is not None:
