@@ -224,7 +224,9 @@ class NodeReferences:
                 if not held:
                     rref._release = _release_nothing
                 arrived.append(rref)
-            freed = self._carry_out(machine.handle_deadline(monotonic())) if machine.has_news else ()
+            # Only forks leave effects for later; ``machine.own`` has none.
+            news = notes.forks and machine.has_news
+            freed = self._carry_out(machine.handle_deadline(monotonic())) if news else []
         if freed:
             dispose(self.node, freed)
         frame.forks = arrived
