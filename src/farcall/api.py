@@ -1,7 +1,8 @@
 """The functions of `torch.distributed.rpc`, over the current runtime of this process.
 
-Each is a few lines; programs that want several nodes in a process use `farcall.Node`. The slot for the current runtime
-is in `farcall.runtime.node.current`.
+Each is a few lines; programs that want several nodes in a process use `farcall.Node`. The current runtime is kept by
+`farcall.runtime.node.current`; here are only the futures that a thread collects for `wait_all`, and torch's switch for
+leaked references.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names for things that cross the wire: members, calls, references.
+"""The identities of members and references, as they cross the wire.
 
 Everything here is immutable and cheap to hash. No torch, no I/O.
 """

@@ -1,11 +1,12 @@
-"""What a user may choose about a node: frozen, and checked once, at construction.
+"""The choices of a user about a node: frozen, and checked once, at construction.
 
-``RpcBackendOptions`` owns the defaults, the environment variables behind them and what is allowed.
-An argument wins over its environment variable, which wins over the default; both are read when the object
-is made, so an options object that exists is complete and valid, and nobody else reads ``FARCALL_*``.
+``RpcBackendOptions`` has the fields that most programs set, and four groups of the others (`MembershipOptions`,
+`MemoryOptions`, `LimitOptions`, `ObservingOptions`). Each owns its defaults, the environment variables behind them and
+the values it allows. An argument wins over its environment variable, which wins over the default; both are read when
+the object is made, so an options object that exists is complete and valid, and no other module reads ``FARCALL_*``.
 
-This module knows neither torch nor sockets: that an address can be reached, or that shared memory
-works here, is found out by those who use it.
+Knows neither torch nor sockets: users of the options find out whether an address can be reached, or shared memory
+works here. Long because the checks of all groups share their forms.
 """
 
 from __future__ import annotations

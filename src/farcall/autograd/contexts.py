@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -258,7 +258,7 @@ class Contexts:
         self._first_id = port.origin << _ID_BITS
         first = self._first_id + first_number + 1  # 0 is no context, and no message
         self._next_context_id = count(first).__next__
-        self.next_message_id = count(first).__next__
+        self.next_message_id: Callable[[], int] = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._watches_replicas = False

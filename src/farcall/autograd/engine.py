@@ -44,19 +44,23 @@ def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Ten
 
 def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
     """``gradients``, dense, of which none shares memory with another; as torch does for ``.grad``."""
-    taken: set[int] = set()
+    found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+    uses: dict[int, int] = {}
     for leaf, gradient in gradients.items():
         parts: tuple[torch.Tensor, ...] = ()
         if gradient.layout is torch.strided:
             parts = (gradient,)
         elif gradient.layout is torch.sparse_coo:
             parts = (gradient._values(), gradient._indices())
-        is_own = bool(parts) and parts[0].data_ptr() not in taken
-        for part in parts:
-            is_own = is_own and part.is_contiguous()
-        if is_own:
-            taken.add(parts[0].data_ptr())
-        elif gradient.layout is torch.strided:
+        is_dense = bool(parts) and all(map(torch.Tensor.is_contiguous, parts))
+        address = parts[0].data_ptr() if is_dense else -1
+        uses[address] = uses.get(address, 0) + 1
+        found.append((leaf, gradient, address))
+    for leaf, gradient, address in found:
+        # Of several that share memory all are copied: a backward function may have kept that memory.
+        if address != -1 and uses[address] == 1:
+            continue
+        if gradient.layout is torch.strided:
             gradients[leaf] = gradient.clone(memory_format=torch.contiguous_format)
         else:
             gradients[leaf] = gradient.clone()  # the other layouts take no format; their parts are copied densely

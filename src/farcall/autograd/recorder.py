@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty
 from time import monotonic, perf_counter
@@ -103,9 +103,9 @@ class Recorder:
         self.node = node
         self.worker_id: int = node.me.number
         self.origin: int = _origin_of(node.me)
-        self.knows = node.is_peer
+        self.knows: Callable[[Peer], bool] = node.is_peer
         self.now = monotonic
-        self.pass_ended = node.something_ended
+        self.pass_ended: Callable[[], None] = node.something_ended
         self._held_back: dict[int, list[Message]] = {}
         self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
         self._flush_timer = node.timer(self._flush_held_back)

@@ -146,7 +146,7 @@ class TraceWish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracing:
-    """A node's answers to observers that want a trace; ``node.part(Tracing)``. Also a ticker of its loop."""
+    """A node's answers to observers that want a trace; ``node.part(Tracing)``."""
 
     def __init__(self, node: Runtime) -> None:
         self._runtime = node

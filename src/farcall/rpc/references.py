@@ -153,8 +153,9 @@ class NodeReferences:
         """The owner has answered the creating call."""
         with self._lock:
             effects = self._machine.handle(protocol.CreationAnswered(fork), monotonic())
-            if not effects and self._machine.next_deadline() is None:
-                return
+            deadline = self._machine.next_deadline()
+            if not effects and (deadline is None or deadline >= self._timer.due):
+                return  # nothing to do, and the time of whatever lingers is named already
             freed = self._carry_out(effects)
         dispose(self.node, freed)
 
@@ -223,7 +224,9 @@ class NodeReferences:
                 if not held:
                     rref._release = _release_nothing
                 arrived.append(rref)
-            freed = self._carry_out(machine.handle_deadline(monotonic())) if machine.has_news else ()
+            # Only forks leave effects for later; ``machine.own`` has none.
+            news = notes.forks and machine.has_news
+            freed = self._carry_out(machine.handle_deadline(monotonic())) if news else []
         if freed:
             dispose(self.node, freed)
         frame.forks = arrived
@@ -237,7 +240,9 @@ class NodeReferences:
 
     def _flush_soon(self, peer: Peer) -> None:
         self._unflushed.add(peer)
-        self._timer.at(monotonic() + CONFIRM_S)
+        when = monotonic() + CONFIRM_S
+        if when < self._timer.due:  # in a burst of creations a nearer time is named already
+            self._timer.at(when)
 
     def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
         """Under the lock: the place of a value of this node; its creation may still be on its way."""
@@ -389,7 +394,7 @@ class NodeReferences:
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
         deadline = self._machine.next_deadline()
-        if deadline is not None:
+        if deadline is not None and deadline < self._timer.due:
             self._timer.at(deadline)
         return freed
 

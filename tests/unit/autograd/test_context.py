@@ -256,6 +256,29 @@ def test_a_gradient_has_memory_of_its_own(network: Network, context: Context) ->
     assert found[first].is_contiguous()
 
 
+class KeepsIts(torch.autograd.Function):
+    """Gives both inputs one gradient, and keeps its address."""
+
+    kept = 0
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        KeepsIts.kept = gradient.data_ptr()
+        return gradient, gradient
+
+
+def test_of_gradients_that_share_memory_none_keeps_it(network: Network, context: Context) -> None:
+    first, second = leaf(), leaf()
+    network.workers[0].backward(context.id, [KeepsIts.apply(first, second).sum()])  # type: ignore[no-untyped-call]
+    found = gradients(network, context)
+    assert len({found[first].data_ptr(), found[second].data_ptr(), KeepsIts.kept}) == 3
+
+
 def test_a_profiler_sees_the_pass(network: Network, context: Context) -> None:
     (there,) = network.move(context.id, 0, 1, [leaf()])
     (back,) = network.move(context.id, 1, 0, [there * 2])

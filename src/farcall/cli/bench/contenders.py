@@ -110,10 +110,12 @@ class Stock(CallSystem):
         )
         init_rpc: Any = rpc.init_rpc  # it has no annotations
         init_rpc(self.own_name, rank=rank, world_size=size, rpc_backend_options=options)
-        self.rpc_sync, self.rpc_async, self.remote = rpc.rpc_sync, rpc.rpc_async, rpc.remote
-        self.owned = _owned_by_stock
-        self.autograd = torch.distributed.autograd
-        self.optimizer = DistributedOptimizer
+        self.rpc_sync: Callable[..., Any] = rpc.rpc_sync
+        self.rpc_async: Callable[..., Any] = rpc.rpc_async
+        self.remote: Callable[..., Any] = rpc.remote
+        self.owned: Callable[[], int] = _owned_by_stock
+        self.autograd: Any = torch.distributed.autograd
+        self.optimizer: Callable[..., Any] = DistributedOptimizer
 
     def stop(self) -> None:
         import torch.distributed.rpc as rpc
@@ -151,10 +153,12 @@ class Farcall(CallSystem):
         farcall.init_rpc(self.own_name, rank=rank, world_size=world_size, rpc_backend_options=options)
         while len(farcall.members()) < size:
             time.sleep(0.01)  # the driver bounds this
-        self.rpc_sync, self.rpc_async, self.remote = farcall.rpc_sync, farcall.rpc_async, farcall.remote
-        self.owned = _owned_by_farcall
-        self.autograd = farcall.autograd
-        self.optimizer = farcall.optim.DistributedOptimizer
+        self.rpc_sync: Callable[..., Any] = farcall.rpc_sync
+        self.rpc_async: Callable[..., Any] = farcall.rpc_async
+        self.remote: Callable[..., Any] = farcall.remote
+        self.owned: Callable[[], int] = _owned_by_farcall
+        self.autograd: Any = farcall.autograd
+        self.optimizer: Callable[..., Any] = farcall.optim.DistributedOptimizer
 
     def stop(self) -> None:
         import farcall

@@ -99,7 +99,7 @@ class Server:
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         self._corked: set[Peer] = set()
-        self.lanes: StreamPool | None = None
+        self.stream_pool: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
         self.coroutines: CoroutineRunner = CoroutineRunner(worker.name, on_thread_start)
@@ -137,7 +137,7 @@ class Server:
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
         if function in self.inline.trusted:
-            kept = peer.run_inline(task if self.lanes is None else StreamTask(task, self.lanes))
+            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -149,7 +149,7 @@ class Server:
 
     def submit(self, task: Task) -> None:
         """Have a worker run ``task``; in a node with devices, on streams of its own."""
-        self._executor.submit(task if self.lanes is None else StreamTask(task, self.lanes))
+        self._executor.submit(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
 
     def cancel(self, peer: Peer, call_id: int) -> None:
         """The caller no longer waits: do not begin what has not begun."""
@@ -229,7 +229,7 @@ class Request:
                 args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
                 func, args, kwargs = read_value(frame, self.peer)
-            if server.lanes is not None and has_devices(frame.payload):
+            if server.stream_pool is not None and has_devices(frame.payload):
                 started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             # The request keeps no memory: an argument that the function drops is freed at once.
@@ -339,20 +339,20 @@ class Request:
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run ``coroutine`` on the node's event loop, on the streams of this call, and answer when it ends."""
-        lanes, done = self.server.lanes, self._on_done
-        lane = None if lanes is None else lanes.keep()
-        if lanes is None or lane is None:
+        stream_pool, done = self.server.stream_pool, self._on_done
+        call_streams = None if stream_pool is None else stream_pool.keep()
+        if stream_pool is None or call_streams is None:
             self.server.coroutines.run(coroutine, done)
             return
 
         def answer(finished: Any) -> None:
             try:
-                with lane:
+                with call_streams:
                     done(finished)
             finally:
-                lanes.leave(lane)
+                stream_pool.leave(call_streams)
 
-        self.server.coroutines.run(StreamCoroutine(coroutine, lane), answer)
+        self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer)
 
     def _on_done(self, future: Any) -> None:
         try:

@@ -16,7 +16,7 @@ from farcall.channel.device_memory import DevicePool, PoolStats
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.links import DeviceLink, LocalDeviceLink
-from farcall.runtime.devices.streams import Lane, StreamPool
+from farcall.runtime.devices.streams import CallStreams, StreamPool
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import map_cpu_tensors
 
@@ -44,7 +44,7 @@ class NodeDevices:
         self.options = options
         self.api: DeviceApi | CudaApi = api or CudaApi()
         self.pool: DevicePool = DevicePool(self.api, options.memory.device_memory_limit_bytes)
-        self.lanes: StreamPool = StreamPool(lambda: self.devices)
+        self.stream_pool: StreamPool = StreamPool(lambda: self.devices)
         self.answers: StreamPool = StreamPool(lambda: self.devices, ordered=False)
         """For answers that nobody's stream waits for yet."""
         self.on_release = on_release
@@ -117,10 +117,10 @@ class NodeDevices:
         if outside == default:
             function()
             return
-        lane = Lane(default)
-        lane.follow(Lane(outside))
+        call_streams = CallStreams(default)
+        call_streams.follow(CallStreams(outside))
         try:
-            with lane:
+            with call_streams:
                 function()
         finally:
             self.follow_default_streams()

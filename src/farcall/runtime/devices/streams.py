@@ -1,19 +1,19 @@
-"""On which streams of the devices calls run: one lane, a stream of each device, for each call that is under way.
+"""The streams of devices that calls run on: one of each device (`CallStreams`) for each call under way.
 
 The rules a program can rely on:
-- A call sees what its caller had put onto its current stream: decoding waits for that, by events.
-- A function runs with a lane's streams as the current ones, from the reading of its arguments to the writing of its
-  answer. Calls that overlap have different lanes; a call that begins after another one has returned sees all that
-  this one had put onto its streams, so that a model that was stepped by one call is used by the next.
-- A result is ready on the stream of whoever waits for it.
+- A call sees the work that its caller had put onto its current stream: decoding waits for that, by events.
+- A function runs with its call's streams as the current ones, from the reading of its arguments to the writing of its
+  answer. Calls that overlap have different streams; a call that begins after another one has returned sees all the work
+  on the streams of that one, so that a model stepped by one call is used by the next.
+- A result is ready on the stream of the thread that waits for it.
 
-Sequential calls use the same lane again, the warmest first: memory that torch keeps is kept by stream. And no event is
-needed then; one is recorded where a call begins, or ends, on another lane than the call that ended last.
+Sequential calls use the same streams again, the warmest first: torch keeps memory by stream. No event is needed then;
+one is recorded where a call begins, or ends, on other streams than the call that ended last.
 
-    a lane   by            becomes
-    idle     take          taken: it waits for the calls that have ended, wherever they ran
-    taken    leave         idle
-    taken    keep          taken until ``leave`` is called for it: by what goes on after the thread (a coroutine)
+    streams are   by       become
+    idle          take     taken: they wait for the calls that have ended, wherever those ran
+    taken         leave    idle
+    taken         keep     taken until ``leave`` is called for them, by a coroutine that goes on after the thread
 
 Nothing here is made, and no device is looked at, in a node without devices.
 """
@@ -30,9 +30,9 @@ import torch
 
 from farcall.channel.device_api import StreamId, current_stream, current_stream_id
 
-__all__ = ["Lane", "Stamp", "StreamCoroutine", "StreamPool", "StreamTask", "stamp"]
+__all__ = ["CallStreams", "Stamp", "StreamCoroutine", "StreamPool", "StreamTask", "stamp"]
 
-MOST_LANES = 32
+MOST_STREAMS = 32
 """torch has no more streams of a device."""
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -41,8 +41,8 @@ T = TypeVar("T")
 _C: Any = torch._C
 
 
-class Lane:
-    """A stream of each device. A context manager: on these streams; the current device stays what it is."""
+class CallStreams:
+    """A stream of each device, for one call. A context manager: they are the current ones; the current device stays."""
 
     __slots__ = ("_before", "_device", "_ids", "kept", "streams")
 
@@ -53,7 +53,7 @@ class Lane:
         self._before: list[StreamId] = []
         self._device = 0
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> CallStreams:
         # Through torch's inner functions: those that programs use take ten times as long, and this is once a call.
         self._device = _C._cuda_getDevice()
         self._before = [_C._cuda_getCurrentStream(device) for _, device, _ in self._ids]
@@ -72,107 +72,107 @@ class Lane:
         if index != self._device:
             _C._cuda_setDevice(self._device)
 
-    def follow(self, other: Lane) -> None:
-        """Have this lane wait for what is on the other one now."""
+    def follow(self, other: CallStreams) -> None:
+        """Have these streams wait for the work that is on the other ones now."""
         for mine, theirs in zip(self.streams, other.streams, strict=False):
             if not theirs.query():
                 mine.wait_event(theirs.record_event())
 
 
 class _Taken(threading.local):
-    lane: Lane | None = None
+    call_streams: CallStreams | None = None
 
 
 class StreamPool:
-    """The lanes of one node. ``ordered``: calls that begin see the work of those that have ended."""
+    """The streams of one node's calls. ``ordered``: calls that begin see the work of those that have ended."""
 
     def __init__(self, devices: Callable[[], Sequence[torch.device]], ordered: bool = True) -> None:
         self._devices = devices
         self._ordered = ordered
         self._lock = threading.Lock()
-        self._idle: list[Lane] = []  # the warmest last
-        self._last: Lane | None = None  # the lane whose work is behind that of all calls that have ended
+        self._idle: list[CallStreams] = []  # the warmest last
+        self._last: CallStreams | None = None  # behind the work of all calls that have ended
         self._taken = _Taken()
 
-    def take(self) -> Lane:
-        """A lane for one call."""
+    def take(self) -> CallStreams:
+        """Streams for one call."""
         devices = self._devices()
         try:
-            lane = self._idle.pop()
+            call_streams = self._idle.pop()
         except IndexError:
-            lane = None
-        if lane is None or len(lane.streams) != len(devices):  # a map came since
+            call_streams = None
+        if call_streams is None or len(call_streams.streams) != len(devices):  # a map came since
             torch.cuda.init()  # type: ignore[no-untyped-call]
-            lane = Lane([torch.cuda.Stream(device) for device in devices])  # type: ignore[no-untyped-call]
+            call_streams = CallStreams([torch.cuda.Stream(device) for device in devices])  # type: ignore[no-untyped-call]
         last = self._last
-        if last is not None and last is not lane:
-            lane.follow(last)
-        return lane
+        if last is not None and last is not call_streams:
+            call_streams.follow(last)
+        return call_streams
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, call_streams: CallStreams) -> None:
         """The call is over on the host; what it has put onto the streams may not be done."""
-        lane.kept = False
-        if self._ordered and self._last is not lane:
+        call_streams.kept = False
+        if self._ordered and self._last is not call_streams:
             with self._lock:
                 if self._last is not None:
-                    lane.follow(self._last)
-                self._last = lane
-        if len(self._idle) < MOST_LANES:
-            self._idle.append(lane)
+                    call_streams.follow(self._last)
+                self._last = call_streams
+        if len(self._idle) < MOST_STREAMS:
+            self._idle.append(call_streams)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on a lane of its own; without one where there is no device, or none that works."""
+        """Run ``function`` on streams of its own; without any where there is no device, or none that works."""
         if not self._devices():
             return function()  # maps may name the CPU alone
         try:
-            lane = self.take()
+            call_streams = self.take()
         except Exception:
             # Whoever waits for the call must hear of it: that says what uses the device, in the call itself.
             logger.exception("no streams can be had")
             return function()
-        before, self._taken.lane = self._taken.lane, lane
+        before, self._taken.call_streams = self._taken.call_streams, call_streams
         try:
-            with lane:
+            with call_streams:
                 return function()
         finally:
-            self._taken.lane = before
-            if not lane.kept:
-                self.leave(lane)
+            self._taken.call_streams = before
+            if not call_streams.kept:
+                self.leave(call_streams)
 
-    def keep(self) -> Lane | None:
-        """The lane that the calling thread runs on, to be left by somebody else later."""
-        lane = self._taken.lane
-        if lane is not None:
-            lane.kept = True
-        return lane
+    def keep(self) -> CallStreams | None:
+        """The streams that the calling thread runs on, to be left later, by another thread."""
+        call_streams = self._taken.call_streams
+        if call_streams is not None:
+            call_streams.kept = True
+        return call_streams
 
 
 class StreamTask:
-    """A task of the executor, run on a lane."""
+    """A task of the executor, run on streams of its own."""
 
-    __slots__ = ("_lanes", "_task")
+    __slots__ = ("_stream_pool", "_task")
 
-    def __init__(self, task: Any, lanes: StreamPool) -> None:
+    def __init__(self, task: Any, stream_pool: StreamPool) -> None:
         self._task = task
-        self._lanes = lanes
+        self._stream_pool = stream_pool
 
     @property
     def quick(self) -> bool:
         return bool(self._task.quick)
 
     def run(self, more: bool) -> None:
-        self._lanes.run(lambda: self._task.run(more))
+        self._stream_pool.run(lambda: self._task.run(more))
 
     def drop(self) -> None:
         self._task.drop()
 
 
 class StreamCoroutine(Coroutine[Any, Any, T]):
-    """A coroutine, each step of which runs on the lane."""
+    """A coroutine, each step of which runs on its call's streams."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], lane: Lane) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], call_streams: CallStreams) -> None:
         self._coroutine = coroutine
-        self._lane = lane
+        self._lane = call_streams
 
     def send(self, value: Any) -> Any:
         with self._lane:

@@ -65,7 +65,7 @@ class Timers:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """``wake`` ends the sleep of the I/O thread; from any thread."""
-        self.wake = wake
+        self.wake: Callable[[], None] = wake
         self.named: deque[tuple[float, Timer]] = deque()
         """Times that are not in the heap yet: the I/O thread calls ``run_due`` before it sleeps on them."""
         self.next_due: float = NEVER

@@ -24,9 +24,9 @@ class Slot:
     """The runtime that `init_rpc` made, if any."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.runtime: Runtime | None = None
-        self.why_none = "init_rpc has not been called in this process"
+        self.why_none: str = "init_rpc has not been called in this process"
 
     def clear(self, why: str) -> None:
         """Hold no runtime any more, because of ``why``."""
@@ -44,7 +44,7 @@ class HasRuntime(Protocol):
     def _runtime(self) -> Runtime: ...
 
 
-slot = Slot()
+slot: Slot = Slot()
 _thread = _Thread()
 STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
 """The runtimes of this process, until they have ended: in a forked child they are the parent's."""

@@ -5,6 +5,8 @@ protocol of its own; what it consists of is listed in this folder's ``__init__.p
 process. Knows none of the layers above: these keep their state with it (`Runtime.part`) and are called by it
 (`hooks.py`).
 
+One long file on purpose: it names each part once, in the order in which parts are made and ended.
+
 Questions may be asked from any thread. `start_runtime` and `shutdown` belong to threads of the program,
 ``_on_expelled`` to the I/O thread, ``_end`` to the thread that moved the node out of its last state (`lifecycle.py`).
 """
@@ -282,7 +284,7 @@ class Runtime:
                 devices = NodeDevices(self.info.name, self.options, self.links.on_release, self.write_later)
                 self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
-                self.server.lanes = devices.lanes
+                self.server.stream_pool = devices.stream_pool
                 self.server.devices = devices.devices
                 self.hooks.agreed.append(self.links.forget_device_segments)
                 self.devices = devices

@@ -63,50 +63,54 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> FakeInner:
 
 
 @pytest.fixture
-def lanes(inner: FakeInner) -> StreamPool:
+def stream_pool(inner: FakeInner) -> StreamPool:
     return StreamPool(lambda: [DEVICE])
 
 
-def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(lanes: StreamPool, inner: FakeInner) -> None:
-    seen = [lanes.run(lambda: inner.current[0]) for _ in range(5)]
+def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(stream_pool: StreamPool, inner: FakeInner) -> None:
+    seen = [stream_pool.run(lambda: inner.current[0]) for _ in range(5)]
     assert seen == [1] * 5
     assert inner.current == (0, 0, 1)
-    assert lanes.take().streams[0].waits == []  # type: ignore[attr-defined]
+    assert stream_pool.take().streams[0].waits == []  # type: ignore[attr-defined]
 
 
-def test_overlapping_calls_have_lanes_of_their_own(lanes: StreamPool, inner: FakeInner) -> None:
-    assert lanes.run(lambda: (inner.current[0], lanes.run(lambda: inner.current[0]), inner.current[0])) == (1, 2, 1)
+def test_overlapping_calls_have_lanes_of_their_own(stream_pool: StreamPool, inner: FakeInner) -> None:
+    assert stream_pool.run(lambda: (inner.current[0], stream_pool.run(lambda: inner.current[0]), inner.current[0])) == (
+        1,
+        2,
+        1,
+    )
 
 
-def test_a_call_sees_those_that_have_ended_wherever_they_ran(lanes: StreamPool) -> None:
-    first, second = lanes.take(), lanes.take()
-    lanes.leave(first)
-    lanes.leave(second)
+def test_a_call_sees_those_that_have_ended_wherever_they_ran(stream_pool: StreamPool) -> None:
+    first, second = stream_pool.take(), stream_pool.take()
+    stream_pool.leave(first)
+    stream_pool.leave(second)
     assert second.streams[0].waits == [1]  # type: ignore[attr-defined]
-    third = lanes.take()
+    third = stream_pool.take()
     assert third is second, "the warmest"
-    fourth = lanes.take()
+    fourth = stream_pool.take()
     assert fourth is first
     assert first.streams[0].waits == [2]  # type: ignore[attr-defined]
 
 
-def test_what_is_done_is_not_waited_for(lanes: StreamPool) -> None:
-    first, second = lanes.take(), lanes.take()
+def test_what_is_done_is_not_waited_for(stream_pool: StreamPool) -> None:
+    first, second = stream_pool.take(), stream_pool.take()
     first.streams[0].busy = False  # type: ignore[attr-defined]
-    lanes.leave(first)
-    lanes.leave(second)
+    stream_pool.leave(first)
+    stream_pool.leave(second)
     assert second.streams[0].waits == []  # type: ignore[attr-defined]
 
 
-def test_a_failing_call_leaves_its_lane(lanes: StreamPool, inner: FakeInner) -> None:
+def test_a_failing_call_leaves_its_lane(stream_pool: StreamPool, inner: FakeInner) -> None:
     with pytest.raises(ZeroDivisionError):
-        lanes.run(lambda: 1 // 0)
+        stream_pool.run(lambda: 1 // 0)
     assert inner.current == (0, 0, 1)
-    assert lanes.run(lambda: inner.current[0]) == 1
+    assert stream_pool.run(lambda: inner.current[0]) == 1
 
 
 def test_without_a_device_or_one_that_works_calls_run_all_the_same(
-    lanes: StreamPool, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
+    stream_pool: StreamPool, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert StreamPool(list).run(lambda: 7) == 7
 
@@ -114,10 +118,10 @@ def test_without_a_device_or_one_that_works_calls_run_all_the_same(
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(torch.cuda, "init", fail)
-    assert lanes.run(lambda: inner.current[0]) == 0
+    assert stream_pool.run(lambda: inner.current[0]) == 0
 
 
-def test_a_task_runs_on_a_lane(lanes: StreamPool, inner: FakeInner) -> None:
+def test_a_task_runs_on_a_lane(stream_pool: StreamPool, inner: FakeInner) -> None:
     class Task:
         quick = True
         log: tuple[Any, ...] = ()
@@ -129,22 +133,22 @@ def test_a_task_runs_on_a_lane(lanes: StreamPool, inner: FakeInner) -> None:
             self.log = ("dropped",)
 
     task = Task()
-    StreamTask(task, lanes).run(True)
+    StreamTask(task, stream_pool).run(True)
     assert task.log == (True, 1)
-    assert StreamTask(task, lanes).quick
-    StreamTask(task, lanes).drop()
+    assert StreamTask(task, stream_pool).quick
+    StreamTask(task, stream_pool).drop()
     assert task.log == ("dropped",)
 
 
-def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: StreamPool, inner: FakeInner) -> None:
+def test_a_coroutine_stays_on_the_lane_of_its_call(stream_pool: StreamPool, inner: FakeInner) -> None:
     async def function() -> list[int]:
         before = inner.current[0]
         await asyncio.sleep(0)
         return [before, inner.current[0]]
 
-    kept = lanes.run(lanes.keep)
+    kept = stream_pool.run(stream_pool.keep)
     assert kept is not None
-    other = lanes.take()
+    other = stream_pool.take()
     assert other is not kept, "it is in use until it is left"
 
     async def main() -> list[int]:
@@ -152,8 +156,8 @@ def test_a_coroutine_stays_on_the_lane_of_its_call(lanes: StreamPool, inner: Fak
 
     assert asyncio.run(main()) == [1, 1]
     assert inner.current == (0, 0, 1)
-    lanes.leave(kept)
-    assert lanes.take() is kept
+    stream_pool.leave(kept)
+    assert stream_pool.take() is kept
 
 
 def test_values_without_anything_on_a_device_have_no_stamp() -> None:
