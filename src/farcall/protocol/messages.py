@@ -5,14 +5,14 @@ The handshake has been passed before any of these is read, so both ends run the 
 message that does not fit its struct exactly is a fault of the link, not something to work around.
 
     tags    subject                 handled by
-    1-9     the link itself         runtime/link.py
+    1-9     the link itself         runtime/link
     10-19   shared memory           channel/shared_memory.py
-    20-29   calls                   runtime/calls.py, runtime/admission.py
-    30-39   departure               protocol/departure
+    20-29   calls                   runtime/calls
+    30-39   departure               protocol/departure.py
     40-49   references              protocol/references
     50-69   membership              protocol/membership
     70-79   observation             observe/clocks.py, protocol/observing.py
-    80-89   devices                 runtime/devices.py
+    80-89   devices                 runtime/devices
     90-     free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
@@ -140,7 +140,7 @@ class CallCancelled(_Control, frozen=True, tag=20):
 
 
 class QueueFull(_Control, frozen=True, tag=21):
-    """So many calls wait here, and no more should be sent; see runtime/admission.py."""
+    """So many calls wait here, and no more should be sent; see runtime/calls/admission.py."""
 
     queued: int
     limit: int

@@ -1,9 +1,9 @@
 """`Retry`: calling again where the network failed a call, for functions that may run twice.
 
-farcall runs a request at most once. A broken connection is mended below all calls (`runtime/reconnect.py`), so what is
-left to fail is a large message that was on its way when a connection broke, a peer that is dead, and one that refuses
-calls because too many wait there (`runtime/admission.py`). Whoever knows that a function may run twice can say so with
-``retry=``, call by call; everybody else gets the error.
+farcall runs a request at most once. A broken connection is mended below all calls (`runtime/link`). Three failures are
+left: a large message that was on its way when a connection broke, a dead peer, and a peer that refuses calls because
+too many wait there (`runtime/calls/admission.py`). A program that knows that a function may run twice says so with
+``retry=``, call by call; all other calls get the error.
 
     what is known of the failed call         tried again
     not sent, or refused: it did not run     yes

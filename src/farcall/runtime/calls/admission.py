@@ -1,7 +1,7 @@
 """What a node does when more calls wait for its threads than it allows: it says so. And what its callers do then.
 
 Owns the limit, the two words that go between callee and caller, and those who wait at the caller. Knows nothing of
-functions, arguments or frames; `node/arrivals.py` asks it about each request that comes while many are unanswered.
+functions, arguments or frames; `node/dispatcher.py` asks it about each request that comes while many are unanswered.
 
 What counts is what waits for a thread (``Executor.waiting``). Functions that run, that wait for calls of their own, or
 that have returned a future do not; so the pool, which grows where every thread waits, always gets the queue down again,

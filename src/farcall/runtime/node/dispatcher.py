@@ -1,7 +1,7 @@
 """What arrives at a node, and what it is handed to: requests, answers, letters and control messages.
 
 Owns the order in which a message is looked at: is there room, what rides along with it, whose is it. Holds no protocol:
-each control message is a row in a table, which the layers above add theirs to (`node_api.py`).
+each control message is a row in a table, which the layers above add theirs to (`hooks.py`).
 
 Frames come on the thread that reads the link, which must not block: the I/O thread, or one that waits for an answer and
 helps. Control messages are handled on the I/O thread, but for those in ``in_order``, whose handlers have locks of their
