@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 
 import farcall
 from farcall.errors import RpcTimeout
@@ -24,7 +25,7 @@ from farcall.observe.troubles import find_troubles
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.calls import executor
 from farcall.runtime.calls import pending as calls
-from farcall.runtime.link import dialler
+from farcall.runtime.link import dialler, listener
 from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
 ANSWER_S = 30.0
@@ -128,6 +129,7 @@ def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.M
         return prove(*args)
 
     monkeypatch.setattr(dialler, "prove", look_first)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", LONG_S)  # a program starts in the middle of the handshake
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:

@@ -47,13 +47,13 @@ def time_out(rank: int) -> None:
         farcall.rpc_sync("w1", Gate.wait, ("default",))
     with pytest.raises(TimeoutError):
         farcall.rpc_async("w1", Gate.wait, ("default",)).wait()
-    # 0 is no timeout: this outlasts others that were started later.
-    unlimited = farcall.rpc_async("w1", Gate.wait, ("unlimited",), timeout=0)
+    # None is no limit: this outlasts others that were started later.
+    unlimited = farcall.rpc_async("w1", Gate.wait, ("unlimited",), timeout=None)
     with pytest.raises(TimeoutError):
         farcall.rpc_sync("w1", Gate.wait, ("default",))
     assert not unlimited.done()
     farcall._set_rpc_timeout(0)
-    assert farcall.get_rpc_timeout() == 0
+    assert farcall.get_rpc_timeout() is None
     farcall.rpc_sync("w1", Gate.open, ("unlimited",))
     assert unlimited.wait() == "unlimited"
     for to in ("w0", "w1"):
@@ -77,7 +77,7 @@ def answer_late(rank: int) -> None:
 
     if rank:
         return
-    assert farcall.get_rpc_timeout() == 0
+    assert farcall.get_rpc_timeout() is None
     count = 1 << 20
     # Once, so that the segment is known to both, and large answers go through it.
     for name in ("warm 1", "warm 2", "warm 3"):
