@@ -50,11 +50,11 @@ def test_every_file_on_the_page_exists() -> None:
 @pytest.mark.parametrize(
     ("operation", "functions", "files"),
     [
-        ("no-op", 95, 25),
-        ("call", 120, 28),
-        ("operator", 145, 29),
-        ("reference", 240, 41),
-        ("backward", 640, 46),
+        ("no-op", 80, 22),
+        ("call", 100, 25),
+        ("operator", 128, 26),
+        ("reference", 197, 36),
+        ("backward", 374, 35),
     ],
 )
 def test_an_operation_does_not_travel_further_than_it_did(

@@ -427,7 +427,8 @@ class Runtime:
 
     def something_ended(self) -> None:
         """Have a graceful shutdown look again: perhaps it waited for nothing else. From any thread."""
-        self.leaving.poke()
+        if self.leaving.entered:
+            self.leaving.poke()
 
     def timer(self, callback: Callback) -> Timer:
         """A timer of the I/O thread: ``callback(now)`` must not run user code."""
