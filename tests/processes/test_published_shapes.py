@@ -85,7 +85,11 @@ def said_by_both(tmp_path: Path, program: str, *arguments: str, **modules: str) 
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGABRT)  # all tell where they are
                 output, errors = process.communicate()
-            assert process.returncode == 0, f"over {over}:\n{output}{errors}"
+            # torch's agent may lose the store of rank 0, which is quicker, in the last step of its shutdown.
+            lost_its_store = (
+                over == "torch.distributed.rpc" and "TensorPipeAgent::join" in errors and "TCPStore" in errors
+            )
+            assert process.returncode == 0 or lost_its_store, f"over {over}:\n{output}{errors}"
             said[over] = sorted(output.splitlines())
             said[over].remove(f"over {over}")
     theirs, ours = said.values()

@@ -96,6 +96,7 @@ class Executor:
         self._finished = 0
         self._started = False
         self._stopping = False
+        self._interrupted = False
         self._seen_finished = -1
         self._seen_at = 0.0
         self._seen_used_s = 0.0
@@ -238,7 +239,11 @@ class Executor:
                     self._rouse()
             try:
                 task.run(bool(tasks))
-            except BaseException:
+            except BaseException as error:
+                if self._interrupted and isinstance(error, SystemExit):
+                    with self._lock:  # it came a moment after the user's function, and the process ends anyway
+                        self._discard(worker)
+                    return
                 logger.exception("a task failed outside the user's function; please report this")
             del task  # or its arguments would live until the next task
             self._finished += 1
@@ -303,6 +308,7 @@ class Executor:
         For the end of the process: a thread that comes back from torch after the interpreter has ended is unwound
         through C++ code that does not allow it, and takes the process down with SIGABRT (before Python 3.14).
         """
+        self._interrupted = True
         for worker in list(self._workers):
             thread = worker.thread
             if thread is not None and thread is not threading.current_thread() and thread.ident is not None:

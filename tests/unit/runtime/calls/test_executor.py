@@ -98,6 +98,25 @@ def test_a_task_that_raises_ends_no_worker(executor: Executor, caplog: pytest.Lo
     assert "please report this" in caplog.text
 
 
+def test_an_interrupt_that_comes_behind_the_users_function_is_no_noise(
+    executor: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def linger() -> None:
+        begun.set()
+        while not go_on.is_set():
+            pass  # the interrupt lands here, where nothing of the user's catches it
+
+    executor.start()
+    executor.submit(Job(linger))
+    assert begun.wait(10)
+    executor.interrupt()
+    assert executor.stop(10.0) == []
+    go_on.set()
+    assert caplog.text == ""
+
+
 def test_nothing_to_do_is_nothing_to_attend_to(executor: Executor) -> None:
     executor.start()
     assert executor.look_in(1.0) == NEVER
