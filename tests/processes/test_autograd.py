@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import farcall
 import farcall.autograd as autograd
-from farcall.errors import RpcError
+from farcall.errors import FunctionNotFound, RpcError
 from farcall.options import MemoryOptions
 from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
 
@@ -163,6 +163,28 @@ def unused_results(rank: int) -> None:
 
 def test_what_does_not_reach_the_loss_is_no_obstacle() -> None:
     run_cluster(2, unused_results)
+
+
+def only_at_the_caller(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError(x)
+
+
+def a_function_that_is_not_there(rank: int) -> None:
+    if rank:
+        del globals()["only_at_the_caller"]
+    farcall.barrier(["w0", "w1"])
+    if rank:
+        return
+    x = torch.rand(3, 3, requires_grad=True)
+    with autograd.context() as context_id:
+        with pytest.raises(FunctionNotFound):
+            farcall.rpc_sync("w1", only_at_the_caller, (x,))
+        autograd.backward(context_id, [farcall.rpc_sync("w1", unweighted, (x,)).sum()])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[x], x.detach().cos())
+
+
+def test_a_pass_does_not_wait_for_arguments_that_nobody_read() -> None:
+    run_cluster(2, a_function_that_is_not_there, rpc_timeout=20.0)
 
 
 class Tripled(torch.autograd.Function):

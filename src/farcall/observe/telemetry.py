@@ -22,6 +22,7 @@ from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import Callback, Timer
+from farcall.serialize import withdraw
 
 __all__ = ["Telemetry", "TracedCalls"]
 
@@ -97,8 +98,7 @@ class TracedCalls(CallTable):
         self._spans: dict[int, Any] = {}  # of calls that no thread waits for, by the call's identity
 
     def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
-        span = self.telemetry.begin_call(call, frame.function)
-        frame.telemetry = self.telemetry.carrier(span)
+        span = self._begin(call, frame)
         try:
             answer = super().exchange(call, frame, refusable)
             if answer.kind == FAILURE:
@@ -111,14 +111,25 @@ class TracedCalls(CallTable):
             span.end()
 
     def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
-        span = self._spans[id(call)] = self.telemetry.begin_call(call, frame.function)
-        frame.telemetry = self.telemetry.carrier(span)
+        span = self._spans[id(call)] = self._begin(call, frame)
         try:
             super().send(call, frame, created, origin)
         except BaseException as error:
             self.telemetry.fail(span, str(error))
             self._end(call)
             raise
+
+    def _begin(self, call: PendingCall, frame: Frame) -> Any:
+        """A span for ``call``, told to its callee. If the tracer raises, take back what the request has forked."""
+        try:
+            span = self.telemetry.begin_call(call, frame.function)
+            frame.telemetry = self.telemetry.carrier(span)
+        except BaseException:
+            withdraw(frame)
+            if call.profile is not None:
+                call.profile.ended()
+            raise
+        return span
 
     def claim(self, call_id: int) -> PendingCall | None:
         call = super().claim(call_id)

@@ -139,13 +139,14 @@ def read_value(frame: Frame, peer: Any = None) -> Any:
     """
     if not frame.message_id or frame.recording is None:
         return _read(frame.payload, frame.buffers, frame.forks, peer)
+    message_id, frame.message_id = frame.message_id, 0  # it is received or declined here: nobody is to do so again
     tensors: list[torch.Tensor] = []
     try:
         value = _read(frame.payload, frame.buffers, frame.forks, peer, tensors)
     except BaseException:
-        frame.recording.decline_receive(peer, frame.message_id)
+        frame.recording.decline_receive(peer, message_id)
         raise
-    frame.recording.record_receive(peer, frame.message_id, tensors)
+    frame.recording.record_receive(peer, message_id, tensors)
     return value
 
 

@@ -14,12 +14,15 @@ import torch
 from tests.kit.values import decode, encode, encode_call
 
 from farcall.errors import FunctionNotFound, SerializationError
+from farcall.protocol.frames import RESPONSE, Frame
 from farcall.serialize import (
     TablePickler,
     current_decoding,
+    decline,
     installed_pickler,
     is_custom,
     policy,
+    read_value,
     register_reducer,
     use_rpc_pickler,
 )
@@ -440,3 +443,22 @@ def test_garbage_may_be_collected_while_a_message_is_forgotten():
     # In a process of its own: what is tested against is a segmentation fault.
     done = subprocess.run([sys.executable, "-c", COLLECTS_WHILE_A_MESSAGE_IS_FORGOTTEN], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_what_is_recorded_is_received_once():
+    log = []
+
+    class Context:
+        id = 1
+
+        def record_receive(self, peer, message_id, tensors):
+            log.append(("received", message_id))
+
+        def decline_receive(self, peer, message_id):
+            log.append(("declined", message_id))
+
+    payload, buffers = encode(torch.ones(3))
+    frame = Frame(RESPONSE, payload=payload, buffers=list(buffers), recording=Context(), message_id=7)
+    read_value(frame)
+    decline(frame, None)
+    assert log == [("received", 7)]

@@ -225,7 +225,13 @@ class Request:
             server.flush()  # this function may take long: answers that were held back go first
         try:
             if function:
-                func = decode_function(function)
+                try:
+                    func = decode_function(function)
+                except BaseException:
+                    # Nobody will read the arguments: a backward pass must not wait for their gradients.
+                    decline(frame, self.peer)
+                    discard(frame.payload, self.peer)
+                    raise
                 args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
                 func, args, kwargs = read_value(frame, self.peer)

@@ -193,6 +193,7 @@ class Dispatcher:
             if not self._take_notes(peer, frame, decode_notes(frame.notes)):
                 return  # it comes again, see redeliver
             decline(frame, peer)
+        discard(frame.payload, peer)
         try:
             refusal = encode_refusal(Refusal(self._admission.queued, self._admission.limit))
             peer.send(Frame(FAILURE, REFUSED, frame.call_id, payload=refusal))
