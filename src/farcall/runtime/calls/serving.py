@@ -31,15 +31,7 @@ from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
-from farcall.runtime.calls.results import (
-    ASYNC_MARK,
-    LATER,
-    Later,
-    MarkedResult,
-    StoredFailure,
-    answers_later,
-    is_async_execution,
-)
+from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
 from farcall.runtime.calls.run_inline import InlineFunctions
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
@@ -251,7 +243,7 @@ class Request:
             if (
                 outcome[0].__class__ in LATER
                 or hasattr(func, ASYNC_MARK)
-                or (func.__class__ is partial and is_async_execution(func))
+                or (func.__class__ is partial and answers_later(func, outcome[0]))
             ):
                 self._answer_later(func, outcome[0])
                 return

@@ -1,7 +1,7 @@
 """The writing half of a link: bytes out of many threads, in order, without a hop.
 
-Owns the write lock, what is queued and what the kernel did not take; `send_queue.py` has those who wait. Knows
-nothing of what frames mean.
+Owns the write lock, the queued frames and the bytes that the kernel did not take; `send_queue.py` has the threads that
+wait. Knows nothing of what frames mean. Over 400 lines, since all of it is one argument about one lock.
 
 - Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
   Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
