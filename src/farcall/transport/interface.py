@@ -50,6 +50,10 @@ class DialFailed(TransportError):
     """No connection could be made to an address; the message says which and why."""
 
 
+class DialUnanswered(DialFailed):
+    """The host of an address does not answer, or no way leads there."""
+
+
 class DialRefused(DialFailed):
     """The host of an address says that nobody listens there."""
 
@@ -120,6 +124,13 @@ class Transport(ABC):
         are allowed.
         """
         raise NotImplementedError(f"a {self.kind} transport is polled by its descriptor")
+
+    def silent_s(self) -> float:
+        """How long the host at the other end has left unanswered what was sent to it, as seen since the first look.
+
+        Its kernel answers, whatever its processes do. 0 where it has nothing to answer, or one kernel has both ends.
+        """
+        return 0.0
 
     @abstractmethod
     def end_sending(self) -> None:

@@ -106,12 +106,6 @@ class Link:
             self.session.broke()
             self.outgoing.pause()
 
-    @property
-    def progress(self) -> object:
-        """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
-        outgoing = self.outgoing
-        return self.transport, self.incoming.bytes_received, outgoing.bytes_sent if outgoing.queue.full else 0
-
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""
         return self._loop.on_thread()

@@ -36,13 +36,13 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
-MEMBER_EVENTS = ("joined", "left", "suspected", "recovered", "dead")
+MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead")
 
 
 class MemberEvent(NamedTuple):
     """What became of a member.
 
-    ``kind`` is ``"joined"``, ``"left"``, ``"suspected"``, ``"recovered"`` (from suspicion) or ``"dead"``;
+    ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion) or ``"dead"``;
     ``incarnation`` says which start of the worker; ``why`` is for people.
     """
 
@@ -209,8 +209,8 @@ class MemberChanges:
             hook(peer)
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
-        """A member joined, left, died, is suspected, or recovered."""
-        level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
+        """A member joined, left, died, is unresponsive, or recovered."""
+        level = logging.WARNING if kind in ("unresponsive", "dead") else logging.INFO
         logger.log(level, "%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
         self._event_log.note(kind, member.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):

@@ -79,7 +79,7 @@ function showTiles() {
   find("tiles").replaceChildren(...tiles.map(([title, value, bad]) => make("div", { class: bad ? "tile bad" : "tile" }, make("span", {}, title), make("strong", {}, value))));
 }
 
-const isBad = (worker) => worker.state === "gone" || worker.state === "silent" || worker.state === "expelled";
+const isBad = (worker) => worker.state === "gone" || worker.state === "unresponsive" || worker.state === "expelled";
 
 // Calls wait while every thread is in a function that does not wait for a call itself.
 const isFull = (worker) => worker.queued > 0 && worker.busy - worker.parked >= worker.threads;
@@ -232,7 +232,7 @@ function showShortWaiting() {
 }
 
 const KINDS = {
-  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], suspected: ["members", "warn"],
+  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], unresponsive: ["members", "warn"],
   recovered: ["members", "good"], joined: ["members", "good"], left: ["members", ""], interrupted: ["links", "warn"], reconnected: ["links", "good"],
 };
 
