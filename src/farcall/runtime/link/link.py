@@ -107,6 +107,11 @@ class Link:
             self.outgoing.pause()
 
     @property
+    def heard_bytes(self) -> int:
+        """Grows with every byte that comes, over whatever connection: the sign of life."""
+        return self.incoming.bytes_received
+
+    @property
     def progress(self) -> object:
         """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
         outgoing = self.outgoing

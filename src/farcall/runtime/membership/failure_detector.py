@@ -189,7 +189,7 @@ class FailureDetector:
     def _tell_heard(self) -> None:
         received: dict[int, tuple[Link, int]] = {}
         for incarnation, link in self._reach.links():
-            count = link.session.received
+            count = link.heard_bytes
             received[incarnation] = (link, count)
             if count and self._received.get(incarnation) != (link, count):
                 self._carry_out(self._machine.handle(events.Heard(incarnation), monotonic()))
