@@ -88,8 +88,10 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
     until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
     after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
-    `init_rpc` again afterwards.
+    `init_rpc` again afterwards. A second shutdown does nothing.
     """
+    if slot.runtime is None and slot.was_filled:
+        return
     runtime = current_runtime()
     try:
         leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)

@@ -20,6 +20,7 @@ import functools
 import importlib
 import pickle
 import sys
+import threading
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -197,13 +198,28 @@ def _find_path(data: bytes, path: str) -> Any:
     for name in qualified_name.split("."):
         found = getattr(found, name, _missing)
     if found is _missing:
-        file = getattr(module, "__file__", None) or "no file"
-        raise FunctionNotFound(
-            f"this worker's module {module.__name__!r} ({file}) has no {qualified_name!r}; "
-            "the RPC pickler does not serialize code: define the function on both sides"
-        )
+        raise FunctionNotFound(_why_missing(module, qualified_name))
     first, *further = qualified_name.split(".")
     if len(_read) >= _MOST_CACHED:
         _read.clear()
     _read[data] = (module_name, first, tuple(further))
     return found
+
+
+def _why_missing(module: ModuleType, qualified_name: str) -> str:
+    file = getattr(module, "__file__", None) or "no file"
+    told = f"this worker's module {module.__name__!r} ({file}) has no {qualified_name!r}"
+    line = _line_being_run(module, qualified_name.partition(".")[0])
+    if line is not None:
+        return f"{told} yet: it is still at line {line}. Define functions and classes before init_rpc"
+    return f"{told}; functions travel by name: every worker must define or import the same ones"
+
+
+def _line_being_run(module: ModuleType, name: str) -> int | None:
+    """The line that a program has reached, if it has yet to define ``name`` further down; else None."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals is module.__dict__ and frame.f_code.co_name == "<module>":
+            return frame.f_lineno if name in frame.f_code.co_names else None
+        frame = frame.f_back
+    return None

@@ -161,7 +161,7 @@ def test_function_missing_on_the_callee(monkeypatch):
     data = encode_function(plain)
     decode_function(data)
     monkeypatch.delattr(f"{__name__}.plain")
-    with pytest.raises(FunctionNotFound, match=r"test_functions.*has no 'plain'.*does not serialize code") as caught:
+    with pytest.raises(FunctionNotFound, match=r"test_functions.*has no 'plain'.*travel by name") as caught:
         decode_function(data)
     assert isinstance(caught.value, AttributeError)
     assert isinstance(caught.value, RuntimeError)
