@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.rpc import functions as functions
+    from farcall.rpc.combine import as_completed as as_completed
+    from farcall.rpc.combine import gather as gather
+    from farcall.rpc.combine import map as map
     from farcall.rpc.future import Future as Future
+    from farcall.rpc.handles import Worker as Worker
+    from farcall.rpc.handles import worker as worker
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
@@ -57,20 +62,24 @@ _HOMES = {
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
+    "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
     "_rref_context_get_debug_info": "farcall.api",
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "all_gather": "farcall.api",
+    "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
     "debug": "farcall",
     "errors": "farcall",
     "functions": "farcall.rpc",
+    "gather": "farcall.rpc.combine",
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
+    "map": "farcall.rpc.combine",
     "member_events": "farcall.api",
     "members": "farcall.api",
     "metrics": "farcall.api",
@@ -84,6 +93,7 @@ _HOMES = {
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
     "wait_all": "farcall.api",
+    "worker": "farcall.rpc.handles",
 }
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
@@ -98,16 +108,20 @@ __all__ = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Worker",
     "WorkerInfo",
     "all_gather",
+    "as_completed",
     "autograd",
     "barrier",
     "debug",
     "errors",
     "functions",
+    "gather",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "map",
     "member_events",
     "members",
     "metrics",
@@ -121,6 +135,7 @@ __all__ = [
     "shared_empty",
     "shutdown",
     "wait_all",
+    "worker",
 ]
 
 

@@ -24,6 +24,7 @@ from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
+from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
@@ -111,6 +112,10 @@ class Node:
         """Leave the cluster. Graceful: wait until all work everywhere is done, at most ``timeout`` seconds if given."""
         if self._started is not None:
             leave(self._started, graceful, timeout or 0.0, self.checks_leaks)
+
+    def __getitem__(self, to: str | int | WorkerInfo) -> Worker:
+        """A handle of the worker ``to``, called by this node: ``node["ps"].call(function, argument)``."""
+        return handle_of(self._runtime, to)
 
     def rpc_sync(
         self,

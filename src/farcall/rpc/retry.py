@@ -34,7 +34,7 @@ from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.pending import PendingCall
+from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -142,6 +142,7 @@ class RetryingFuture(Future[Any]):
         self._attempt = 0
         self._request = (func, args, kwargs)
         self._recording = RECORDING.get()
+        self._paused: list[bool] = []  # one item while it waits for its next attempt; whoever pops it goes on
 
     def send(self) -> None:
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
@@ -162,9 +163,31 @@ class RetryingFuture(Future[Any]):
             self._request = (self.what, None, None)
             super().fail(error)
         else:
-            self._node.part(Pauses).after(pause_s, self._again, super().fail)
+            self._paused.append(True)
+            self._node.part(Pauses).after(pause_s, self._again, self._give_up)
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            return True
+        if not self._leave_pause():
+            return False
+        self._request = (self.what, None, None)
+        self._end(Cancelled(f"{name_of(self.what)}() was cancelled before it was called again", Delivery.UNKNOWN))
+        return True
+
+    def _leave_pause(self) -> bool:
+        try:
+            return self._paused.pop()  # atomic
+        except IndexError:
+            return False
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._leave_pause():
+            super().fail(error)
 
     def _again(self) -> None:
+        if not self._leave_pause():
+            return  # it was cancelled
         outside = None if self._recording is None else self._recording.enter()
         try:
             self.send()

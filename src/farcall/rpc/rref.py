@@ -37,6 +37,7 @@ from farcall.rpc.owned_values import OnWorker, Owned, wait_for_value
 from farcall.rpc.owner_calls import (
     Creation,
     Proxy,
+    Start,
     ask,
     ask_async,
     call_method,
@@ -231,6 +232,22 @@ class RRef(Generic[T]):
                 f"{self._references.node.info}. Call it on owner {self.owner()}, or use to_here() for a copy"
             )
         return wait_for_value(self, self._owned, 0.0)  # type: ignore[no-any-return]
+
+    # A type checker sees the value itself behind ``call``: its methods with their arguments and results. No type says
+    # "the same methods, each with a Future of its result", so behind ``start`` it sees a method that is passed in.
+
+    @property
+    def call(self) -> T:
+        """``rref.call.method(...)`` calls a method of the value at its owner, and returns its result."""
+        return Proxy(call_method, self, UNSET_TIMEOUT)  # type: ignore[return-value]
+
+    @property
+    def start(self) -> Start[T]:
+        """``rref.start.method(...)`` calls a method of the value at its owner; a future of its result.
+
+        ``rref.start(Class.method, ...)`` is the same call, and type checkers know its arguments and its result.
+        """
+        return Start(call_method_async, self, UNSET_TIMEOUT)
 
     def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
