@@ -211,8 +211,8 @@ class MemberChanges:
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
         """A member joined, left, died, is suspected, or recovered."""
-        level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
-        logger.log(level, "%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
+        # One warning for a death: that of `on_gone`.
+        logger.info("%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
         self._event_log.note(kind, member.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
             self._entry.on_change()
