@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from farcall.autograd.contexts import Contexts
+from farcall.autograd.functions import Reached
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
@@ -62,7 +63,7 @@ _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Deco
 def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
     """The frame of ``messages``."""
     steering: list[protocol.Message] = []
-    carried: list[tuple[int, int, int, int, list[torch.Tensor | None] | None]] = []
+    carried: list[tuple[int, int, int, int, Reached]] = []
     for message in messages:
         if type(message) is Gradient:
             # As a plain tuple: naming a class costs more than all the rest of a small gradient.

@@ -6,6 +6,8 @@ Knows nothing of who refers to a value: `references.py` removes a value when the
     a value   event                                becomes
     pending   the creating call returned           ready: ``value``
     pending   the call raised, or will never come  ready: ``failure``
+    pending   the node ended                       ready: ``failure``
+    ready     anything                             stays as it is
 
 A value has a place in the table from the first word of its reference on: the creating call, a fork, or a question that
 overtook both. Each waiter is called once: by the thread that makes the value ready, or at once if the value is ready.
@@ -66,20 +68,22 @@ class Owned:
 
     def resolve(self, value: Any, devices: Sequence[torch.device] = ()) -> None:
         """The value is here; ``devices`` are the node's."""
-        if devices:
-            self._stamp = stamp(value, devices)
-        self.value = value
+        self._settle(value, None, stamp(value, devices) if devices else None)
+
+    def fail(self, failure: Frame) -> None:
+        """No value will come; ``failure`` is the encoded error that says why."""
+        self._settle(None, failure, None)
+
+    def _settle(self, value: Any, failure: Frame | None, made: Stamp | None) -> None:
         with _lock:
+            if self.ready:
+                return  # the node ended while the function ran: the waiters were told so, and it stays true
+            self.value, self.failure, self._stamp = value, failure, made
             self.ready = True
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
             for wake in waiting:
                 wake()
-
-    def fail(self, failure: Frame) -> None:
-        """No value will come; ``failure`` is the encoded error that says why."""
-        self.failure = failure
-        self.resolve(None)
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, which must not block, once the value is ready; at once if it is."""
@@ -141,6 +145,11 @@ def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float | None) -> An
     return owned.get()
 
 
+def shut_down(here: WorkerInfo) -> Frame:
+    """The failure of a value that was still being made when its node ended."""
+    return encode_failure(Cancelled(f"{here.name} shut down before the value was made"), here)
+
+
 class OwnedValues:
     """The values that one node owns, by reference.
 
@@ -176,6 +185,12 @@ class OwnedValues:
                 "its caller died or gave up"
             )
             owned.fail(encode_failure(why, self._here))
+
+    def end(self) -> None:
+        """The node ended: fail the waiters of every value that is still being made."""
+        for owned in list(self.places.values()):
+            if not owned.ready:
+                owned.fail(shut_down(self._here))
 
     def abandon(self, creator: int, is_listed: Callable[[RefId], bool]) -> list[Owned]:
         """``creator`` died: remove and fail the values that only it could have made; listed ones are being made."""
@@ -217,8 +232,7 @@ class KeptRequest(Request):
         self._send(Frame(FAILURE, payload=failure.payload, buffers=failure.buffers), False)
 
     def drop(self) -> None:
-        why = Cancelled(f"{self.server.worker.name} shut down before the value was made")
-        self._owned.fail(encode_failure(why, self.server.worker))
+        self._owned.fail(shut_down(self.server.worker))
         super().drop()
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import SystemRandom
 from time import monotonic
 from typing import Any
 
@@ -43,6 +43,8 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING
 
 __all__ = ["Retry", "async_with", "remote_with", "sync_with"]
+
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Retry:
         if delivery is Delivery.EXECUTED and not self.executed:
             return None
         longest = min(self.longest_backoff_s, self.backoff_s * self.factor ** (attempt - 1))
-        pause = longest * (1.0 - self.jitter * random.random())
+        pause = longest * (1.0 - self.jitter * _RANDOM.random())
         return pause if monotonic() + pause < deadline else None
 
 

@@ -14,9 +14,9 @@ What the list in the store means is told in `contacts.py`; who is let in is sett
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable
+from random import SystemRandom
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -48,6 +48,7 @@ FIRST_CONNECTIONS_S = 5.0
 STORE_S = 2.0
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 class Meeting(NamedTuple):
@@ -115,7 +116,7 @@ class Search:
 
     def run(self, deadline: float) -> None:
         """Return when this node is a member; raises ``InitError``."""
-        pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=random)
+        pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=_RANDOM)
         while not self._try(deadline):
             pause_s = pauses.next_s()
             if monotonic() + pause_s >= deadline:
@@ -139,7 +140,7 @@ class Search:
                 before_me, may_found = False, is_current
             else:
                 others.append((before_me, contact))
-        random.shuffle(others)  # so that many newcomers do not ask the same one
+        _RANDOM.shuffle(others)  # so that many newcomers do not ask the same one
         for is_before, contact in others:
             if contact.incarnation in self._gone:
                 continue
