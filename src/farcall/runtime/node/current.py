@@ -26,7 +26,7 @@ class Slot:
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.runtime: Runtime | None = None
-        self.was_filled = False
+        self.was_filled: bool = False
         self.why_none: str = "init_rpc has not been called in this process"
 
     def clear(self, why: str) -> None:

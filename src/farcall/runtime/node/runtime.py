@@ -482,7 +482,9 @@ class Runtime:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
         if not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
-            logger.warning("%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name)
+            logger.warning(
+                "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
+            )
         self.shutdown(graceful=False)
 
     def _on_expelled(self, why: str) -> None:
