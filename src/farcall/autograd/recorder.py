@@ -39,6 +39,7 @@ from farcall.protocol.frames import LETTER, REQUEST, Frame
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
@@ -164,7 +165,7 @@ class Recorder:
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
-            kept = peer.run_inline(work) if is_last and self._quick.get(peer.number) else None
+            kept = peer.run_inline(work, quick=True) if is_last and self._quick.get(peer.number) else None
             if kept is None:
                 self.node.executor.submit(work)
             elif not kept:
@@ -275,7 +276,7 @@ class _Work:
 
     __slots__ = ("_local", "_recorder", "_sender")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, recorder: Recorder, sender: int, local: LocalPass) -> None:
         self._recorder = recorder

@@ -21,6 +21,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LARGE_BYTES, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
 from farcall.rpc.outcome import DerivedFuture, Opens, Outcome, check_callable, in_present_context, profiled
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
@@ -224,7 +225,7 @@ class _Completion:
 
     __slots__ = ("error", "future")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
         self.future = future

@@ -34,6 +34,7 @@ from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -369,7 +370,7 @@ class _Act:
 
     __slots__ = ("_act", "_give_up")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
         self._act = act
