@@ -1,4 +1,4 @@
-"""The same outcome whether cloudpickle is installed or not: code by value is tests/processes/test_code_by_value.py's."""
+"""The same outcome with cloudpickle and without: code by value is tested in tests/processes/test_code_by_value.py."""
 
 from __future__ import annotations
 
