@@ -152,8 +152,8 @@ class _TracedTask:
         self._request = request
 
     @property
-    def quick(self) -> bool:
-        return self._request.quick
+    def expected_s(self) -> float:
+        return self._request.expected_s
 
     def run(self, more: bool) -> None:
         with self._telemetry.serving(self._request):

@@ -30,6 +30,7 @@ from farcall.rpc.outcome import (
     profiled,
     running_loop,
 )
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
@@ -236,7 +237,7 @@ class _Completion:
 
     __slots__ = ("error", "future")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
         self.future = future

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import answers_later
 from farcall.runtime.calls.scope import CURRENT
 from farcall.serialize import RECORDING
@@ -20,7 +21,7 @@ class Told:
 
     __slots__ = ("_tell",)
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
@@ -37,7 +38,7 @@ class Resumption:
 
     __slots__ = ("_finish", "_request")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
         self._request = request

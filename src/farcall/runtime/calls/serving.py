@@ -3,8 +3,8 @@
 Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
 cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
 
-A request whose function was quick when it last ran is run by the I/O thread itself (`run_inline.py`), all others by
-workers.
+A request whose function is expected to be quick, or brief and alone, is run by the I/O thread itself (`run_inline.py`),
+all others by workers. Answers of quick functions that run one after the other travel together, HOLD_S at most.
 
 A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
 ended on the node's event loop (`results.py`, `coroutines.py`).
@@ -34,7 +34,7 @@ from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
 from farcall.runtime.calls.resumption import Resumption, Told
-from farcall.runtime.calls.run_inline import InlineFunctions
+from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.io.timers import NEVER
@@ -56,6 +56,10 @@ from farcall.serialize import (
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
+
+HOLD_S = 200e-6
+HOLD_BYTES = 64 * 1024
+"""Answers that travel together wait no longer than this for each other, and are not larger."""
 
 
 class ReferenceKeeper(Protocol):
@@ -102,6 +106,8 @@ class Server:
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         self._corked: set[Peer] = set()
+        self._corked_at: float = 0.0
+        self._corked_bytes: int = 0
         self.stream_pool: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
@@ -139,8 +145,9 @@ class Server:
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
-        if function in self.inline.trusted:
-            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
+        quick = function in self.inline.quick
+        if quick or (function in self.inline.brief and self._executor.quiet):
+            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), quick)
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -175,6 +182,15 @@ class Server:
         if self.on_answered is not None:
             self.on_answered()  # a shutdown may be waiting for nothing else
 
+    def hold_back(self, peer: Peer, size_bytes: int, now: float) -> None:
+        """An answer of so many bytes to ``peer`` is in the outbox; send it soon, with others."""
+        if not self._corked:
+            self._corked_at, self._corked_bytes = now, 0
+        self._corked_bytes += size_bytes
+        self._corked.add(peer)
+        if self._corked_bytes >= HOLD_BYTES or now - self._corked_at > HOLD_S:
+            self.flush()
+
     def flush(self) -> bool:
         """Send the answers that were held back to travel together."""
         while self._corked:
@@ -199,12 +215,12 @@ class Request:
         "cancelled",
         "deferred",
         "dependents",
+        "expected_s",
         "frame",
         "function_name",
         "peer",
         "profile",
         "queued_at",
-        "quick",
         "server",
         "started_at",
         "thread_id",
@@ -217,8 +233,8 @@ class Request:
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
-        self.quick: bool = server.inline.is_quick(frame.function)
-        """Is its function expected to be quick?"""
+        self.expected_s: float = server.inline.expected_s(frame.function)
+        """How long its function is expected to take; once it has run, the next time."""
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later
         self.function_name: str = ""
@@ -263,7 +279,7 @@ class Request:
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
         started = self.started_at = perf_counter()
-        if not self.quick:
+        if self.expected_s >= QUICK_S:
             server.flush()  # this function may take long: answers that were held back go first
         try:
             if function:
@@ -308,7 +324,7 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                self.quick = server.inline.ran(function, took_s)
+                self.expected_s = server.inline.ran(function, took_s)
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
@@ -332,11 +348,16 @@ class Request:
             self._fail(error)
             return
         outcome.clear()
-        hold_back = more and self.quick and not frame.buffers
-        self._send(frame, hold_back)
-        if hold_back:
-            # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
-            self.server._corked.add(self.peer)
+        if more and self.expected_s < QUICK_S:
+            size_bytes = len(frame.payload)
+            for buffer in frame.buffers:
+                size_bytes += buffer.nbytes
+            if size_bytes < HOLD_BYTES:
+                self._send(frame, True)
+                # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
+                self.server.hold_back(self.peer, size_bytes, perf_counter())
+                return
+        self._send(frame, False)
 
     def _fail(self, error: BaseException) -> None:
         if self.cancelled:

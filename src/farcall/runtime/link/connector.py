@@ -21,11 +21,11 @@ is a member, and what becomes of a new connection, is the `Owner`'s business.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import SystemRandom
 from time import monotonic
 from typing import Protocol
 
@@ -54,6 +54,7 @@ logger: logging.Logger = logging.getLogger("farcall")
 MAX_WAITING_NEWS = 8
 RETRY_S = 0.5
 STOP_S = 1.5
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 """How long `stop` waits for a thread that may be inside a connect."""
 
 
@@ -186,7 +187,7 @@ class Connector:
             first.dialler.stop()
 
     def _dial_first(self, first: _First, member: Member, pause_s: float) -> bool:
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=random)
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=_RANDOM)
         backoff.restart(pause_s)
         dial = Dial(Goal.CONNECT, until=NEVER, now=monotonic(), backoff=backoff, pauses_first=True)
         with self._lock:
@@ -219,7 +220,7 @@ class Connector:
         before = self._ties.get(peer.incarnation)
         if before is not None:
             self._end_redial(before)
-        bond = Bond(established.session_id, dialled=dialled, now=monotonic(), jitter=random)
+        bond = Bond(established.session_id, dialled=dialled, now=monotonic(), jitter=_RANDOM)
         self._ties[peer.incarnation] = _Tie(bond, peer)
 
     def _tie_of(self, peer: RemotePeer) -> _Tie | None:
@@ -269,7 +270,7 @@ class Connector:
             name = self._owner.hello().member.name
             logger.warning("%s: nothing comes from %s: asking it to connect again", name, peer.info.name)
             now = monotonic()
-            backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=random)
+            backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=_RANDOM)
             dial = Dial(Goal.REMIND, until=now + self._reconnect_s, now=now, backoff=backoff)
             self._redial(tie, dial, Remind(tie.bond.session_id), "nothing came")
 

@@ -318,18 +318,23 @@ class Incoming:
         else:
             watch.since = monotonic()
 
-    def run_inline(self, task: Task) -> bool | None:
-        """Run a task that is expected to be quick, if the calling thread is the I/O thread and reads this link.
+    def run_inline(self, task: Task, quick: bool) -> bool | None:
+        """Run a task if the calling thread is the I/O thread, reads this link, and, unless ``quick``, has time.
 
-        None: it is not, and the task has not run. False: the task was slow, and another thread reads on.
+        None: the task has not run. False: the task was late, and another thread reads on.
         """
         # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
-        if reading.link is not self or not self._loop.on_thread():
+        loop = self._loop
+        if reading.link is not self or not loop.on_thread() or not (quick or (not self._frames and loop.has_time)):
             return None
         self.watch_reader()
         watch = reading.watch
         task.run(bool(self._frames))
-        return bool(watch)
+        if not watch:
+            return False
+        if not quick:
+            loop.look_who_waits()
+        return True
 
     def pass_on(self) -> None:
         """The reader is stuck in user code: another thread reads on. Called by the standby thread."""

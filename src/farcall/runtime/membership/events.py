@@ -23,7 +23,7 @@ from farcall.errors import Delivery, NetworkError, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member, incarnation_text
 from farcall.runtime.calls.admission import Admission
-from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.executor import UNKNOWN_S, Executor
 from farcall.runtime.calls.pending import CallTable, PendingCall
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
@@ -55,7 +55,7 @@ class MemberEvent(NamedTuple):
 class MemberEvents:
     """The subscriptions of programs to what becomes of members. A task of the executor."""
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

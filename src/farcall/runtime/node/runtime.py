@@ -31,7 +31,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.calls.admission import Admission
-from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.executor import UNKNOWN_S, Executor
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
@@ -549,7 +549,7 @@ class Runtime:
 class _Write:
     """A message that the I/O thread may not write itself; a task of the executor."""
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write

@@ -106,8 +106,11 @@ class Peer:
         """Do what brings ``awaited`` about, as far as the calling thread can."""
         raise NotImplementedError
 
-    def run_inline(self, task: Task) -> bool | None:
-        """Run ``task`` on the calling thread if that is the I/O thread (None: it is not); False: it was slow."""
+    def run_inline(self, task: Task, quick: bool) -> bool | None:
+        """Run ``task`` on the calling thread if that is the I/O thread and, unless it is ``quick``, has time.
+
+        None: it has not run. False: it was late.
+        """
         return None
 
     def cancel(self, call_id: int) -> None:
@@ -277,8 +280,8 @@ class RemotePeer(Peer):
         if reading.link is self.link.incoming:
             self.link.incoming.watch_reader()
 
-    def run_inline(self, task: Task) -> bool | None:
-        return self.link.incoming.run_inline(task)
+    def run_inline(self, task: Task, quick: bool) -> bool | None:
+        return self.link.incoming.run_inline(task, quick)
 
     @property
     def broken(self) -> bool:
