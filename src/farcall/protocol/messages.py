@@ -21,6 +21,8 @@ This module must not know what a message makes anybody do.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from farcall.errors import NetworkError
@@ -83,8 +85,12 @@ class Pong(_Control, frozen=True, tag=2):
     nonce: int
 
 
+LEFT: Final = "has left"
+FORGOT_SHUTDOWN: Final = "ended without shutdown()"
+
+
 class Goodbye(_Control, frozen=True, tag=3):
-    """The sender leaves on purpose: the end of the stream that follows is not a death."""
+    """The sender leaves on purpose: the end of the stream that follows is not a death. One of the two reasons above."""
 
     reason: str
 

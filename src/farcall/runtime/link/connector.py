@@ -251,7 +251,8 @@ class Connector:
             return False
         now = monotonic()
         bond.lose(link.session.received, now, self._reconnect_s)
-        logger.warning("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
+        # No warning yet: it is made again, or its end is told in one line.
+        logger.info("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
         purpose = Resume(bond.session_id, link.session.resume()) if bond.dialled else Remind(bond.session_id)
         if not self._redial(tie, bond.redial(now, self._reconnect_s), purpose, reason):
             return False

@@ -132,14 +132,14 @@ class ClusterLinks:
             if peer.devices is not None:
                 peer.devices.forget_segments()
 
-    def say_goodbye(self, linger_s: float) -> None:
+    def say_goodbye(self, reason: str, linger_s: float) -> None:
         """Tell all that this is no accident, and give them ``linger_s`` to read what was sent to them."""
         self._left = self.peers.everyone()
         for peer in self._left:
             peer.leaving = True
         self.connector.stop()
         for peer in self._left:
-            peer.control(messages.Goodbye("shutdown"))
+            peer.control(messages.Goodbye(reason))
         if linger_s:
             deadline = monotonic() + linger_s
             for peer in self._left:

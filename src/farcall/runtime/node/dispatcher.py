@@ -230,7 +230,7 @@ class Dispatcher:
             self._loop.call_soon(lambda: handle(peer, message))
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
-        peer.leaving = True
+        peer.leaving, peer.farewell = True, message.reason
         if peer.known:
             self._watch().on_goodbye(peer.incarnation)
 

@@ -35,6 +35,7 @@ from farcall.protocol.frames import (
     encode_small,
 )
 from farcall.protocol.member import incarnation_text
+from farcall.protocol.messages import LEFT
 from farcall.protocol.session import Unkept
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
@@ -155,6 +156,7 @@ class RemotePeer(Peer):
         "_fail_call",
         "_here",
         "_write_later",
+        "farewell",
         "held",
         "known",
         "leaving",
@@ -186,6 +188,8 @@ class RemotePeer(Peer):
         """What a stranger has sent that may only be read once it is a member."""
         self.leaving: bool = False
         """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
+        self.farewell: str = LEFT
+        """How it left, in the words of its Goodbye."""
         self.lending: SharedMemorySender | None = None
         """The memory of this node that it may look into; None: shared memory is not in use."""
         self.segments: SegmentMap | None = None
@@ -200,7 +204,7 @@ class RemotePeer(Peer):
         kind = frame.kind
         if self.leaving and kind == REQUEST:
             raise PeerDead(
-                f"{self.info.name} has left", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
+                f"{self.info.name} {self.farewell}", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
             )
         if self.segments is not None and self.segments.released:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
