@@ -221,6 +221,8 @@ class RpcBackendOptions(_Checked):
         automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
         busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
             itself where that does not pay. 0 means never.
+        inherit: the calls of a function have at most the time that its caller has left, carry its metadata, and are
+            cancelled with it. False: none of that, and what has begun is not cancelled, as in torch.distributed.rpc.
         membership: `MembershipOptions`, when a silent member is dead.
         memory: `MemoryOptions`, what large tensors travel through.
         limits: `LimitOptions`, how long queues may grow.
@@ -240,6 +242,7 @@ class RpcBackendOptions(_Checked):
     devices: Sequence[Any] = field(default=(), kw_only=True)
     automatic_device_maps: bool = field(default=False, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
+    inherit: bool = field(default=True, kw_only=True)
     membership: MembershipOptions = field(default_factory=MembershipOptions, kw_only=True)
     memory: MemoryOptions = field(default_factory=MemoryOptions, kw_only=True)
     limits: LimitOptions = field(default_factory=LimitOptions, kw_only=True)
@@ -257,7 +260,7 @@ class RpcBackendOptions(_Checked):
             self._set("start_timeout_s", seconds)
         self._set("init_method", _check_init_method(self.init_method))
         self._check_each(_check_positive, "num_worker_threads")
-        self._check_each(_check_flag, "automatic_device_maps")
+        self._check_each(_check_flag, "automatic_device_maps", "inherit")
         for name, kind in _GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a farcall.{kind.__name__}, not {getattr(self, name)!r}")

@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "CurrentCall",
     "Future",
     "LimitOptions",
     "MemberEvent",
@@ -29,6 +30,7 @@ PUBLIC = [
     "as_completed",
     "autograd",
     "barrier",
+    "current_call",
     "debug",
     "errors",
     "functions",

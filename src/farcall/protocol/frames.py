@@ -133,6 +133,8 @@ class Frame(msgspec.Struct):
     """At the receiver of a request: what its caller, being profiled, wants to know."""
     telemetry: dict[str, str] | None = None
     """At the sender of a request: OpenTelemetry's context of the caller, if its user has opted into that."""
+    scope: Any = None
+    """At the receiver of a request: what the calls of its function inherit, a deadline and metadata; None: nothing."""
     handed_over: bool = False
     """Did a link take it? From then on only an error that says so means that it was not sent."""
 

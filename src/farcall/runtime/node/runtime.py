@@ -172,9 +172,16 @@ class Runtime:
             options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
         )
         self.calls: CallTable = make_calls(
-            self.loop.timer, self.executor, options.limits.when_overloaded, on_given_up=self.something_ended
+            self.loop.timer,
+            self.executor,
+            options.limits.when_overloaded,
+            on_given_up=self.something_ended,
+            default_timeout_s=self.timeout_s if options.inherit else None,
         )
-        self.server: Server = Server(self.info, self.executor, self._own_thread)
+        self.server: Server = Server(
+            self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
+        )
+        self.hooks.peer_gone.append(self.server.on_peer_gone)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()

@@ -115,7 +115,7 @@ class Peer:
         return None
 
     def cancel(self, call_id: int) -> None:
-        """Nobody waits for the answer to this call any more: it need not begin."""
+        """Nobody waits for the answer to this call any more."""
 
     def watch(self) -> None:
         """The thread that reads this peer's link is about to run what may take long."""
@@ -274,9 +274,7 @@ class RemotePeer(Peer):
         self.link.incoming.help_until(awaited, deadline)
 
     def cancel(self, call_id: int) -> None:
-        # Who does not read is not helped by more to read; but who cannot be reached gets the request later.
-        if not self.link.outgoing.queue.full or self.link.outgoing.queue.down:
-            self.control(messages.CallCancelled(call_id))
+        self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:
         if reading.link is self.link.incoming:
