@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.kit.ports import let_ports_go
+from tests.kit.wheel import installed as installed
 
 # The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
 settings.register_profile(

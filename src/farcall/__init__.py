@@ -39,14 +39,22 @@ if TYPE_CHECKING:
     from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.rpc import functions as functions
+    from farcall.rpc.combine import as_completed as as_completed
+    from farcall.rpc.combine import gather as gather
+    from farcall.rpc.combine import map as map
     from farcall.rpc.future import Future as Future
+    from farcall.rpc.handles import Worker as Worker
+    from farcall.rpc.handles import worker as worker
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
+    from farcall.runtime.calls.scope import CurrentCall as CurrentCall
+    from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CurrentCall": "farcall.runtime.calls.scope",
     "Future": "farcall.rpc.future",
     "LimitOptions": "farcall.options",
     "MemberEvent": "farcall.runtime.membership.events",
@@ -57,20 +65,25 @@ _HOMES = {
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
+    "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
     "_rref_context_get_debug_info": "farcall.api",
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "all_gather": "farcall.api",
+    "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
+    "current_call": "farcall.runtime.calls.scope",
     "debug": "farcall",
     "errors": "farcall",
     "functions": "farcall.rpc",
+    "gather": "farcall.rpc.combine",
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
+    "map": "farcall.rpc.combine",
     "member_events": "farcall.api",
     "members": "farcall.api",
     "metrics": "farcall.api",
@@ -84,10 +97,12 @@ _HOMES = {
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
     "wait_all": "farcall.api",
+    "worker": "farcall.rpc.handles",
 }
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
+    "CurrentCall",
     "Future",
     "LimitOptions",
     "MemberEvent",
@@ -98,16 +113,21 @@ __all__ = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Worker",
     "WorkerInfo",
     "all_gather",
+    "as_completed",
     "autograd",
     "barrier",
+    "current_call",
     "debug",
     "errors",
     "functions",
+    "gather",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "map",
     "member_events",
     "members",
     "metrics",
@@ -121,6 +141,7 @@ __all__ = [
     "shared_empty",
     "shutdown",
     "wait_all",
+    "worker",
 ]
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -25,6 +25,7 @@ from farcall.observe import torch_profilers as torch_profilers  # from here on t
 from farcall.observe.metrics import Metrics, collect
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
@@ -88,8 +89,10 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
     until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
     after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
-    `init_rpc` again afterwards.
+    `init_rpc` again afterwards. A second shutdown does nothing.
     """
+    if slot.runtime is None and slot.was_filled:
+        return
     runtime = current_runtime()
     try:
         leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)
@@ -132,6 +135,16 @@ def metrics() -> Metrics:
     return collect(current_runtime())
 
 
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> T: ...
+@overload
 def rpc_sync(
     to: Destination,
     func: Callable[..., T],
@@ -139,7 +152,15 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> T:
+) -> T: ...
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised.
 
     Args:
@@ -151,10 +172,20 @@ def rpc_sync(
             a function runs at most once.
     """
     if retry is not None:
-        return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
-    return call_sync(current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+        return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)
+    return call_sync(current_runtime(), to, func, args, kwargs, timeout)
 
 
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Future[T]: ...
+@overload
 def rpc_async(
     to: Destination,
     func: Callable[..., T],
@@ -162,7 +193,15 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> Future[T]:
+) -> Future[T]: ...
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Future[Any]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
     if retry is not None:
         future: Future[Any] = async_with(retry, current_runtime(), to, func, args, kwargs, timeout)
@@ -174,6 +213,16 @@ def rpc_async(
     return future
 
 
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> RRef[T]: ...
+@overload
 def remote(
     to: Destination,
     func: Callable[..., T],
@@ -181,7 +230,15 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> RRef[T]:
+) -> RRef[T]: ...
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
 
     What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`;

@@ -21,7 +21,7 @@
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
     ├── ReferenceLeak           references were still held when all members had left
     ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
-    └── Cancelled               the node shut down before the answer came
+    └── Cancelled               the call was cancelled, or the node shut down, before the answer came (``.delivery``)
 
 ``RpcError`` derives from ``RuntimeError``, so programs that catch that keep working.
 This module knows nothing of sockets, tensors or threads.
@@ -210,4 +210,8 @@ class ShutdownTimeout(RpcError, TimeoutError):
 
 
 class Cancelled(RpcError):
-    """The local node shut down before the answer came."""
+    """The call was cancelled, or the local node shut down, before the answer came; ``delivery`` as far as known."""
+
+    def __init__(self, message: str, delivery: Delivery = Delivery.UNKNOWN) -> None:
+        super().__init__(message)
+        self.delivery = delivery

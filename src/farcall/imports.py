@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
-__all__ = ["find_and_then", "when_imported"]
+__all__ = ["Loading", "find_and_then", "when_imported"]
 
 
 def find_and_then(
@@ -22,17 +24,26 @@ def find_and_then(
     then: Callable[[ModuleType], object],
 ) -> importlib.machinery.ModuleSpec | None:
     """The module as all finders but ``asking`` find it; its load calls ``then`` with it."""
+
+    def load_and_then(load: Callable[[ModuleType], object], module: ModuleType) -> None:
+        load(module)
+        then(module)
+
+    return _find_and_wrap(asking, fullname, path, load_and_then)
+
+
+def _find_and_wrap(
+    asking: importlib.abc.MetaPathFinder,
+    fullname: str,
+    path: Sequence[str] | None,
+    around: Callable[[Callable[[ModuleType], object], ModuleType], None],
+) -> importlib.machinery.ModuleSpec | None:
+    """The module as all finders but ``asking`` find it; it is loaded by ``around``, which gets the plain loader."""
     found = (finder.find_spec(fullname, path) for finder in sys.meta_path if finder is not asking)
     spec = next((spec for spec in found if spec is not None), None)
     if spec is None or spec.loader is None:
         return None
-    load = spec.loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        load(module)
-        then(module)
-
-    spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+    spec.loader.exec_module = partial(around, spec.loader.exec_module)  # type: ignore[method-assign]
     return spec
 
 
@@ -61,3 +72,43 @@ class _Waiting(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._then(module)
+
+
+class Loading(importlib.abc.MetaPathFinder):
+    """The modules of one package that this thread is loading: something can be done once it loads none.
+
+    Inside an import, a module that is being loaded further out is incomplete, and must not be used.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._of_thread = threading.local()
+        sys.meta_path.insert(0, self)
+
+    def then(self, do: Callable[[], object]) -> None:
+        """Call ``do`` once, when this thread loads no module of the package: now, or at the end of the outermost."""
+        if getattr(self._of_thread, "depth", 0):
+            self._of_thread.do = do
+        else:
+            self._end(do)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return _find_and_wrap(self, fullname, path, self._load) if fullname.startswith(self._prefix) else None
+
+    def _load(self, load: Callable[[ModuleType], object], module: ModuleType) -> None:
+        depth = self._of_thread.depth = getattr(self._of_thread, "depth", 0) + 1
+        try:
+            load(module)
+        finally:
+            self._of_thread.depth = depth - 1
+        do: Callable[[], object] | None = getattr(self._of_thread, "do", None)
+        if do is not None and depth == 1:
+            self._of_thread.do = None
+            self._end(do)
+
+    def _end(self, do: Callable[[], object]) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        do()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import torch
 
@@ -22,8 +22,10 @@ from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
+from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
@@ -112,6 +114,21 @@ class Node:
         if self._started is not None:
             leave(self._started, graceful, timeout or 0.0, self.checks_leaks)
 
+    def __getitem__(self, to: str | int | WorkerInfo) -> Worker:
+        """A handle of the worker ``to``, called by this node: ``node["ps"].call(function, argument)``."""
+        return handle_of(self._runtime, to)
+
+    @overload
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> T: ...
+    @overload
     def rpc_sync(
         self,
         to: str | int | WorkerInfo,
@@ -120,12 +137,32 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> T:
+    ) -> T: ...
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Any:
         """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
         if retry is not None:
-            return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
-        return call_sync(self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+            return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)
+        return call_sync(self._runtime, to, func, args, kwargs, timeout)
 
+    @overload
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[T]: ...
+    @overload
     def rpc_async(
         self,
         to: str | int | WorkerInfo,
@@ -134,12 +171,32 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> Future[T]:
+    ) -> Future[T]: ...
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[Any]:
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
         if retry is not None:
             return async_with(retry, self._runtime, to, func, args, kwargs, timeout)
         return call_async(self._runtime, to, func, args, kwargs, timeout)
 
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[T]: ...
+    @overload
     def remote(
         self,
         to: str | int | WorkerInfo,
@@ -148,7 +205,16 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> RRef[T]:
+    ) -> RRef[T]: ...
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[Any]:
         """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
         if retry is not None:
             return remote_with(retry, self._runtime, to, func, args, kwargs, timeout)

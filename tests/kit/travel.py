@@ -76,6 +76,7 @@ def layer(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _operations() -> dict[str, Callable[[], object]]:
     inputs, weight = torch.randn(64, 64), torch.randn(64, 64)
     trained = torch.randn(64, 64, requires_grad=True)
+    worker = farcall.worker("w1")
 
     def step() -> None:
         with dist_autograd.context() as context_id:
@@ -85,6 +86,7 @@ def _operations() -> dict[str, Callable[[], object]]:
 
     return {
         "no-op": lambda: farcall.rpc_sync("w1", nothing),
+        "handle": lambda: worker.call(numel, inputs),
         "call": lambda: farcall.rpc_sync("w1", numel, args=(inputs,)),
         "operator": lambda: farcall.rpc_sync("w1", torch.add, args=(inputs, weight)),
         "reference": lambda: farcall.remote("w1", numel, args=(inputs,)).to_here(),

@@ -62,3 +62,7 @@ def test_an_operation_does_not_travel_further_than_it_did(
 ) -> None:
     assert travels[operation].functions <= MARGIN * functions
     assert len(travels[operation].files) <= MARGIN * files
+
+
+def test_a_call_through_a_handle_costs_the_same(travels: dict[str, Travel]) -> None:
+    assert travels["handle"].functions <= 1.03 * travels["call"].functions

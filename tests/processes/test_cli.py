@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.kit.wheel import Installed
 
 import farcall
 
 
-def farcall_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "farcall", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def farcall_command(installed: Installed, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return installed.run(installed.command, *arguments)
 
 
-def test_bench_measures_all_three(tmp_path: Path) -> None:
+def test_bench_measures_all_three(installed: Installed, tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
     places = ["--json", str(figures), "--plot", str(picture)]
-    done = farcall_command("bench", "--quick", "--rounds", "1", "--only", "^no-op$|^send 64 KiB$", *places)
+    done = farcall_command(installed, "bench", "--quick", "--rounds", "1", "--only", "^no-op$|^send 64 KiB$", *places)
     assert done.returncode == 0, done.stderr
     document = json.loads(figures.read_text())
     assert document["failures"] == []
@@ -29,13 +29,13 @@ def test_bench_measures_all_three(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<svg")
 
 
-def test_bench_names_its_cases_where_none_matches() -> None:
-    done = farcall_command("bench", "--only", "no such case")
+def test_bench_names_its_cases_where_none_matches(installed: Installed) -> None:
+    done = farcall_command(installed, "bench", "--only", "no such case")
     assert done.returncode == 2
     assert "no case matches" in done.stderr
 
 
-def test_version() -> None:
-    done = farcall_command("--version")
+def test_version(installed: Installed) -> None:
+    done = farcall_command(installed, "--version")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"farcall {farcall.__version__} (torch ")

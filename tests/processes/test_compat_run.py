@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
+
+from tests.kit.wheel import Installed
 
 TIMEOUT_S = 60.0
 PROGRAM = """
@@ -38,6 +40,8 @@ PROGRAM = """
             while not rpc.rpc_sync("worker0", has_its_answer):
                 time.sleep(0.01)  # or the other one would fail, too, and perhaps be the first to end
             sys.exit("on purpose")
+        if "raise" in sys.argv and rank == 1:
+            raise LookupError("on purpose")
         if "lose" in sys.argv:
             if rank == 1:
                 atexit.register(print, "said after the traceback")  # as the log may be
@@ -62,26 +66,27 @@ PROGRAM = """
 """
 
 
-def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(installed: Installed, tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(PROGRAM))
     return subprocess.Popen(
-        [sys.executable, "-m", "farcall", "run", "--workers", "2", str(path), *arguments],
+        [installed.command, "run", "--workers", "2", str(path), *arguments],
+        env=installed.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def test_each_line_says_whose_it_is(tmp_path: Path) -> None:
-    process = start(tmp_path, "--own", "x")
+def test_each_line_says_whose_it_is(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "--own", "x")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     assert sorted(output.splitlines()) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
 
 
-def test_what_workers_leave_behind_ends_with_them(tmp_path: Path) -> None:
-    process = start(tmp_path, "leave")
+def test_what_workers_leave_behind_ends_with_them(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "leave")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     left = [int(line.split()[-1]) for line in output.splitlines() if "left" in line]
@@ -92,37 +97,43 @@ def test_what_workers_leave_behind_ends_with_them(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_the_first_failure_ends_all_and_is_shown(tmp_path: Path) -> None:
-    process = start(tmp_path, "fail", "wait")
+def test_the_first_failure_ends_all_and_is_shown_once(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "fail", "wait")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
-    last = output[output.index("the first to fail") :].splitlines()
-    assert last[0] == "the first to fail: worker 1 ended with exit code 1; it said last:"
-    assert last[-1] == "1 | on purpose"
+    assert output.splitlines()[-1] == "worker 1 ended with exit code 1; ending the others"
+    assert output.count("1 | on purpose") == 1
 
 
-def test_who_lost_another_is_not_the_cause_though_it_ended_first(tmp_path: Path) -> None:
-    process = start(tmp_path, "lose", "cause")
+def test_a_traceback_begins_in_the_program(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "raise")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    lines = [line.removeprefix("1 | ") for line in output.splitlines() if line.startswith("1 | ")]
+    begin = lines.index("Traceback (most recent call last):")
+    assert f'{tmp_path / "program.py"}"' in lines[begin + 1]
+    assert lines[-1] == "LookupError: on purpose"
+
+
+def test_who_lost_another_is_not_the_cause_though_it_ended_first(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "lose", "cause")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 3, output
-    last = output[output.index("the first to fail") :].splitlines()
-    claim = "the first to fail: worker 0 ended with exit code 3 (worker 1 failed, too: PeerDead); it said last:"
-    assert last[0] == claim
-    assert last[-1] == "0 | on purpose"
+    assert output.splitlines()[-1] == "worker 0 ended with exit code 3; worker 1 failed of it: PeerDead"
+    assert output.count("0 | on purpose") == 1
 
 
-def test_who_lost_another_is_shown_where_nobody_else_failed(tmp_path: Path) -> None:
-    process = start(tmp_path, "lose")
+def test_who_lost_another_is_named_where_nobody_else_failed(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "lose")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
-    assert "the first to fail" not in output
-    last = output[output.index("the first to end") :].splitlines()
-    assert last[0] == "the first to end: worker 1 ended with exit code 1; it said last:"
-    assert any(line.startswith("1 | farcall.errors.PeerDead: ") and "worker0" in line for line in last)
+    named = [line for line in output.splitlines() if line.startswith("worker ")]
+    assert [line.partition(";")[0] for line in named] == ["worker 1 ended with exit code 1"]
+    assert any(line.startswith("1 | farcall.errors.PeerDead: ") and "worker0" in line for line in output.splitlines())
 
 
-def test_control_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
+def test_control_c_leaves_nothing_behind(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "wait")
     assert process.stdout is not None
     waiting = 0
     lines = []
@@ -136,11 +147,14 @@ def test_control_c_leaves_nothing_behind(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, output
     assert output.splitlines()[-1] == "interrupted"
+    # One line for each worker says where it was.
+    assert len(re.findall(r"^[01] \| interrupted at .*program.py:\d+ in <module>$", output, re.MULTILINE)) == 2
+    assert len(output.splitlines()) <= 5, output
     assert not any(is_alive(worker) for worker in workers)
 
 
-def test_workers_end_with_a_killed_driver(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
+def test_workers_end_with_a_killed_driver(installed: Installed, tmp_path: Path) -> None:
+    process = start(installed, tmp_path, "wait")
     assert process.stdout is not None
     while "waiting" not in process.stdout.readline():
         pass

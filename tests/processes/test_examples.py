@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from tests.kit.wheel import ROOT, Installed
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
+EXAMPLES = ROOT / "examples"
 
 SAYS = {
     "actor_learner": "times as long as at first",
@@ -34,17 +30,14 @@ def test_every_example_is_listed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_an_example(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=100, check=False
-    )
+def test_an_example(installed: Installed, name: str) -> None:
+    done = installed.run(installed.python, EXAMPLES / f"{name}.py")
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout
 
 
-def test_an_example_under_a_launcher() -> None:
+def test_an_example_under_a_launcher(installed: Installed) -> None:
     # Each worker is told its rank, as by torchrun; the process group of torch meets at the same port.
-    command = ["-m", "farcall", "run", "--workers", "3", str(EXAMPLES / "data_parallel.py")]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+    done = installed.run(installed.command, "run", "--workers", "3", EXAMPLES / "data_parallel.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"2 | {SAYS['data_parallel']}" in done.stdout

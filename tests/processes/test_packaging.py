@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import site
-import subprocess
-import sys
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from tests.kit.wheel import ROOT, Installed
 
 import farcall
 
-pytest.importorskip("build", reason="the dev extra is not installed")
-pytest.importorskip("hatchling", reason="the dev extra is not installed")
-ROOT = Path(__file__).parents[2]
 
-
-def run(*command: str | Path, **more: str) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")} | more
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=110, check=False, env=environ
-    )
+def told(installed: Installed, *command: str | Path, **more: str) -> str:
+    done = installed.run(*command, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what `python -m build` makes; the wheel is made from the source distribution."""
-    folder = tmp_path_factory.mktemp("dist")
-    # Without isolation: that would fetch the build backend from the network.
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
-    return folder
-
-
-def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
-    [wheel] = built.glob("*.whl")
-    assert wheel.name == f"farcall-{farcall.__version__}-py3-none-any.whl"
+def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
+    [wheel] = installed.dist.glob("*.whl")
+    assert wheel.name.startswith(f"farcall-{farcall.__version__}-")
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"farcall", "farcall.pth", f"farcall-{farcall.__version__}.dist-info"}
@@ -50,39 +30,44 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert sources <= set(names)
 
 
-def test_the_source_distribution_can_be_worked_on(built: Path) -> None:
-    [archive] = built.glob("*.tar.gz")
+def test_the_source_distribution_can_be_worked_on(installed: Installed) -> None:
+    [archive] = installed.dist.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ("Makefile", "constraints.txt", "mkdocs.yml", "examples/pipeline.py", "tests/conftest.py", "docs/index.md")
     assert set(wanted) <= names
 
 
-def test_a_program_runs_where_only_the_wheel_is(built: Path, tmp_path: Path) -> None:
-    [wheel] = built.glob("*.whl")
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps", wheel)
-    [packages] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    # Its dependencies, torch above all, are not installed again but lent. An editable install of farcall is not: the
-    # path files of a folder that is itself named in a path file are not read.
-    (packages / "lent.pth").write_text("\n".join(_dependencies()))
-    where = run(python, "-c", "import farcall, torch; print(farcall.__file__)").strip()
-    assert Path(where).parent == packages / "farcall"
-    version = run(tmp_path / "venv" / "bin" / "farcall", "--version")
-    assert version.startswith(f"farcall {farcall.__version__} ")
-    # The path file that the wheel brings: farcall in the place of torch's RPC, for programs that know nothing of it.
-    stock = "import torch.distributed.rpc as rpc; print(rpc.rpc_sync.__module__)"
-    assert run(python, "-c", stock, FARCALL_INSTALL="1").startswith("farcall.")
-    assert run(python, "-c", stock).startswith("torch.")
-    told = run(python, ROOT / "examples" / "asyncio_program.py")
-    assert "100 requests, every answer right" in told
+def test_the_wheel_is_what_is_tested(installed: Installed) -> None:
+    where = told(installed, installed.python, "-c", "import farcall, torch; print(farcall.__file__)").strip()
+    assert Path(where).parent == installed.packages / "farcall"
+    assert told(installed, installed.command, "--version").startswith(f"farcall {farcall.__version__} ")
 
 
-def _dependencies() -> list[str]:
-    """Where the packages that this Python sees are."""
-    import msgspec
-    import torch
+STOCK = "import torch.distributed.rpc as rpc; print(rpc.rpc_sync.__module__)"
 
-    found = [str(Path(module.__file__ or "").parents[1]) for module in (torch, msgspec)]
-    return list(dict.fromkeys([*found, *site.getsitepackages()]))
+
+def test_the_path_file_puts_farcall_in_the_place_of_torchs_rpc(installed: Installed) -> None:
+    """For programs that know nothing of farcall."""
+    assert told(installed, installed.python, "-c", STOCK, FARCALL_INSTALL="1").startswith("farcall.")
+    assert told(installed, installed.python, "-c", STOCK).startswith("torch.")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import farcall; farcall.init_rpc",
+        "from farcall import rpc_sync",
+        "import farcall.cli.app",
+        "import torch, farcall; farcall.init_rpc",
+        "import farcall.errors, farcall.compat.rpc",
+    ],
+)
+def test_the_path_file_leaves_farcalls_own_import_alone(installed: Installed, first: str) -> None:
+    """Whoever imports torch first may be farcall itself, in the midst of its own import."""
+    told_module = told(installed, installed.python, "-c", f"{first}; {STOCK}", FARCALL_INSTALL="1")
+    assert told_module.startswith("farcall.")
+
+
+def test_commands_run_where_the_path_file_works(installed: Installed) -> None:
+    assert "torch" in told(installed, installed.command, "doctor", FARCALL_INSTALL="1")

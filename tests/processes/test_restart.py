@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+from tests.kit.wheel import Installed
 
 TIMEOUT_S = 90.0
 
@@ -76,38 +76,31 @@ FAILS = """
 """
 
 
-def run(tmp_path: Path, program: str, *arguments: str) -> tuple[int, str]:
+def run(installed: Installed, tmp_path: Path, program: str, *arguments: str) -> tuple[int, str]:
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(program))
-    done = subprocess.run(
-        [sys.executable, "-m", "farcall", "run", *arguments[:4], str(path), *arguments[4:]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    done = installed.run(installed.command, "run", *arguments[:4], path, *arguments[4:], timeout_s=TIMEOUT_S)
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_a_killed_worker_comes_back_under_its_name(tmp_path: Path) -> None:
+def test_a_killed_worker_comes_back_under_its_name(installed: Installed, tmp_path: Path) -> None:
     """Rank 0, which nobody can spare where it has the store."""
-    code, output = run(tmp_path, COMES_BACK, "--workers", "3", "--restart", "2", "0")
+    code, output = run(installed, tmp_path, COMES_BACK, "--workers", "3", "--restart", "2", "0")
     assert code == 0, output
     assert "worker 0 was ended by SIGKILL; starting it again (1 of 2)" in output
     assert re.findall(r"answered by life (\d)", output) == ["1", "1"], output
 
 
-def test_a_group_of_fixed_size_forms_anew_with_the_restarted_worker(tmp_path: Path) -> None:
+def test_a_group_of_fixed_size_forms_anew_with_the_restarted_worker(installed: Installed, tmp_path: Path) -> None:
     """It lets nobody in, but those who are left may leave it, and meet again."""
-    code, output = run(tmp_path, FIXED, "--workers", "3", "--restart", "1", "0")
+    code, output = run(installed, tmp_path, FIXED, "--workers", "3", "--restart", "1", "0")
     assert code == 0, output
     assert output.count("life 1") == 3, output
 
 
-def test_who_fails_too_often_ends_all(tmp_path: Path) -> None:
-    code, output = run(tmp_path, FAILS, "--workers", "2", "--restart", "1")
+def test_who_fails_too_often_ends_all(installed: Installed, tmp_path: Path) -> None:
+    code, output = run(installed, tmp_path, FAILS, "--workers", "2", "--restart", "1")
     assert code == 7, output
-    assert re.findall(r"1 \| life (\d)", output) == ["0", "1", "1"], output  # the last one is what is shown again
+    assert re.findall(r"1 \| life (\d)", output) == ["0", "1"], output
     assert "(1 of 1)" in output
-    assert "the first to fail: worker 1 ended with exit code 7" in output
+    assert "worker 1 ended with exit code 7; ending the others" in output

@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "CurrentCall",
     "Future",
     "LimitOptions",
     "MemberEvent",
@@ -23,16 +24,21 @@ PUBLIC = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Worker",
     "WorkerInfo",
     "all_gather",
+    "as_completed",
     "autograd",
     "barrier",
+    "current_call",
     "debug",
     "errors",
     "functions",
+    "gather",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "map",
     "member_events",
     "members",
     "metrics",
@@ -46,6 +52,7 @@ PUBLIC = [
     "shared_empty",
     "shutdown",
     "wait_all",
+    "worker",
 ]
 UNDERSCORED = [
     "_delete_all_user_and_unforked_owner_rrefs",

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from farcall.imports import when_imported
+from farcall.imports import Loading, when_imported
 
 NAME = "farcall_test_of_imports"
 
@@ -42,3 +42,25 @@ def test_it_is_told_at_once_where_the_module_is_there() -> None:
     told: list[ModuleType] = []
     when_imported(NAME, told.append)
     assert told == [module]
+
+
+def test_something_waits_for_the_outermost_module_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "outer_of_test.py").write_text("import inner_of_test\ncomplete = True")
+    (tmp_path / "inner_of_test.py").write_text("import sys\nsys.when_inner()")
+    told: list[bool] = []
+    before = list(sys.meta_path)
+    loading = Loading("outer_of")
+
+    def ask() -> None:
+        loading.then(lambda: told.append(sys.modules["outer_of_test"].complete))
+        assert told == []
+
+    sys.when_inner = ask  # type: ignore[attr-defined]
+    try:
+        importlib.import_module("outer_of_test")
+    finally:
+        del sys.when_inner  # type: ignore[attr-defined]
+        for name in ("outer_of_test", "inner_of_test"):
+            sys.modules.pop(name, None)
+    assert told == [True]
+    assert sys.meta_path == before

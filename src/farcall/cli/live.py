@@ -58,7 +58,7 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
     for title in cells:
         table.add_column(title, justify="right", no_wrap=True)
     for row in found:
-        state = Text(row.now.state, style="green" if row.now.state == "running" else "yellow")
+        state = Text(row.now.state, style="green" if row.now.state in ("running", "serving") else "yellow")
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
         since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found), default=0.0)

@@ -1,14 +1,14 @@
 """``farcall run``: a program on a cluster of this machine, each worker a process of its own.
 
-Owns the processes from start to end: the environment gives each its rank, as with ``torchrun``; their output comes line
-by line behind the worker's number. Ctrl-C is passed on once; workers that do not end then are killed.
+Owns the processes from start to end: the environment gives each its rank, as with ``torchrun``; `output` passes on what
+they write. Ctrl-C is passed on once; workers that do not end then are killed.
 
     a worker ends                         then
     with exit code 0                      nothing: the others go on
     otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
-    otherwise                             the others are ended, and its last lines are shown again
+    otherwise                             the others are ended, and one line says whose fault it was
     by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails of something
-                                          else, its lines are the ones shown
+                                          else, it is the one that is named
 
 A worker that is started again must be let in again: with restarts the workers get no ``WORLD_SIZE``, so that they make
 a group without a fixed size, and this process has the store, which therefore outlives rank 0.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import selectors
 import signal
 import socket
@@ -33,12 +34,13 @@ from itertools import pairwise
 from typing import IO, Any
 
 from rich.console import Console
-from rich.markup import escape
 
+from farcall.cli.output import Output, Source
 from farcall.cli.team import die_with_parent, how_it_ended
+from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
-COLORS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LAST_LINES = 20
+"""Enough for the end of a traceback, and the log lines below it."""
 ENDING_S = 5.0
 """How long workers have to end by themselves after a failure or Ctrl-C."""
 CAUSE_S = 2.0
@@ -51,7 +53,10 @@ _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
 class _RunWorker:
     """One process of the cluster, and its last lines."""
 
-    def __init__(self, rank: int, environment: dict[str, str], program: Sequence[str], restarts: int) -> None:
+    def __init__(
+        self, source: Source, rank: int, *, environment: dict[str, str], program: Sequence[str], restarts: int
+    ) -> None:
+        self.source = source
         self.rank = rank
         self.restarts = restarts
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -74,17 +79,12 @@ class _RunWorker:
         assert self.process.stdout is not None
         return self.process.stdout
 
-    def lines(self) -> list[str] | None:
-        """The whole lines that came since the last time; None at the end."""
+    def read(self) -> bytes:
+        """What came since the last time; nothing at the end."""
         data = os.read(self.output.fileno(), 1 << 16)
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        if not data and self._unfinished:
-            lines, self._unfinished = [self._unfinished], b""
-        elif not data:
-            return None
-        texts = [line.decode(errors="replace").rstrip("\r") for line in lines]
-        self.last_lines.extend(texts)
-        return texts
+        self.last_lines.extend(line.decode(errors="replace").rstrip("\r") for line in lines)
+        return data
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
@@ -133,7 +133,7 @@ class _Cluster:
         self._console = console
         self._program = program
         self._restarts = restarts
-        self._width = len(str(size - 1))
+        self._output = Output(console, size)
         self._failed: list[_RunWorker] = []  # by themselves, in the order in which they ended
         self._judge_at: float = 0.0
         self._is_ending = False
@@ -146,12 +146,21 @@ class _Cluster:
             "MASTER_ADDR": "127.0.0.1",
             "PYTHONUNBUFFERED": "1",
         }
+        if not os.environ.get(ENV_SECRET) and not os.environ.get(ENV_SECRET_FILE):
+            # Of this run alone, so that two runs of one user cannot be mistaken for each other.
+            self._environment[ENV_SECRET] = secrets.token_hex(32)
         self._store: Any = None
         if restarts:
             import torch.distributed as dist  # takes a second, and only this needs it
 
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            self._environment["MASTER_PORT"] = str(self._store.port)
+            from farcall.runtime.rendezvous.store import loopback_listener
+
+            listening = loopback_listener("127.0.0.1", 0)
+            port = listening.getsockname()[1]
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            self._environment["MASTER_PORT"] = str(port)
             del self._environment["WORLD_SIZE"]
             # As torchrun says where it has the store: rank 0 must not open one.
             self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -162,7 +171,11 @@ class _Cluster:
         self._workers: list[_RunWorker] = []
         self._replaced: list[_RunWorker] = []
         for rank in range(size):
-            self._workers.append(_RunWorker(rank, self._environment, program, 0))
+            self._workers.append(self._start(rank, 0))
+
+    def _start(self, rank: int, restarts: int) -> _RunWorker:
+        source = self._output.source(rank)
+        return _RunWorker(source, rank, environment=self._environment, program=self._program, restarts=restarts)
 
     def run(self) -> int:
         with selectors.DefaultSelector() as selector:
@@ -183,12 +196,14 @@ class _Cluster:
                 selector.unregister(key.fileobj)
                 continue
             worker: _RunWorker = key.data
-            lines = worker.lines()
-            if lines is None:
+            data = worker.read()
+            if data:
+                worker.source.write(data)
+            else:
+                worker.source.end()
                 selector.unregister(key.fileobj)
                 worker.output.close()
-            else:
-                self._show(worker, lines)
+        self._output.show_unfinished()
         for worker in list(self._workers):
             if not worker.poll() or worker in self._failed or self._is_ending or self._interrupted:
                 continue
@@ -208,21 +223,32 @@ class _Cluster:
         cause = self._cause()
         is_known = cause.lost_another() is None and all(worker.output.closed for worker in self._failed)
         if is_known or time.monotonic() > self._judge_at:
-            self._console.print(f"[bold red]worker {cause.rank} {cause.how_it_ended()}; ending the others[/]")
             self._is_ending = True
+            self._name_cause(cause)
             self.end(signal.SIGTERM)
 
     def _cause(self) -> _RunWorker:
         """The first that failed not because another one was gone; or else the first that failed."""
         return next((worker for worker in self._failed if worker.lost_another() is None), self._failed[0])
 
+    def _name_cause(self, cause: _RunWorker) -> None:
+        """One line: its error is above, among its own lines."""
+        first = self._failed[0]
+        victim = f"; worker {first.rank} failed of it: {first.lost_another()}" if cause is not first else ""
+        others = "; ending the others" if any(worker.poll() is None for worker in self._workers) else ""
+        self._say(f"worker {cause.rank} {cause.how_it_ended()}{victim}{others}", "bold red")
+
+    def _say(self, text: str, style: str) -> None:
+        self._output.begin_line()
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
     def _restart(self, worker: _RunWorker, selector: selectors.BaseSelector) -> None:
         count = worker.restarts + 1
         text = f"worker {worker.rank} {worker.how_it_ended()}; starting it again ({count} of {self._restarts})"
-        self._console.print(f"[bold yellow]{text}[/]")
+        self._say(text, "bold yellow")
         # Its last lines are still to be read: its output stays watched until its end.
         self._replaced.append(worker)
-        again = self._workers[worker.rank] = _RunWorker(worker.rank, self._environment, self._program, count)
+        again = self._workers[worker.rank] = self._start(worker.rank, count)
         _watch(selector, again)
 
     def end(self, number: signal.Signals) -> None:
@@ -241,25 +267,15 @@ class _Cluster:
             worker.output.close()
         self._store = None
 
-    def _show(self, worker: _RunWorker, lines: Sequence[str]) -> None:
-        color = COLORS[worker.rank % len(COLORS)]
-        for line in lines:
-            self._console.print(f"[{color}]{worker.rank:>{self._width}} |[/] {escape(line)}", highlight=False)
-
     def _report(self) -> int:
         if self._interrupted:
-            self._console.print("[bold]interrupted[/]")
+            self._say("interrupted", "bold")
             return 130
         if not self._failed:
             return 0
-        cause, first = self._cause(), self._failed[0]
-        claim = "the first to end" if cause.lost_another() else "the first to fail"
-        before = f" (worker {first.rank} failed, too: {first.lost_another()})" if cause is not first else ""
-        self._console.print(
-            f"[bold red]{claim}: worker {cause.rank} {cause.how_it_ended()}{before}; it said last:[/]", soft_wrap=True
-        )
-        self._show(cause, list(cause.last_lines))
-        code = cause.process.returncode
+        if not self._is_ending:  # all had ended before the time for the cause was over
+            self._name_cause(self._cause())
+        code = self._cause().process.returncode
         return code if code > 0 else 128 - code
 
 

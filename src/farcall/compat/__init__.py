@@ -9,7 +9,8 @@ program with both. `rpc`, `autograd`, `nn` and `optim` take the places: torch's 
 
 Importing this package costs next to nothing and imports none of the rest: ``farcall.pth`` runs
 `install_when_torch_comes` at the start of every process in which FARCALL_INSTALL is set. Importing torch takes a
-second, and many processes never do it, so the installation waits for the program to import torch.
+second, and many processes never do it, so the installation waits for the program to import torch. Where a module of
+farcall's is what imports torch, it waits until that module is complete: the installation needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from farcall.imports import when_imported
+from farcall.imports import Loading, when_imported
 
 if TYPE_CHECKING:
     from farcall.compat.installation import install as install
@@ -26,19 +27,25 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "is_installed", "uninstall"]
 
-_waiting = False
+_loading: Loading | None = None
+"""Modules of farcall's that are being loaded, from the start of a process with FARCALL_INSTALL until torch is there."""
 
 
 def install_when_torch_comes() -> None:
     """Put farcall in place as soon as torch is imported."""
     # Once: in an environment that sees the packages of another one, Python reads each .pth file twice.
-    global _waiting
-    if not _waiting:
-        _waiting = True
+    global _loading
+    if _loading is None:
+        _loading = Loading("farcall.")
         when_imported("torch", _install)
 
 
 def _install(torch: ModuleType) -> None:
+    assert _loading is not None
+    _loading.then(_install_now)
+
+
+def _install_now() -> None:
     from farcall.compat.installation import install
 
     install()

@@ -151,7 +151,8 @@ def _futures() -> list[Undo]:
     """
     import torch
 
-    from farcall.rpc.future import DerivedFuture, Future
+    from farcall.rpc.future import Future
+    from farcall.rpc.outcome import DerivedFuture
 
     plain = torch.futures.collect_all
 

@@ -10,6 +10,7 @@ import io
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -30,6 +31,35 @@ def run_program(arguments: Sequence[str]) -> None:
     """Run the program that the first arguments name, with the rest as its own; return when it ends."""
     os.environ["FARCALL_INSTALL"] = "1"  # for programs that this one starts, where farcall.pth is installed
     install()
+    try:
+        _execute(arguments)
+    except KeyboardInterrupt as interrupt:
+        if "FARCALL_RESTARTS" not in os.environ:
+            raise
+        # Of `farcall run`, where each worker would print a traceback: one line says where this one was.
+        frames = [frame for frame in traceback.extract_tb(interrupt.__traceback__) if not _is_ours(frame.filename)]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        print(f"interrupted{where}", file=sys.stderr)
+        sys.last_value = interrupt  # as the interpreter does
+        sys.exit(130)
+    except Exception as error:
+        frames_left = error.__traceback__
+        while frames_left is not None and frames_left.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM:
+            frames_left = frames_left.tb_next
+        sys.last_value = error.with_traceback(frames_left)  # as the interpreter does
+        sys.excepthook(type(error), error, frames_left)
+        sys.exit(1)
+
+
+_BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
+"""The frames between the start of the interpreter and the program: its users need not see them."""
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(os.path.dirname(os.path.dirname(__file__))) or path in _BEFORE_THE_PROGRAM
+
+
+def _execute(arguments: Sequence[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         # `python -m farcall` has put the current directory first in sys.path, as `python -m` of the module would.

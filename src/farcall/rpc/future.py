@@ -1,4 +1,4 @@
-"""The future that `rpc_async` returns: torch's own, plus ``await`` and a wait that reads the answer itself.
+"""The future of a call: an `Outcome` whose wait reads the answer itself, and that can end the call.
 
 Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
 that Python callbacks were attached to, or whose value names classes, is completed by a worker thread, and only others
@@ -9,27 +9,35 @@ reader, under the watch of `reader.py`.)
 from __future__ import annotations
 
 import asyncio
-import copy
 import pickle
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from farcall.errors import RpcError
+from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LARGE_BYTES, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
+from farcall.rpc.outcome import (
+    DerivedFuture,
+    Opens,
+    Outcome,
+    check_callable,
+    in_present_context,
+    profiled,
+    running_loop,
+)
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
-from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import RECORDING, has_devices
+from farcall.serialize import has_devices
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
@@ -43,8 +51,8 @@ _NAMES_A_CLASS = pickle.STACK_GLOBAL
 _make_future = torch._C.Future.__init__
 
 
-class Future(torch.futures.Future[T], PendingCall):
-    """The outcome of one `rpc_async` call."""
+class Future(Outcome[T], PendingCall):
+    """The outcome of one call that goes on while its caller does something else."""
 
     settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
     """How a future is given its value: so that TorchScript can use it, where that is in use."""
@@ -56,7 +64,7 @@ class Future(torch.futures.Future[T], PendingCall):
         self._node = node
         self._frame: Frame | None = None
         self._has_callbacks = False
-        self._waiters: list[Gate] = []
+        self._waiters: list[Opens] = []
         self.peer = peer
         self.what = what
         self.timeout_s = timeout_s
@@ -72,27 +80,40 @@ class Future(torch.futures.Future[T], PendingCall):
             state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
         else:
             try:
-                state = f"done, {type(super().wait()).__name__}"
+                state = f"done, {type(torch.futures.Future.wait(self)).__name__}"
             except BaseException as error:
                 state = f"failed, {type(error).__name__}: {error}"
         return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {state}>"
 
-    def wait(self) -> T:
-        """Block until the call is done; return its result or raise its error."""
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the call is done; return its result or raise its error.
+
+        With a ``timeout``, wait that many seconds at most, then raise ``TimeoutError``: the call itself goes on.
+        """
         if not self.done():
             self.thread_id = get_ident()
+            until = NEVER if timeout is None else monotonic() + timeout
             with self._node.calls.waiting():
                 if not self.arrived:
-                    self.peer.help_until(self, self.deadline)
+                    self.peer.help_until(self, self.deadline if self.deadline < until else until)
                 if not self.done():
                     # Not torch's own wait: it does not listen to Ctrl-C.
                     finished = Gate()
-                    self._waiters.append(finished)
+                    self.when_done(finished)
+                    finished.wait(-1 if timeout is None else max(0.0, until - monotonic()))
                     if not self.done():
-                        finished.wait()
+                        raise TimeoutError(
+                            f"{self.peer.info.name} has not answered {name_of(self.what)}() within {timeout:g} s; "
+                            "the call goes on (cancel() ends it)"
+                        )
         if self._stamp is not None:
             self._stamp.wait()  # the current streams do, the host does not
-        return super().wait()
+        return torch.futures.Future.wait(self)
+
+    def when_done(self, gate: Opens) -> None:
+        self._waiters.append(gate)
+        if self.done():  # `_wake` may have looked before
+            gate.open()
 
     def value(self) -> T:
         """The result of a future that is done, or its error, raised."""
@@ -102,32 +123,41 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
         """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
-        _check_callable(callback)
+        check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
         self._has_callbacks = True
-        super().add_done_callback(_in_present_context(derived.completing(_profiled(callback))))
+        torch.futures.Future.add_done_callback(self, in_present_context(derived.completing(profiled(callback))))
         return derived
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run ``callback(self)`` when done: on a worker thread, or here if this one is done."""
-        _check_callable(callback)
+        """Run ``callback(self)`` when done: on a worker thread, or here if this one is done.
+
+        Added by code on a running event loop, it runs there.
+        """
         self._has_callbacks = True
-        super().add_done_callback(_in_present_context(_profiled(callback)))
+        super().add_done_callback(callback)
 
-    def __await__(self) -> Generator[Any, None, T]:
-        if not self.done():
-            loop = asyncio.get_running_loop()
-            done = loop.create_future()
+    def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
+        return running_loop() if self._node.options.inherit else None  # torch knows no loops
 
-            def wake(_: torch.futures.Future[T]) -> None:
-                try:
-                    loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
-                except RuntimeError:
-                    pass  # the loop was closed: nobody waits any more
+    def cancel(self) -> bool:
+        """End the call; the result is `Cancelled`. True: it had not ended before.
 
-            self.add_done_callback(wake)
-            yield from done
-        return self.wait()
+        A function that has not begun never does; one that runs is told (`farcall.current_call`).
+        """
+        if self._node.calls.claim(self.call_id) is None:
+            return False
+        self.peer.cancel(self.call_id)
+        self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled"))
+        return True
+
+    def _end(self, error: Cancelled) -> None:
+        """Fail with ``error``, here and now."""
+        if self.profile is not None:
+            self.profile.ended()
+        self.arrived = True
+        self.fail(error)
+        self._node.something_ended()
 
     # ------------------------------------------------------------------ as a pending call
 
@@ -163,11 +193,7 @@ class Future(torch.futures.Future[T], PendingCall):
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error."""
-        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future:
-        # neither those that read the error, nor those of whoever waits, to each of whom a copy is raised.
-        error.__traceback__ = None
-        self._set_unwrap_func(_raise_copy)
-        torch._C.Future.set_result(self, error)
+        super().fail(error)
         self._wake()
 
     def _wake(self) -> None:
@@ -206,114 +232,12 @@ def call_async(
     return future
 
 
-class DerivedFuture(torch.futures.Future[T]):
-    """What ``then`` returns: torch's own future, but Ctrl-C ends a wait for it."""
-
-    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        """``devices``: those of a node, on which the result may be."""
-        super().__init__()
-        self._devices = devices
-        self._stamp: Stamp | None = None
-
-    def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
-        """A callback that completes this future with what ``callback`` returns or raises."""
-
-        def run(done: Any) -> None:
-            try:
-                value = callback(done)
-            except BaseException as error:
-                self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
-            else:
-                if self._devices:
-                    self._stamp = stamp(value, self._devices)
-                self.set_result(value)
-
-        return run
-
-    def wait(self) -> T:
-        """Block until it is done; return its result or raise its error."""
-        if not self.done():
-            finished = Gate()
-            super().add_done_callback(lambda _: finished.open())
-            stop_reading()
-            finished.wait()
-        if self._stamp is not None:
-            self._stamp.wait()
-        return super().wait()
-
-    def value(self) -> T:
-        """The result of a future that is done, or its error, raised."""
-        if self._stamp is not None:
-            self._stamp.wait()
-        return super().value()
-
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """A future of ``callback(self)``."""
-        _check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture(self._devices)
-        self.add_done_callback(derived.completing(_profiled(callback)))
-        return derived
-
-
-def _check_callable(callback: object) -> None:
-    if not callable(callback):
-        raise TypeError(f"incompatible function arguments. A callback must be callable, not {type(callback).__name__}")
-
-
-def _as_runtime_error(error: BaseException) -> BaseException:
-    """``error``, as a RuntimeError too: that is what torch makes of any error of a callback. Its own type is kept."""
-    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
-        return error
-    kind = type(error)
-    try:
-        both: type[Exception] = type(kind.__name__, (kind, RuntimeError), {"__module__": kind.__module__})
-        fresh = both(*error.args)
-        if str(fresh) != str(error):
-            return error
-    except Exception:
-        return error  # its class cannot be made so easily
-    fresh.__cause__ = error
-    return fresh
-
-
-def _profiled(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """``callback``, to be profiled as this thread is. What it does is known before a future is told of its result."""
-    return PROFILING.carry(callback) if is_profiled() or PROFILING.everywhere else callback
-
-
-def _in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """``callback``, to be run in the distributed autograd context that this thread is in, if any."""
-    recording = RECORDING.get()
-    if recording is None:
-        return callback
-
-    def run(future: Any) -> S:
-        outside = recording.enter()
-        try:
-            return callback(future)
-        finally:
-            RECORDING.set(outside)
-
-    return run
-
-
-def _raise_copy(error: BaseException) -> NoReturn:
-    try:
-        fresh = copy.copy(error)
-        fresh.__cause__ = error.__cause__
-        if type(fresh) is not type(error) or str(fresh) != str(error):
-            fresh = error
-    except Exception:
-        fresh = error  # its class cannot be made so easily
-    raise fresh
-
-
 class _Completion:
     """The end of a future, as a task for a worker thread."""
 
     __slots__ = ("error", "future")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
         self.future = future

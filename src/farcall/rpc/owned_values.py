@@ -6,6 +6,8 @@ Knows nothing of who refers to a value: `references.py` removes a value when the
     a value   event                                becomes
     pending   the creating call returned           ready: ``value``
     pending   the call raised, or will never come  ready: ``failure``
+    pending   the node ended                       ready: ``failure``
+    ready     anything                             stays as it is
 
 A value has a place in the table from the first word of its reference on: the creating call, a fork, or a question that
 overtook both. Each waiter is called once: by the thread that makes the value ready, or at once if the value is ready.
@@ -25,7 +27,9 @@ from farcall.errors import Cancelled, ReferenceLost, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import StoredFailure
+from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
@@ -66,20 +70,22 @@ class Owned:
 
     def resolve(self, value: Any, devices: Sequence[torch.device] = ()) -> None:
         """The value is here; ``devices`` are the node's."""
-        if devices:
-            self._stamp = stamp(value, devices)
-        self.value = value
+        self._settle(value, None, stamp(value, devices) if devices else None)
+
+    def fail(self, failure: Frame) -> None:
+        """No value will come; ``failure`` is the encoded error that says why."""
+        self._settle(None, failure, None)
+
+    def _settle(self, value: Any, failure: Frame | None, made: Stamp | None) -> None:
         with _lock:
+            if self.ready:
+                return  # the node ended while the function ran: the waiters were told so, and it stays true
+            self.value, self.failure, self._stamp = value, failure, made
             self.ready = True
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
             for wake in waiting:
                 wake()
-
-    def fail(self, failure: Frame) -> None:
-        """No value will come; ``failure`` is the encoded error that says why."""
-        self.failure = failure
-        self.resolve(None)
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, which must not block, once the value is ready; at once if it is."""
@@ -141,6 +147,11 @@ def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float | None) -> An
     return owned.get()
 
 
+def shut_down(here: WorkerInfo) -> Frame:
+    """The failure of a value that was still being made when its node ended."""
+    return encode_failure(Cancelled(f"{here.name} shut down before the value was made"), here)
+
+
 class OwnedValues:
     """The values that one node owns, by reference.
 
@@ -177,6 +188,12 @@ class OwnedValues:
             )
             owned.fail(encode_failure(why, self._here))
 
+    def end(self) -> None:
+        """The node ended: fail the waiters of every value that is still being made."""
+        for owned in list(self.places.values()):
+            if not owned.ready:
+                owned.fail(shut_down(self._here))
+
     def abandon(self, creator: int, is_listed: Callable[[RefId], bool]) -> list[Owned]:
         """``creator`` died: remove and fail the values that only it could have made; listed ones are being made."""
         abandoned = []
@@ -192,6 +209,8 @@ class KeptRequest(Request):
 
     __slots__ = ("_flush_soon", "_owned")
 
+    cancellable = False  # other members may hold the reference, and wait for the value
+
     def __init__(
         self, server: Server, peer: Peer, frame: Frame, owned: Owned, flush_soon: Callable[[Peer], None]
     ) -> None:
@@ -203,7 +222,7 @@ class KeptRequest(Request):
         """Keep the result and tell the creator."""
         self._owned.made_by = self.frame.function
         self._owned.resolve(outcome.pop(), self.server.devices)
-        if self.quick:
+        if self.expected_s < QUICK_S:
             # No thread waits for this answer. It travels with the next message, most likely that of a first use.
             self._send(Frame(RESPONSE), True)
             self._flush_soon(self.peer)
@@ -217,8 +236,7 @@ class KeptRequest(Request):
         self._send(Frame(FAILURE, payload=failure.payload, buffers=failure.buffers), False)
 
     def drop(self) -> None:
-        why = Cancelled(f"{self.server.worker.name} shut down before the value was made")
-        self._owned.fail(encode_failure(why, self.server.worker))
+        self._owned.fail(shut_down(self.server.worker))
         super().drop()
 
 
@@ -227,7 +245,7 @@ class OnWorker:
 
     __slots__ = ("_function",)
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 
-from farcall.errors import NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
+from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
@@ -42,6 +42,10 @@ from farcall.serialize import decode_failure, withdraw, write_call
 if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
     from farcall.rpc.rref import RRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 _MOST_LOOKS = 100
 """How often a failed creation looks whether calls that it must fail have been sent by now."""
@@ -270,6 +274,10 @@ class _Answer(Future[Any]):
             error = _lost(rref, error)
         super().on_failure(error)
 
+    def _end(self, error: Cancelled) -> None:
+        self._rref = None
+        super()._end(error)
+
     def fail(self, error: BaseException) -> None:
         creation, self._creation = self._creation, None
         if creation is not None and creation.error is not None and isinstance(error, Overloaded | ReferenceLost):
@@ -315,6 +323,29 @@ class Proxy:
 
     def __repr__(self) -> str:
         return f"<methods of {self._rref!r}>"
+
+
+class Start(Proxy, Generic[T]):
+    """``rref.start``: methods of the owner by name, or passed in, which type checkers understand."""
+
+    __slots__ = ()
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[T, P], torch.futures.Future[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return call_method_async(self._rref, method.__name__, self._timeout_s, *args, **kwargs)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Future[Any]]: ...
 
 
 def _request(

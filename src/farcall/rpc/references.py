@@ -90,6 +90,7 @@ class NodeReferences:
             node.hooks.on_control(kind, self._on_control, in_order=kind is protocol.Register)
         node.hooks.peer_joined.append(self._on_peer_joined)
         node.hooks.peer_gone.append(self._on_peer_gone)
+        node.hooks.ended.append(self._values.end)
 
     # ------------------------------------------------------------------ references are made
 

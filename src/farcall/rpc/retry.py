@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import SystemRandom
 from time import monotonic
 from typing import Any
 
@@ -34,7 +34,8 @@ from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.pending import PendingCall
+from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -43,6 +44,8 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING
 
 __all__ = ["Retry", "async_with", "remote_with", "sync_with"]
+
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Retry:
         if delivery is Delivery.EXECUTED and not self.executed:
             return None
         longest = min(self.longest_backoff_s, self.backoff_s * self.factor ** (attempt - 1))
-        pause = longest * (1.0 - self.jitter * random.random())
+        pause = longest * (1.0 - self.jitter * _RANDOM.random())
         return pause if monotonic() + pause < deadline else None
 
 
@@ -142,6 +145,7 @@ class RetryingFuture(Future[Any]):
         self._attempt = 0
         self._request = (func, args, kwargs)
         self._recording = RECORDING.get()
+        self._paused: list[bool] = []  # one item while it waits for its next attempt; whoever pops it goes on
 
     def send(self) -> None:
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
@@ -162,9 +166,31 @@ class RetryingFuture(Future[Any]):
             self._request = (self.what, None, None)
             super().fail(error)
         else:
-            self._node.part(Pauses).after(pause_s, self._again, super().fail)
+            self._paused.append(True)
+            self._node.part(Pauses).after(pause_s, self._again, self._give_up)
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            return True
+        if not self._leave_pause():
+            return False
+        self._request = (self.what, None, None)
+        self._end(Cancelled(f"{name_of(self.what)}() was cancelled before it was called again", Delivery.UNKNOWN))
+        return True
+
+    def _leave_pause(self) -> bool:
+        try:
+            return self._paused.pop()  # atomic
+        except IndexError:
+            return False
+
+    def _give_up(self, error: BaseException) -> None:
+        if self._leave_pause():
+            super().fail(error)
 
     def _again(self) -> None:
+        if not self._leave_pause():
+            return  # it was cancelled
         outside = None if self._recording is None else self._recording.enter()
         try:
             self.send()
@@ -344,7 +370,7 @@ class _Act:
 
     __slots__ = ("_act", "_give_up")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
         self._act = act

@@ -9,12 +9,14 @@ Invariant: after `disable` torch's classes are what they were, and its operators
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from farcall import api
 from farcall.rpc import rref as reference
 from farcall.rpc.future import Future
 from farcall.rpc.rref import RRef
@@ -25,6 +27,9 @@ from farcall.torchscript import extension, handlers
 from farcall.torchscript.handlers import type_of_result
 
 __all__ = ["allow_pickling", "disable", "enable", "is_enabled"]
+
+LEAVE_S = 2.0
+"""How long the end of the process waits for scripts that are in Python."""
 
 _lock = threading.Lock()
 _undo: list[Callable[[], object]] = []
@@ -46,6 +51,8 @@ def enable() -> None:
             return
         bridge = extension.load()
         wrapper = bridge.enable(handlers, RRef)
+        atexit.unregister(_let_scripts_out)
+        atexit.register(_let_scripts_out)
         _undo.append(bridge.disable)
         _undo.extend(_patch(wrapper, bridge.unwrap))
         RRef.script_class = wrapper
@@ -68,6 +75,12 @@ def disable() -> None:
     with _lock:
         while _undo:
             _undo.pop()()
+
+
+def _let_scripts_out() -> None:
+    """At exit: have every script fail at its next call, and wait until all are out of the interpreter."""
+    api._leave_at_exit()
+    extension.load().shut(LEAVE_S)
 
 
 def allow_pickling(allowed: bool) -> None:

@@ -10,14 +10,10 @@ holder of a reference knows the type where it made the creating call itself; any
 
 from __future__ import annotations
 
-import atexit
-import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic, sleep
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -33,46 +29,10 @@ from farcall.serialize.functions import decode_function
 from farcall.torchscript import extension
 
 _NO_CONTEXT = -1
-LEAVE_S = 2.0
-"""How long the end of the process waits for scripts that are inside a handler."""
-
-Handler = TypeVar("Handler", bound=Callable[..., Any])
-_busy: list[None] = []  # an item for each thread inside a handler; its ends are atomic
-
-
-def _counted(handler: Handler) -> Handler:
-    """Count the threads inside ``handler``: the process does not end while a script is in there."""
-
-    @functools.wraps(handler)
-    def run(*args: Any) -> Any:
-        _busy.append(None)
-        try:
-            return handler(*args)
-        finally:
-            _busy.pop()
-
-    return cast(Handler, run)
-
-
-def _let_scripts_out() -> None:
-    """At exit: have every script fail at its next call, and wait until all are out of the interpreter.
-
-    A thread of torch's that is inside the interpreter when this ends is unwound through C++ code that does not allow
-    it, and takes the process down with SIGABRT.
-    """
-    api._leave_at_exit()
-    deadline = monotonic() + LEAVE_S
-    while _busy and monotonic() < deadline:
-        sleep(0.001)
-    sleep(4 * sys.getswitchinterval())  # the last one may be between its note and the end of its Python code
-
-
-atexit.register(_let_scripts_out)
 
 # ---------------------------------------------------------------------- calls
 
 
-@_counted
 def call_sync(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
@@ -81,7 +41,6 @@ def call_sync(
         return api.rpc_sync(to, _find(name), args, kwargs, timeout_s)
 
 
-@_counted
 def call_async(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
@@ -91,7 +50,6 @@ def call_async(
         return issue(api.current_runtime(), to, _find(name), args, kwargs, timeout_s, "async_jit")
 
 
-@_counted
 def call_remote(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
@@ -124,7 +82,6 @@ def _inside(context_id: int) -> Iterator[None]:
 # ---------------------------------------------------------------------- references
 
 
-@_counted
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
     """The value; at its owner as the object that scripts change in place."""
     if rref._owned is not None:
@@ -138,7 +95,6 @@ def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
     return rref.to_here(timeout_s)
 
 
-@_counted
 def local_value(rref: RRef[Any]) -> Any:
     """The value without a copy, only at its owner."""
     if rref._owned is None:
@@ -149,7 +105,6 @@ def local_value(rref: RRef[Any]) -> Any:
     return rref._owned.value
 
 
-@_counted
 def keep_value(rref: RRef[Any], value: Any) -> None:
     """At the owner: make the object that a script may change in place the value from now on."""
     if rref._owned is not None:
@@ -157,14 +112,12 @@ def keep_value(rref: RRef[Any], value: Any) -> None:
         rref._owned.value = value
 
 
-@_counted
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of a Python object of a script class; None for anything else."""
     is_script_class = torch.jit._state._get_script_class(type(value)) is not None  # type: ignore[no-untyped-call]
     return vars(value) if is_script_class else None
 
 
-@_counted
 def numbers_of(rref: RRef[Any]) -> tuple[int, int]:
     """The ranks of this worker and of the owner."""
     return rref._references.node.info.id, rref.owner().id
@@ -185,7 +138,6 @@ def type_of_result(function: Any) -> Any:
     return returns[0].type if len(returns) == 1 else None
 
 
-@_counted
 def type_of(rref: RRef[Any]) -> Any:
     """The type of a reference's value; None if TorchScript does not know it."""
     if rref._creation is not None:
@@ -231,13 +183,11 @@ class _Pickled:
         self.lock = threading.Lock()
 
 
-@_counted
 def keep_pickled(number: int, rref: RRef[Any]) -> None:
     """Keep ``rref``, which TorchScript writes into a file, for good: any number of readers may come."""
     rref._references.node.part(_Pickled).written[number] = rref
 
 
-@_counted
 def find_pickled(writer: int, number: int) -> RRef[Any]:
     """The reference that worker ``writer`` wrote as its ``number``-th, for TorchScript, which read it from a file."""
     pickled = api.current_runtime().part(_Pickled)
@@ -262,13 +212,11 @@ def _written(number: int) -> RRef[Any]:
 # ---------------------------------------------------------------------- distributed autograd
 
 
-@_counted
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """``dist_autograd.get_gradients`` in a script."""
     return autograd.get_gradients(context_id)
 
 
-@_counted
 def backward(context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
     """``dist_autograd.backward`` in a script."""
     autograd.backward(context_id, roots, retain_graph)

@@ -73,6 +73,8 @@ class Transport(ABC):
     carries_descriptors: bool = False
     #: the numeric address of the other end's host, where there is a network between; else empty
     peer_host: str = ""
+    #: False where a test looks at whole messages: then large ones do not travel in chunks
+    takes_chunks: bool = True
     #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
     #: this connection breaks off
     resumable: bool = True

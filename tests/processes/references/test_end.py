@@ -5,15 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.kit.ports import tcp_url
+from tests.kit.waiting import PATIENCE_S, wait_until
+from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import Counter, identity, keep
 
 import farcall
 from farcall import api
 from farcall.errors import (
+    Cancelled,
     NotInitialized,
     ReferenceLeak,
     ReferenceLost,
@@ -118,3 +123,30 @@ def test_references_left_at_the_end_of_the_interpreter_make_no_noise() -> None:
             [sys.executable, "-c", textwrap.dedent(script) + ending], capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_wait_for_a_value_of_ones_own_ends_with_the_node(tmp_path: Path) -> None:
+    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    node = farcall.Node("alone", rank=0, world_size=1, options=options)
+    node.start()
+    try:
+        rref = node.remote("alone", Gate.wait, ("the node's end",))
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                rref.to_here(timeout=0)
+            except BaseException as error:
+                failed.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        owned = rref._owned
+        assert owned is not None
+        wait_until(lambda: owned._waiting, "the thread that waits for the value")
+        node.shutdown(graceful=False)
+        waiter.join(PATIENCE_S)
+        assert [type(error) for error in failed] == [Cancelled]
+        assert "alone shut down before the value was made" in str(failed[0])
+    finally:
+        Gate.open("the node's end")

@@ -82,7 +82,7 @@ def test_promise_of_a_failed_case_is_broken_and_of_a_missing_one_unknown() -> No
     results = results_of("no-op", "p50", stock=[100])
     results.fail(CASES["no-op"], "farcall", "it broke")
     assert verdict_of(results, "no-op p50").held is False
-    assert verdict_of(results, "1 MiB echo").held is None
+    assert verdict_of(results, "1 MiB echoed").held is None
 
 
 def test_every_promise_is_about_cases_that_exist() -> None:

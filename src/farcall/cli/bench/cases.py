@@ -7,10 +7,11 @@ in the same way (``run``). Cases of one shape (team size and transport) share th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from random import Random
 from time import sleep
 from typing import Any, Literal
 
@@ -21,14 +22,17 @@ from farcall.cli.bench.contenders import CallSystem, Contender, Farcall, Floor, 
 from farcall.cli.bench.functions import discard, echo, noop
 from farcall.cli.bench.measure import (
     Measure,
+    Metered,
     Operation,
     Statistics,
     bandwidth,
     count_once,
     latency_us,
+    overhead_us,
     per_second,
     rate,
     typical_us,
+    work,
 )
 
 
@@ -39,36 +43,116 @@ class Case:
     name: str
     unit: str
     better: Literal["lower", "higher"]
-    setup: Callable[[CallSystem], Operation]
+    setup: Setup
     run: Measure
     floor: Callable[[Floor], Operation] | None = None
     size: int = 2
     route: Route = "local"
     only: str | None = None
     """The name of the one contender that can do this."""
+    metered: bool = False
+    """Is the processor time of an operation counted, too, at both ends?"""
 
-    def operation(self, contender: Contender) -> Operation | None:
-        """The operation for ``contender``, or None where it takes no part."""
+    def measure(self, contender: Contender, budget_s: float) -> Statistics:
+        """The statistics of ``contender``, which takes part."""
         if isinstance(contender, CallSystem):
-            return self.setup(contender)
-        if isinstance(contender, Floor) and self.floor is not None:
-            return self.floor(contender)
-        return None
+            operation = self.setup(contender)
+            if self.metered:
+                return Metered(operation, contender.used_s).measure(self.run, budget_s)
+            return self.run(operation, budget_s)
+        assert isinstance(contender, Floor)
+        assert self.floor is not None, "the driver asks only contenders that take part"
+        return self.run(self.floor(contender), budget_s)
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+Setup = Callable[[CallSystem], Operation]
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Setup:
     """``rpc_sync`` to the one peer."""
     return lambda system: partial(system.rpc_sync, system.peers[0], function, args=arguments)
 
 
-def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Callable[[CallSystem], Operation]:
+def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Setup:
     """``rpc_sync`` with a tensor, which is made in the member and only when it is needed."""
     return lambda system: call(function, torch.ones(size_bytes, dtype=torch.uint8))(system)
 
 
-def issue(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+def issue(function: Callable[..., Any], *arguments: Any) -> Setup:
     """``rpc_async`` to the one peer."""
     return lambda system: partial(system.rpc_async, system.peers[0], function, args=arguments)
+
+
+def issue_in_turn(calls: Callable[[], Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]]) -> Setup:
+    """``rpc_async`` to the one peer, of one call after the other; they are made in the member."""
+
+    def setup(system: CallSystem) -> Operation:
+        turns = cycle(calls())
+
+        def operation() -> Any:
+            function, arguments = next(turns)
+            return system.rpc_async(system.peers[0], function, args=arguments)
+
+        return operation
+
+    return setup
+
+
+def inputs(kibibytes: Sequence[int]) -> list[torch.Tensor]:
+    """Inputs for `functions.layer`, of these sizes, in an order that looks random."""
+    tensors = [torch.randn(size * 1024 // (4 * LAYER_WIDTH), LAYER_WIDTH) for size in kibibytes for _ in range(4)]
+    Random(0).shuffle(tensors)
+    return tensors
+
+
+def operators() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """``torch.add`` of two tensors, 4 to 256 KiB each."""
+    return [(torch.add, (x, x)) for x in inputs(WORK_KIB)]
+
+
+def layers() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A layer, with inputs of 4 to 256 KiB."""
+    return [(functions.layer, (x,)) for x in inputs(WORK_KIB)]
+
+
+def mixture() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Operators, layers and Python that works for 0 to 200 us, alternating."""
+    lengths = Random(1).choices(range(0, 200, 10), k=len(inputs(WORK_KIB)))
+    waits: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(work, (length,)) for length in lengths]
+    return [call for turn in zip(operators(), layers(), waits, strict=True) for call in turn]
+
+
+def call_work(lengths_us: Sequence[int]) -> Setup:
+    """``rpc_sync`` of a function that works, for one length after the other."""
+
+    def setup(system: CallSystem) -> Operation:
+        lengths = cycle(lengths_us)
+        return lambda: system.rpc_sync(system.peers[0], work, args=(next(lengths),))
+
+    return setup
+
+
+@dataclass(frozen=True)
+class CallersHere:
+    """Every peer calls ``function`` here, with 8 calls in flight each."""
+
+    system: CallSystem
+    function: Callable[..., Any]
+    width: int
+    operands: int
+
+    def __call__(self, budget_s: float = 0.1) -> list[Statistics]:
+        arguments = tuple(torch.randn(self.width, self.width) for _ in range(self.operands))
+        order = (self.system.own_name, self.function, arguments, 8, budget_s)
+        futures = [self.system.rpc_async(peer, functions.call_back, args=order) for peer in self.system.peers]
+        return [future.wait() for future in futures]
+
+
+def all_callers(operation: Operation, budget_s: float) -> Statistics:
+    """The sum of all callers' rates, and the worst of their p99s."""
+    assert isinstance(operation, CallersHere)
+    found = operation(budget_s)
+    return {"rate": sum(each["rate"] for each in found), "p99": max(each["p99"] for each in found)}
 
 
 def issue_script(system: CallSystem) -> Operation:
@@ -77,7 +161,7 @@ def issue_script(system: CallSystem) -> Operation:
     return partial(system.rpc_async, system.peers[0], functions.scripted()[0], args=(torch.ones(1),))
 
 
-def wait_in_scripts(count: int) -> Callable[[CallSystem], Operation]:
+def wait_in_scripts(count: int) -> Setup:
     """``count`` TorchScript functions at a time that take 50 ms each, and nobody's core."""
 
     def setup(system: CallSystem) -> Operation:
@@ -94,7 +178,7 @@ def wait_in_scripts(count: int) -> Callable[[CallSystem], Operation]:
     return setup
 
 
-def call_oneself(function: Callable[..., Any], *arguments: Any) -> Callable[[CallSystem], Operation]:
+def call_oneself(function: Callable[..., Any], *arguments: Any) -> Setup:
     """``rpc_sync`` to the caller itself."""
     return lambda system: partial(system.rpc_sync, system.own_name, function, args=arguments)
 
@@ -105,7 +189,7 @@ def call_each_peer_in_turn(system: CallSystem) -> Operation:
     return lambda: system.rpc_sync(next(peers), noop)
 
 
-def send_shared(size_bytes: int) -> Callable[[CallSystem], Operation]:
+def send_shared(size_bytes: int) -> Setup:
     """Send a tensor that lives in a shared segment already."""
     return lambda system: call(discard, system.shared_empty(size_bytes))(system)
 
@@ -121,7 +205,7 @@ def call_method(system: CallSystem) -> Operation:
     return lambda: service.rpc_sync().noop()
 
 
-def create_and_drop(count: int) -> Callable[[CallSystem], Operation]:
+def create_and_drop(count: int) -> Setup:
     """Make references and drop them at once, until their owner has forgotten all of them."""
 
     def setup(system: CallSystem) -> Operation:
@@ -146,9 +230,6 @@ def open_descriptors(system: CallSystem) -> Operation:
     return lambda: len(os.listdir("/proc/self/fd"))
 
 
-LAYER_WIDTH = 64
-
-
 def train_step(system: CallSystem) -> Operation:
     """Forward through one remote layer, backward, and a step of the optimizer."""
     layer = system.remote(system.peers[0], functions.Layer, args=(LAYER_WIDTH,))
@@ -165,7 +246,7 @@ def train_step(system: CallSystem) -> Operation:
     return operation
 
 
-def chain(length: int) -> Callable[[CallSystem], Operation]:
+def chain(length: int) -> Setup:
     """``length`` calls, each with the result of the one before, then backward through all of them."""
 
     def setup(system: CallSystem) -> Operation:
@@ -214,6 +295,11 @@ def latency_amid_us(operation: Operation, budget_s: float) -> Statistics:
         operation.end()
 
 
+LAYER_WIDTH = 64
+WORK_KIB = (4, 16, 64, 256)
+WORK_US = (0, 50, 100, 200, 300, 500, 1000)
+VARYING_US = tuple(Random(0).choices(range(0, 1001, 10), k=997))
+CALLERS = 8
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
 CHAIN_LENGTHS = (10, 20, 40, 80)
 MANY = 5_000
@@ -247,9 +333,28 @@ def _cases() -> list[Case]:
         for verb, function, copy in (("send", discard, Floor.copy_in), ("echo", echo, Floor.copy_there_and_back)):
             setup, floor = call_with_tensor(function, size_bytes), partial(copy, size_bytes=size_bytes)
             cases.append(Case(f"{verb} {label}", "GiB/s", "higher", setup, bandwidth(size_bytes), floor))
-    cases.append(Case("train step", "us", "lower", train_step, typical_us))
+    cases.append(Case("train step", "us", "lower", train_step, typical_us, metered=True))
     for length in CHAIN_LENGTHS:
-        cases.append(Case(f"backward through {length} calls", "us", "lower", chain(length), typical_us))
+        cases.append(Case(f"backward through {length} calls", "us", "lower", chain(length), typical_us, metered=True))
+    for name, calls in (("operators", operators), ("layers", layers), ("functions that alternate", mixture)):
+        setup = issue_in_turn(calls)
+        cases.append(Case(f"{name}, 4 to 256 KiB", "calls/s", "higher", setup, rate(32), metered=True))
+    setup = issue_in_turn(lambda: [(torch.add, (x, x)) for x in inputs([16])])
+    cases.append(Case("torch.add of 16 KiB, 64 in flight", "calls/s", "higher", setup, rate(64), metered=True))
+    for name, lengths_us in ((f"work of {us} us", (us,)) for us in WORK_US):
+        floor = partial(Floor.work, lengths_us=lengths_us)
+        cases.append(Case(name, "us beyond it", "lower", call_work(lengths_us), overhead_us, floor, metered=True))
+    floor = partial(Floor.work, lengths_us=VARYING_US)
+    name = "work of 0 to 1,000 us, varying"
+    cases.append(Case(name, "us beyond it", "lower", call_work(VARYING_US), overhead_us, floor, metered=True))
+    for name, computes, width, operands in (
+        ("torch.add 64x64", torch.add, 64, 2),
+        ("layer 64x64", functions.layer, 64, 1),
+        ("layer 512x512", functions.layer, 512, 1),
+    ):
+        setup = partial(CallersHere, function=computes, width=width, operands=operands)
+        name, size = f"{CALLERS} callers, {name}", CALLERS + 1
+        cases.append(Case(name, "calls/s", "higher", setup, all_callers, size=size))
     big = SIZES["256 MiB"]
     cases += [
         Case("send 256 MiB in a segment", "GiB/s", "higher", send_shared(big), bandwidth(big)),

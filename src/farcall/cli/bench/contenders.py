@@ -23,12 +23,13 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from farcall.cli.bench.measure import Operation
+from farcall.cli.bench.measure import Operation, work
 
 Route = Literal["local", "tcp", "dynamic"]
 """The way between members; "dynamic" is "local" in a group without a fixed size."""
@@ -38,6 +39,7 @@ _HEADER = struct.Struct("<c7xQ")
 _PING = b"p"  # nothing
 _BULK = b"b"  # receive that many bytes from the socket
 _COPY_BACK = b"c"  # copy that many bytes from the first half of the segment to the second
+_WORK = b"w"  # work for so many us
 _HALF_BYTES = 256 << 20
 _CONNECT_TIMEOUT_S = 60.0
 
@@ -59,6 +61,8 @@ class Contender(ABC):
 class CallSystem(Contender):
     """A system of remote calls: member 0 calls, the others are called."""
 
+    here: ClassVar[CallSystem | None] = None
+    """That of this process."""
     own_name: str
     init_method: str
     """Where the members met."""
@@ -78,10 +82,16 @@ class CallSystem(Contender):
         self.own_name = names[rank]
         self.peers = names[:rank] + names[rank + 1 :]
         self.init_method = f"file://{directory}/rendezvous"
+        CallSystem.here = self  # before others can call
         self.join(rank, size, self.init_method, route)
 
     @abstractmethod
     def join(self, rank: int, size: int, init_method: str, route: Route) -> None: ...
+
+    def used_s(self) -> float:
+        """The processor time that this member and its first peer have used so far."""
+        there: float = self.rpc_sync(self.peers[0], time.process_time)
+        return time.process_time() + there
 
     @abstractmethod
     def shared_empty(self, size_bytes: int) -> torch.Tensor:
@@ -213,6 +223,17 @@ class Floor(Contender):
         """A small message there and back."""
         return lambda: self._round_trip(_PING, 0)
 
+    def work(self, lengths_us: Sequence[int]) -> Operation:
+        """As `ping_pong`; the other side works before it answers, for one length after the other."""
+        lengths = cycle(lengths_us)
+
+        def operation() -> int:
+            length_us = next(lengths)
+            self._round_trip(_WORK, length_us)
+            return length_us
+
+        return operation
+
     def copy_in(self, size_bytes: int) -> Operation:
         """A copy into the warm segment, and a small message to tell of it."""
         source, target = torch.ones(size_bytes, dtype=torch.uint8), self._segment[:size_bytes]
@@ -265,6 +286,8 @@ def _serve(directory: str, route: Route) -> None:
                 if len(received) < size_bytes:
                     received = memoryview(bytearray(size_bytes))
                 _receive(connection, received[:size_bytes])
+            elif kind == _WORK:
+                work(size_bytes)
             elif kind == _COPY_BACK:
                 segment[_HALF_BYTES : _HALF_BYTES + size_bytes].copy_(segment[:size_bytes])
             connection.sendall(header)

@@ -102,10 +102,7 @@ def _member(rank: int, size: int, directory: str, name: str, route: Route) -> It
 
     def answer(request: tuple[str, float]) -> Statistics:
         case_name, budget_s = request
-        case = CASES[case_name]
-        operation = case.operation(contender)
-        assert operation is not None, "the driver asks only contenders that take part"
-        return case.run(operation, budget_s)
+        return CASES[case_name].measure(contender, budget_s)
 
     yield answer
     contender.stop()

@@ -1,8 +1,8 @@
 """The functions that the benchmark calls remotely.
 
-Most do next to nothing, so that the call is what is measured. The nursery is different: a member of the team that, as
-long as it is told to, forks guests which join a group and are killed, one after the other, while calls are measured
-between two other members.
+Some do next to nothing, so that the call is what is measured; others work, and return fresh tensors. The nursery is
+different: a member of the team that, as long as it is told to, forks guests which join a group and are killed, one
+after the other, while calls are measured between two other members.
 
 Guests need the processor, too, and on a small machine that alone is felt. So there is a control: the same processes,
 each in a group of its own. The loss of the measured calls there is no cost of the membership protocol.
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from farcall.cli.bench.contenders import CallSystem
+from farcall.cli.bench.measure import Statistics, flood
 from farcall.cli.team import die_with_parent
 
 WAIT_S = 0.05
@@ -41,6 +43,16 @@ def discard(tensor: torch.Tensor) -> None:
 def echo(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that came."""
     return tensor
+
+
+@functools.cache
+def _weight(width: int) -> torch.Tensor:
+    return torch.randn(width, width) / width
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    """Pass ``x`` through a layer of this worker."""
+    return torch.tanh(x @ _weight(x.shape[1]))
 
 
 def add_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,6 +107,13 @@ class Service:
 
     def noop(self) -> None:
         """Take nothing, do nothing, return nothing."""
+
+
+def call_back(to: str, function: Any, arguments: tuple[Any, ...], in_flight: int, budget_s: float) -> Statistics:
+    """At one of several callers: keep calls of ``function`` on ``to`` under way."""
+    system = CallSystem.here
+    assert system is not None, "members start before they are called"
+    return flood(functools.partial(system.rpc_async, to, function, args=arguments), budget_s, in_flight)
 
 
 class _Nursery:

@@ -20,8 +20,16 @@ MIN_SAMPLES = 5
 _WARM_UP_SHARE = 0.25
 
 
-def sample_ns(operation: Operation, budget_s: float) -> list[int]:
-    """Sorted durations of ``operation``, after a warm-up."""
+def work(length_us: float) -> float:
+    """Keep the interpreter busy for so long: the work of a function whose call is measured."""
+    end = perf_counter() + length_us / 1e6
+    while perf_counter() < end:
+        pass
+    return length_us
+
+
+def sample_ns(operation: Operation, budget_s: float, own_ns: Callable[[Any], int] = lambda result: 0) -> list[int]:
+    """Sorted durations of ``operation``, after a warm-up; less what ``own_ns`` says that its result took."""
     warm_at = perf_counter() + budget_s * _WARM_UP_SHARE
     operation()
     operation()
@@ -31,9 +39,9 @@ def sample_ns(operation: Operation, budget_s: float) -> list[int]:
     end_ns = perf_counter_ns() + int(budget_s * 1e9)
     while True:
         begun_ns = perf_counter_ns()
-        operation()
+        result = operation()
         ended_ns = perf_counter_ns()
-        durations.append(ended_ns - begun_ns)
+        durations.append(ended_ns - begun_ns - own_ns(result))
         if ended_ns >= end_ns and len(durations) >= MIN_SAMPLES:
             break
     durations.sort()
@@ -49,6 +57,12 @@ def latency_us(operation: Operation, budget_s: float) -> Statistics:
     """Time of one operation: half of them are quicker than p50."""
     ordered = sample_ns(operation, budget_s)
     return {"p50": percentile(ordered, 0.5) / 1e3, "p99": percentile(ordered, 0.99) / 1e3}
+
+
+def overhead_us(operation: Operation, budget_s: float) -> Statistics:
+    """Time of one operation beyond that of the work in it, whose length in us the operation returns."""
+    ordered = sample_ns(operation, budget_s, own_ns=lambda worked_us: int(worked_us * 1000))
+    return {"p50": percentile(ordered, 0.5) / 1e3}
 
 
 def typical_us(operation: Operation, budget_s: float) -> Statistics:
@@ -74,22 +88,53 @@ def rate(in_flight: int) -> Measure:
     """Calls per second while ``in_flight`` are under way; the operation issues one and returns its future."""
 
     def measure(operation: Operation, budget_s: float) -> Statistics:
-        futures: deque[Any] = deque(operation() for _ in range(in_flight))
-        warm_at = perf_counter() + budget_s * _WARM_UP_SHARE
-        while perf_counter() < warm_at:
-            futures.popleft().wait()
-            futures.append(operation())
-        count = 0
-        begun = perf_counter()
-        while (elapsed := perf_counter() - begun) < budget_s:
-            futures.popleft().wait()
-            futures.append(operation())
-            count += 1
-        for future in futures:
-            future.wait()
-        return {"rate": count / elapsed}
+        return {"rate": flood(operation, budget_s, in_flight)["rate"]}
 
     return measure
+
+
+def flood(operation: Operation, budget_s: float, in_flight: int) -> Statistics:
+    """Calls per second with ``in_flight`` under way, and the p99 of the time from a call's issue to its result."""
+    under_way: deque[tuple[Any, int]] = deque()
+    durations: list[int] = []
+    warm_at = perf_counter() + budget_s * _WARM_UP_SHARE
+    begun = count = 0.0
+    while True:
+        now = perf_counter()
+        if not begun and now >= warm_at:
+            begun, count = now, 0
+            durations.clear()
+        if begun and now - begun >= budget_s and durations:
+            break
+        while len(under_way) < in_flight:
+            under_way.append((operation(), perf_counter_ns()))
+        future, issued_ns = under_way.popleft()
+        future.wait()
+        durations.append(perf_counter_ns() - issued_ns)
+        count += 1
+    for future, _ in under_way:
+        future.wait()
+    durations.sort()
+    return {"rate": count / (now - begun), "p99": percentile(durations, 0.99) / 1e3}
+
+
+class Metered:
+    """An operation that counts itself; ``used_s`` tells the processor time that its processes have used so far."""
+
+    def __init__(self, operation: Operation, used_s: Callable[[], float]) -> None:
+        self._operation = operation
+        self._used_s = used_s
+        self._count = 0
+
+    def __call__(self) -> Any:
+        self._count += 1
+        return self._operation()
+
+    def measure(self, run: Measure, budget_s: float) -> Statistics:
+        """What ``run`` finds, and the processor time of one operation in us, all processes together."""
+        before_s = self._used_s()
+        statistics = run(self, budget_s)
+        return {**statistics, "cpu": (self._used_s() - before_s) / self._count * 1e6}
 
 
 def count_once(operation: Operation, budget_s: float) -> Statistics:

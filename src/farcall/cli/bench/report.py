@@ -22,7 +22,7 @@ from rich.table import Table
 
 from farcall.cli.bench.cases import Case
 from farcall.cli.bench.contenders import CONTENDERS, Farcall, Floor, Stock
-from farcall.cli.bench.results import Results, Verdict
+from farcall.cli.bench.results import LOWER_IS_BETTER, Results, Verdict
 
 _LABEL_WIDTH = 230
 _PLOT_WIDTH = 560
@@ -73,7 +73,7 @@ def print_results(console: Console, results: Results, rounds: int) -> None:
             over_floor = [1 / r for r in results.times_better(case, Farcall.name, Floor.name, statistic)]
             table.add_row(
                 label(results, case, statistic),
-                case.unit,
+                "us" if statistic in LOWER_IS_BETTER else case.unit,
                 *(figure(results.median(case.name, name, statistic)) for name in CONTENDERS),
                 _spread(results.times_better(case, Farcall.name, Stock.name, statistic)),
                 _spread(over_floor),

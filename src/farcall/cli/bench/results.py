@@ -8,13 +8,17 @@ taken beside stock on one machine, and stock is the common yardstick. Knows noth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from farcall.cli.bench.cases import CASES, CHAIN_LENGTHS, CHURN, COUNTED_TEAM_SIZES, Case
+from farcall.cli.bench.cases import CALLERS, CASES, CHAIN_LENGTHS, CHURN, COUNTED_TEAM_SIZES, Case
 from farcall.cli.bench.contenders import Farcall, Floor, Stock
 from farcall.cli.bench.measure import Statistics
+
+LOWER_IS_BETTER = ("p99", "cpu")
+"""Statistics of times, in us, whatever else the case measures."""
 
 
 class Results:
@@ -41,7 +45,7 @@ class Results:
         return list(dict.fromkeys(found))
 
     def rounds(self, case: str, contender: str, statistic: str) -> list[float]:
-        return [values[statistic] for values in self._rounds.get((case, contender), [])]
+        return [values[statistic] for values in self._rounds.get((case, contender), []) if statistic in values]
 
     def median(self, case: str, contender: str, statistic: str) -> float | None:
         values = self.rounds(case, contender, statistic)
@@ -51,7 +55,7 @@ class Results:
         """By round, how many times better ``contender`` was than ``baseline``; empty if one is missing."""
         ours = self.rounds(case.name, contender, statistic)
         theirs = self.rounds(case.name, baseline, statistic)
-        if case.better == "lower":
+        if case.better == "lower" or statistic in LOWER_IS_BETTER:
             return [b / a for a, b in zip(ours, theirs, strict=False) if a > 0]
         return [a / b for a, b in zip(ours, theirs, strict=False) if b > 0]
 
@@ -151,14 +155,36 @@ def undisturbed(text: str, statistic: str, at_most: float) -> Target:
     return Target(text, wanted, (quiet, disturbed), value, lambda value: value <= at_most)
 
 
+def of_work() -> list[Target]:
+    """The promises about calls that do work: at a function's every length, and with many at a time."""
+    targets = []
+    for case in (name for name in CASES if name.startswith("work of")):
+        targets.append(better_than_stock(f"beyond {case}", case, "p50", 4))
+        targets.append(near_the_floor(f"beyond {case}, against a raw socket", case, "p50", 2))
+    for case in (name for name in CASES if name.endswith("4 to 256 KiB")):
+        targets.append(better_than_stock(f"processor time of {case}", case, "cpu", 4))
+    for case in (name for name in CASES if name.startswith(f"{CALLERS} callers")):
+        at_least = 1.5 if "512" in case else 3  # where the callee computes much, computing is what takes long
+        targets.append(better_than_stock(f"{case}, calls/s", case, "rate", at_least))
+        targets.append(better_than_stock(f"{case}, p99", case, "p99", 1))
+    for label in ("1 MiB", "16 MiB"):
+        for verb, text in (("send", "sent"), ("echo", "echoed")):
+            case = f"{verb} {label}"
+            targets.append(better_than_stock(f"{label} {text}", case, "p50", 4 if os.cpu_count() == 2 else 3))
+            targets.append(near_the_floor(f"{label} {text}, against bare copies", case, "p50", 1.25))
+    for case, text in (("train step", "a training step"), ("backward through 20 calls", "20 calls, then backward")):
+        targets.append(better_than_stock(f"processor time of {text}", case, "cpu", 3))
+    return targets
+
+
 TARGETS: tuple[Target, ...] = (
     better_than_stock("no-op p50", "no-op", "p50", 5),
     near_the_floor("no-op p50 against a raw ping-pong", "no-op", "p50", 2),
     better_than_stock("calls/s, 64 in flight", "no-op, 64 in flight", "rate", 6),
     better_than_stock("operators/s, 64 in flight", "torch.add, 64 in flight", "rate", 6),
+    better_than_stock("operators of 16 KiB/s, 64 in flight", "torch.add of 16 KiB, 64 in flight", "rate", 6),
     better_than_stock("script functions/s, 64 in flight", "script function, 64 in flight", "rate", 6),
     within("8 concurrent script functions of 50 ms", "8 script functions of 50 ms", 120),
-    better_than_stock("1 MiB echo", "echo 1 MiB", "p50", 3),
     better_than_stock("256 MiB sent", "send 256 MiB", "p50", 2.5),
     better_than_stock("256 MiB that live in a segment", "send 256 MiB in a segment", "p50", 20),
     better_than_stock("no-op p50 over TCP", "no-op over TCP", "p50", 4),
@@ -173,6 +199,7 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("ahead of NIXL (2.4 GiB/s where stock moved 1.3)", "send 256 MiB", "p50", 2.4 / 1.3),
     better_than_stock("a training step over one remote worker", "train step", "p50", 3),
     better_than_stock("20 calls in a chain, then backward", "backward through 20 calls", "p50", 3),
+    *of_work(),
     linear_growth("a further call in a long chain against one in a short chain", 1.5),
     descriptors_per_peer("descriptors of a node", 2),
     undisturbed("no-op p50 while others die and join", "p50", 1.5),

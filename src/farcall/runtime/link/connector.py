@@ -21,11 +21,11 @@ is a member, and what becomes of a new connection, is the `Owner`'s business.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import SystemRandom
 from time import monotonic
 from typing import Protocol
 
@@ -54,6 +54,7 @@ logger: logging.Logger = logging.getLogger("farcall")
 MAX_WAITING_NEWS = 8
 RETRY_S = 0.5
 STOP_S = 1.5
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 """How long `stop` waits for a thread that may be inside a connect."""
 
 
@@ -187,7 +188,7 @@ class Connector:
             first.dialler.stop()
 
     def _dial_first(self, first: _First, member: Member, pause_s: float) -> bool:
-        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=random)
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=_RANDOM)
         backoff.restart(pause_s)
         dial = Dial(Goal.CONNECT, until=NEVER, now=monotonic(), backoff=backoff, pauses_first=True)
         with self._lock:
@@ -220,7 +221,7 @@ class Connector:
         before = self._ties.get(peer.incarnation)
         if before is not None:
             self._end_redial(before)
-        bond = Bond(established.session_id, dialled=dialled, now=monotonic(), jitter=random)
+        bond = Bond(established.session_id, dialled=dialled, now=monotonic(), jitter=_RANDOM)
         self._ties[peer.incarnation] = _Tie(bond, peer)
 
     def _tie_of(self, peer: RemotePeer) -> _Tie | None:
@@ -251,7 +252,8 @@ class Connector:
             return False
         now = monotonic()
         bond.lose(link.session.received, now, self._reconnect_s)
-        logger.warning("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
+        # No warning yet: it is made again, or its end is told in one line.
+        logger.info("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
         purpose = Resume(bond.session_id, link.session.resume()) if bond.dialled else Remind(bond.session_id)
         if not self._redial(tie, bond.redial(now, self._reconnect_s), purpose, reason):
             return False

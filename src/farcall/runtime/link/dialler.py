@@ -49,6 +49,7 @@ WITHIN_THE_HOST = ("unix", "memory")
 _OUTCOMES = {
     RefusalReason.WRONG_PEER: Outcome.ANOTHER,
     RefusalReason.OTHER_CLUSTER: Outcome.ANOTHER,
+    RefusalReason.WRONG_ADDRESS: Outcome.ANOTHER,
     RefusalReason.NOT_FARCALL: Outcome.FOREIGN,
 }
 
@@ -222,9 +223,9 @@ class Dialler:
             try:
                 if self._ended:
                     return Found(Outcome.SILENT)
-                established = prove(
-                    transport, target.name, self._me, self._secret, min(deadline, monotonic() + prove_s)
-                )
+                # Without a name, all that is known of the target is an address, by whatever name its user knows it.
+                me = self._me if target.name is None else self._me.dialling(way)
+                established = prove(transport, target.name, me, self._secret, min(deadline, monotonic() + prove_s))
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
                 found = Found(Outcome.PROVEN, "it lives, but did not come back", transport, established)

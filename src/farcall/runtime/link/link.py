@@ -106,6 +106,11 @@ class Link:
             self.session.broke()
             self.outgoing.pause()
 
+    @property
+    def heard_bytes(self) -> int:
+        """Grows with every byte that comes, over whatever connection: the sign of life."""
+        return self.incoming.bytes_received
+
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""
         return self._loop.on_thread()

@@ -200,7 +200,7 @@ class FailureDetector:
     def _tell_links(self) -> None:
         received: dict[int, tuple[Link, int]] = {}
         for incarnation, link in self._reach.links():
-            count = link.incoming.bytes_received
+            count = link.heard_bytes
             received[incarnation] = (link, count)
             if count and self._received.get(incarnation) != (link, count):
                 self._carry_out(self._machine.handle(events.Heard(incarnation), monotonic()))

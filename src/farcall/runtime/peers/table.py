@@ -88,7 +88,7 @@ class PeerTable:
         self._silent: dict[RemotePeer, float] = {}  # whose host is looked at, and until when at least
         self._introductions: dict[int, Member] = {}
         self._me = myself
-        self._cluster_id = membership.cluster_id
+        self._membership = membership
         self._is_static = is_static
         self._options = options
         self._resources = resources
@@ -368,7 +368,7 @@ class PeerTable:
 
     def hello(self) -> Hello:
         """What this node says of itself; with its admission number, once it has one."""
-        return Hello(self.watch.me, self._cluster_id)
+        return Hello(self.watch.me, self._membership.cluster_id)
 
     def ways_to(self, incarnation: int) -> list[str]:
         """The addresses of a member that may work from here."""

@@ -84,6 +84,11 @@ class FaultyTransport(UnixTransport):
         """As long as a rule lets nothing through, no kernel answers either."""
         return max(self._relay.silent_s(), self._far.silent_s())
 
+    @property
+    def takes_chunks(self) -> bool:  # type: ignore[override]
+        """Whether large messages may come in parts: not where rules look at messages."""
+        return self._relay.leaves_messages_alone
+
     def close(self) -> None:
         super().close()
         self._relay.end(CLOSING_S)
@@ -130,6 +135,11 @@ class Relay:
         self._thread = threading.Thread(
             target=self._run, name=f"farcall-faults-{direction.sender}-{direction.receiver}", daemon=True
         )
+
+    @property
+    def leaves_messages_alone(self) -> bool:
+        """Do all rules concern the connection as a whole?"""
+        return all(isinstance(rule.fault, Throttle) for rule in self._faults.rules)
 
     def start(self) -> None:
         self._faults.add_relay(self)

@@ -36,7 +36,7 @@ TypePtr parse_type(const std::string& text) {
 
 void set_result(const std::shared_ptr<torch::jit::PythonFutureWrapper>& future, const py::object& value, TypePtr type) {
   IValue converted = value_of(value, type);
-  py::gil_scoped_release without_gil;
+  OutOfPython here;
   future->fut->markCompleted(std::move(converted));
 }
 
@@ -74,6 +74,7 @@ PYBIND11_MODULE(farcall_torchscript, m) {
   });
   m.def("enable", &enable);
   m.def("disable", &disable);
+  m.def("shut", &shut);
   m.def("unwrap", &unwrap);
   m.def("parse_type", &parse_type);
   m.def("set_result", &set_result);

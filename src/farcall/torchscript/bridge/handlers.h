@@ -8,9 +8,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace {
@@ -62,13 +65,73 @@ void raise_interrupt(std::exception_ptr thrown) {
   throw std::runtime_error(text_of(error));
 }
 
-// Whoever asks for the interpreter lock now never gets it, and the process would abort.
-bool interpreter_ends() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return !Py_IsInitialized() || Py_IsFinalizing();
-#else
-  return !Py_IsInitialized() || _Py_IsFinalizing();
-#endif
+// Threads that are inside of Python on behalf of a script, or in a script on behalf of Python. Python unwinds such a
+// thread when the interpreter ends, through C++ code that does not allow it, and the process aborts: so from `shut`
+// on nobody comes in, and the process waits for those who are.
+std::atomic<int> inside{0};
+std::atomic<bool> closed{false};
+
+bool enter() {
+  ++inside;  // before the look at `closed`, as `shut` sets that before it looks here
+  if (!closed) {
+    return true;
+  }
+  --inside;
+  return false;
+}
+
+class Entry {
+ public:
+  Entry() {
+    if (!enter()) {
+      throw std::runtime_error("the process is about to end");
+    }
+  }
+  ~Entry() {
+    --inside;
+  }
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+};
+
+// The interpreter lock, for a thread of a script.
+struct InPython {
+  Entry entry;  // first, so that it ends last
+  py::gil_scoped_acquire gil;
+};
+
+// The other way round: a thread of Python's that goes on in a script, without the interpreter lock. After `shut` it
+// keeps the lock: a script that waits must still hear of its result, or the process would wait for the script.
+class OutOfPython {
+ public:
+  OutOfPython() : entered_(enter()) {
+    if (entered_) {
+      without_gil_.emplace();
+    }
+  }
+  ~OutOfPython() {
+    without_gil_.reset();
+    if (entered_) {
+      --inside;
+    }
+  }
+  OutOfPython(const OutOfPython&) = delete;
+  OutOfPython& operator=(const OutOfPython&) = delete;
+
+ private:
+  const bool entered_;
+  std::optional<py::gil_scoped_release> without_gil_;
+};
+
+// Lets nobody in any more, and waits until all are out; at most that long.
+void shut(double seconds) {
+  using clock = std::chrono::steady_clock;
+  closed = true;
+  py::gil_scoped_release without_gil;
+  const auto deadline = clock::now() + std::chrono::duration<double>(seconds);
+  while (inside > 0 && clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace

@@ -147,10 +147,7 @@ void use_gradients(Which which, Stack& stack, const TypePtr& type) {
 
 template <Which which>
 void run(Stack& stack, size_t count, const TypePtr& type) {
-  if (interpreter_ends()) {
-    throw std::runtime_error("the process is about to end");
-  }
-  py::gil_scoped_acquire gil;
+  InPython here;
   try {
     if constexpr (which <= RPC_REMOTE) {
       auto call = take_call(stack, count);

@@ -30,9 +30,12 @@ class Reference final : public rpc::RRef {
         here_(here) {}
 
   ~Reference() override {
-    if (!interpreter_ends()) {
-      py::gil_scoped_acquire gil;
-      Py_DECREF(rref_);
+    if (enter()) {
+      {
+        py::gil_scoped_acquire gil;
+        Py_DECREF(rref_);
+      }
+      --inside;
     }
   }
 
@@ -41,23 +44,23 @@ class Reference final : public rpc::RRef {
   }
 
   std::string ownerName() const override {
-    py::gil_scoped_acquire gil;
+    InPython here;
     return ask<std::string>("owner_name");
   }
 
   bool isOwner() const override {
-    py::gil_scoped_acquire gil;
+    InPython here;
     return ask<bool>("is_owner");
   }
 
   bool confirmedByOwner() const override {
-    py::gil_scoped_acquire gil;
+    InPython here;
     return ask<bool>("confirmed_by_owner");
   }
 
   // Asked for where an attribute of a module is a reference; the owner may have to be asked, so only then.
   const TypePtr type() const override {
-    py::gil_scoped_acquire gil;
+    InPython here;
     if (!known_type_) {
       try {
         py::object found = handler("type_of")(python());
@@ -74,7 +77,7 @@ class Reference final : public rpc::RRef {
   // Owner and parent are the same, so that torch finds nothing to tell anybody.
   rpc::RRefForkData fork() const override {
     const auto name = type()->annotation_str();
-    py::gil_scoped_acquire gil;
+    InPython here;
     try {
       handler("keep_pickled")(rrefId().localId_, python());
     } catch (const py::error_already_set& error) {

@@ -103,7 +103,7 @@ void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future, const py::o
   } catch (const std::exception& raised) {
     error = std::make_exception_ptr(std::runtime_error(raised.what()));
   }
-  py::gil_scoped_release without_gil;  // whoever waits goes on here
+  OutOfPython here;  // whoever waits goes on here
   if (error) {
     future->setError(error);
   } else {

@@ -1,0 +1,181 @@
+"""A worker as an object to call: ``farcall.worker("ps").call(function, argument)``.
+
+A handle is a value: a name, and how to call. It holds no connection, so it can be compared, kept in a set and sent
+to other workers, and it stays good when its worker is restarted. The functions of `farcall.api` call through the same
+functions as this module; only the types are richer here, and the arguments are those of the called function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from farcall.ids import WorkerInfo
+from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.future import Future, call_async
+from farcall.rpc.references import call_remote
+from farcall.rpc.retry import Retry, async_with, check_retry, remote_with, sync_with
+from farcall.rpc.rref import RRef
+from farcall.runtime.calls.scope import CURRENT, Labelled
+from farcall.runtime.node import Runtime, current_runtime
+
+__all__ = ["Worker", "worker"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Worker:
+    """A worker to call, by name. `farcall.worker` and ``node[name]`` make it."""
+
+    __slots__ = ("_metadata", "_node", "_retry", "_timeout", "name")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+        metadata: Mapping[str, str] | None = None,
+        node: Runtime | None = None,
+    ) -> None:
+        """``node``: who calls; None: the current node, at each call."""
+        if timeout != UNSET_TIMEOUT:
+            check_timeout(timeout)
+        if retry is not None:
+            check_retry(retry)
+        self.name: str = name
+        self._timeout = timeout
+        self._retry = retry
+        self._metadata = None if metadata is None else _check_metadata(metadata)
+        self._node = node
+
+    def options(
+        self,
+        *,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Worker:
+        """The same worker, called otherwise; what is not given stays as it is.
+
+        Args:
+            timeout: seconds, and within a served call at most the time that is left of that; None for no limit at all.
+            retry: for functions that may run more than once: call again where the network failed the call.
+            metadata: travels with the call and with the calls that its function makes; see `farcall.current_call`.
+        """
+        return Worker(
+            self.name,
+            timeout=self._timeout if timeout == UNSET_TIMEOUT else timeout,
+            retry=self._retry if retry is None else retry,
+            metadata=self._metadata if metadata is None else {**(self._metadata or {}), **metadata},
+            node=self._node,
+        )
+
+    # The overloads unwrap what the callee awaits: a coroutine, or the future of an `async_execution` function.
+
+    @overload
+    def call(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def call(self, func: Callable[P, torch.futures.Future[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    @overload
+    def call(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``func(*args, **kwargs)`` there and return its result, or raise what it raised."""
+        if self._metadata is not None:
+            return self._labelled(Worker.call, func, args, kwargs)
+        if self._retry is not None:
+            return sync_with(self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+        return call_sync(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+
+    @overload
+    def start(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    @overload
+    def start(self, func: Callable[P, torch.futures.Future[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    @overload
+    def start(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+    def start(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Like `call`, but return at once: a future, to be awaited or asked for its ``result()``."""
+        if self._metadata is not None:
+            return self._labelled(Worker.start, func, args, kwargs)  # type: ignore[no-any-return]
+        if self._retry is not None:
+            return async_with(
+                self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout
+            )
+        return call_async(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+
+    @overload
+    def create(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+    @overload
+    def create(self, func: Callable[P, torch.futures.Future[T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+    @overload
+    def create(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
+    def create(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Run ``func(*args, **kwargs)``, a class most often, there; the result stays, and the reference is for it."""
+        if self._metadata is not None:
+            return self._labelled(Worker.create, func, args, kwargs)  # type: ignore[no-any-return]
+        node = self._node or current_runtime()
+        if self._retry is not None:
+            return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout)
+        return call_remote(node, self.name, func, args, kwargs, self._timeout)
+
+    def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``make``, a method, makes of a call in a scope with this handle's metadata."""
+        plain = Worker(self.name, timeout=self._timeout, retry=self._retry, node=self._node)
+        token = CURRENT.set(Labelled(CURRENT.get(), self._metadata or {}))
+        try:
+            return make(plain, func, *args, **kwargs)
+        finally:
+            CURRENT.reset(token)
+
+    def __repr__(self) -> str:
+        timeout = "" if self._timeout == UNSET_TIMEOUT else f", timeout={self._timeout!r}"
+        retry = "" if self._retry is None else f", retry={self._retry!r}"
+        metadata = "" if self._metadata is None else f", metadata={self._metadata!r}"
+        return f"farcall.worker({self.name!r}{timeout}{retry}{metadata})"
+
+    def _key(self) -> tuple[object, ...]:
+        metadata = None if self._metadata is None else tuple(sorted(self._metadata.items()))
+        return self.name, self._timeout, self._retry, metadata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Worker) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> Any:
+        return _arrived, self._key()
+
+
+def _arrived(
+    name: str, timeout: float | None, retry: Retry | None, metadata: tuple[tuple[str, str], ...] | None
+) -> Worker:
+    return Worker(name, timeout=timeout, retry=retry, metadata=None if metadata is None else dict(metadata))
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
+        raise TypeError(f"metadata must be texts by name, a dict of str to str, not {metadata!r}")
+    return dict(metadata)
+
+
+def worker(to: str | int | WorkerInfo) -> Worker:
+    """A handle of the worker ``to``: a name, a `WorkerInfo`, or the rank of a member.
+
+    A name need not be that of a member yet: calls look it up.
+    """
+    return handle_of(None, to)
+
+
+def handle_of(node: Runtime | None, to: str | int | WorkerInfo) -> Worker:
+    """A handle of the worker ``to`` for ``node``; None: for the current node, at each call."""
+    if isinstance(to, WorkerInfo):
+        return Worker(to.name, node=node)
+    if isinstance(to, int):
+        return Worker((node or current_runtime()).peer(to).info.name, node=node)
+    if not isinstance(to, str):
+        raise TypeError(f"a worker is named by a str, a rank or a WorkerInfo, not by a {type(to).__name__}")
+    return Worker(to, node=node)

@@ -1,0 +1,280 @@
+"""Calls through handles, and futures as `concurrent.futures` and `asyncio` have them. Nodes of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Iterator
+from time import monotonic
+
+import pytest
+from tests.kit.team import team
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
+from tests.processes.calls.callees import Gate, add, fail, whoami
+from torch.distributed import TCPStore
+
+import farcall
+from farcall.errors import Cancelled, Delivery, RpcTimeout
+
+
+class Model:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def forward(self, x: int, plus: int = 0) -> int:
+        return self.width * x + plus
+
+    async def tell(self, word: str) -> int:
+        await asyncio.sleep(0)
+        return len(word)
+
+    def call(self) -> str:
+        return "a method of that name"
+
+
+async def doubled(x: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libuv_is_up() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    TCPStore("127.0.0.1", 0, 1, True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[farcall.Node]]:
+    with team([None] * 3, size=3, rpc_timeout=LONG_S) as started:
+        yield started
+    started.clear()  # pytest holds what a fixture gave, and the first node holds the store
+
+
+@pytest.fixture
+def ps(nodes: list[farcall.Node]) -> farcall.Worker:
+    return nodes[0]["w1"]
+
+
+def test_a_handle_is_a_value(nodes: list[farcall.Node]) -> None:
+    assert nodes[0]["w1"] == nodes[0][1] == nodes[0][nodes[0].get_worker_info("w1")] == farcall.worker("w1")
+    assert nodes[0]["w1"] != nodes[0]["w2"]
+    slow = farcall.worker("w1").options(timeout=2.0)
+    assert slow != farcall.worker("w1")
+    assert {slow, farcall.worker("w1").options(timeout=2.0)} == {slow}
+    assert pickle.loads(pickle.dumps(slow)) == slow
+    assert repr(slow) == "farcall.worker('w1', timeout=2.0)"
+    with pytest.raises(ValueError, match="at least 0"):
+        farcall.worker("w1").options(timeout=-2)
+    with pytest.raises(TypeError, match="named by a str"):
+        farcall.worker(1.5)  # type: ignore[arg-type]
+
+
+def test_a_handle_calls_starts_and_creates(ps: farcall.Worker) -> None:
+    assert ps.call(add, 1, right=2) == 3
+    assert ps.start(add, 1, right=2).result() == 3
+    assert ps.call(doubled, 4) == 8
+    model = ps.create(Model, 3)
+    assert model.owner_name() == "w1"
+    assert model.call.forward(2, plus=1) == 7
+    assert model.start.forward(2).result() == 6
+    assert model.start(Model.forward, 2, plus=2).result() == 8
+    assert model.call.tell("four") == 4
+    assert model.call.call() == "a method of that name"
+    with pytest.raises(ValueError, match="as you wish"):
+        ps.call(fail)
+    with pytest.raises(ValueError, match="as you wish"):
+        ps.start(fail).result()
+
+
+def test_a_handle_travels_and_calls_from_where_it_is(ps: farcall.Worker) -> None:
+    assert ps.call(call_through, farcall.worker("w2").options(timeout=LONG_S)) == "w2"
+
+
+def call_through(handle: farcall.Worker) -> str:
+    return handle.call(whoami)
+
+
+def test_options_bound_a_call(ps: farcall.Worker) -> None:
+    try:
+        with pytest.raises(RpcTimeout):
+            ps.options(timeout=0.05).call(Gate.wait, "bounded")
+    finally:
+        Gate.open("bounded")
+
+
+def test_a_wait_has_a_bound_and_the_call_goes_on(ps: farcall.Worker) -> None:
+    future = ps.start(Gate.wait, "patience")
+    with pytest.raises(TimeoutError, match=r"w1 has not answered Gate.wait\(\) within 0.01 s; the call goes on"):
+        future.result(timeout=0.01)
+    with pytest.raises(TimeoutError):
+        future.wait(0)
+    assert not future.done()
+    Gate.open("patience")
+    assert future.result(timeout=LONG_S) == "patience"
+    assert future.exception() is None
+    assert isinstance(ps.start(fail).exception(), ValueError)
+
+
+def test_a_cancelled_call_ends_at_once(ps: farcall.Worker) -> None:
+    future = ps.start(Gate.wait, "given up")
+    assert future.cancel()
+    assert future.done()
+    assert future.cancelled()
+    assert not future.cancel()
+    Gate.open("given up")
+    with pytest.raises(Cancelled, match=r"Gate.wait\(\) on w1 was cancelled") as caught:
+        future.result()
+    assert caught.value.delivery is Delivery.UNKNOWN
+    done = ps.start(add, 1, 2)
+    assert done.result() == 3
+    assert not done.cancel()
+    assert not done.cancelled()
+
+
+def test_a_call_that_waits_to_be_made_again_can_be_cancelled(nodes: list[farcall.Node]) -> None:
+    nodes[2].shutdown(graceful=False)
+    patient = farcall.Retry(9, backoff_s=LONG_S, longest_backoff_s=LONG_S, jitter=0.0)
+    future = nodes[0]["w2"].options(retry=patient, timeout=None).start(add, 1, 2)
+    wait_until(lambda: future._paused)
+    assert future.cancel()
+    assert future.cancelled()
+    assert not future.cancel()
+    for node in nodes[:2]:
+        node.shutdown(graceful=False)
+
+
+def test_gather_gives_results_in_order_and_the_first_error_at_once(ps: farcall.Worker) -> None:
+    assert farcall.gather(ps.start(add, 1, 2), ps.start(doubled, 2)).result() == (3, 4)
+    assert farcall.gather().result() == ()
+    slow = ps.start(Gate.wait, "behind an error")
+    began = monotonic()
+    with pytest.raises(ValueError, match="as you wish"):
+        farcall.gather(slow, ps.start(fail)).result()
+    assert monotonic() - began < AT_ONCE_S
+    assert not slow.done()
+    Gate.open("behind an error")
+    assert slow.result() == "behind an error"
+    several = farcall.gather(*[ps.start(Gate.wait, f"gathered {index}") for index in range(3)])
+    assert several.cancel()
+    with pytest.raises(Cancelled):
+        several.result()
+    for index in range(3):
+        Gate.open(f"gathered {index}")
+
+
+def test_as_completed_gives_the_quick_ones_first(ps: farcall.Worker) -> None:
+    slow = ps.start(Gate.wait, "last")
+    quick = ps.start(add, 1, 2)
+    found = farcall.as_completed([slow, quick])
+    assert next(found) is quick
+    Gate.open("last")
+    assert [future.result() for future in found] == ["last"]
+    never = ps.start(Gate.wait, "too late")
+    with pytest.raises(TimeoutError, match=r"1 futures are not done within 0.01 s"):
+        next(farcall.as_completed([never], timeout=0.01))
+    Gate.open("too late")
+    assert never.result() == "too late"
+
+
+def test_callbacks_can_be_taken_off(ps: farcall.Worker) -> None:
+    seen: list[str] = []
+    future = ps.start(Gate.wait, "callbacks")
+
+    def first(_: object) -> None:
+        seen.append("first")
+
+    def second(_: object) -> None:
+        seen.append("second")
+
+    for callback in (first, second, first):
+        future.add_done_callback(callback)
+    assert future.remove_done_callback(first) == 2
+    assert future.remove_done_callback(first) == 0
+    Gate.open("callbacks")
+    future.result()
+    wait_until(lambda: seen == ["second"])
+
+
+def test_asyncio_waits_for_futures_and_its_timeouts_cancel_them(ps: farcall.Worker) -> None:
+    async def program() -> None:
+        loop_thread = threading.get_ident()
+        slow = ps.start(Gate.wait, "asyncio")
+        quick = ps.start(add, 1, 2)
+        done, pending = await asyncio.wait([slow, quick], return_when=asyncio.FIRST_COMPLETED)
+        assert (done, pending) == ({quick}, {slow})
+        threads: list[int] = []
+        slow.add_done_callback(lambda _: threads.append(threading.get_ident()))
+        Gate.open("asyncio")
+        done, pending = await asyncio.wait([slow, quick], timeout=LONG_S)
+        assert pending == set()
+        await asyncio.sleep(0)
+        assert threads == [loop_thread]
+        assert await asyncio.gather(slow, quick) == ["asyncio", 3]
+        assert await farcall.gather(ps.start(add, 1, 2), ps.start(doubled, 1)) == (3, 2)
+        assert [await future async for future in farcall.as_completed([ps.start(add, 1, 1)], timeout=LONG_S)] == [2]
+
+        late = ps.start(Gate.wait, "asyncio gives up")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(late, 0.01)
+        assert late.cancelled()
+        Gate.open("asyncio gives up")
+
+    asyncio.run(program(), debug=True)
+
+
+def test_map_keeps_the_order_and_takes_items_as_workers_become_free(nodes: list[farcall.Node]) -> None:
+    workers = [nodes[0]["w1"], nodes[0]["w2"]]
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for index in range(1000):
+            taken.append(index)
+            yield index
+
+    results = farcall.map(doubled_here, items(), workers=workers, in_flight=2)
+    assert [next(results) for _ in range(10)] == [2 * index for index in range(10)]
+    assert len(taken) < 50
+    results.close()
+    assert sorted(farcall.map(doubled_here, range(50), workers=workers, ordered=False)) == list(range(0, 100, 2))
+    with pytest.raises(ValueError, match="as you wish"):
+        list(farcall.map(fail_with, range(3), workers=workers))
+
+
+def doubled_here(x: int) -> int:
+    return 2 * x
+
+
+def fail_with(x: int) -> int:
+    raise ValueError(f"as you wish: {x}")
+
+
+def test_map_does_the_items_of_a_dead_worker_elsewhere() -> None:
+    with team([None] * 3, size=3, rpc_timeout=LONG_S) as (caller, survivor, doomed):
+        workers = [caller["w1"], caller["w2"]]
+        results = farcall.map(
+            hold_first, range(20), workers=workers, ordered=False, retry=farcall.Retry(3, backoff_s=0.0)
+        )
+        held = threading.Thread(target=lambda: found.extend(results))
+        found: list[int] = []
+        held.start()
+        wait_until(lambda: "w2" in HOLDING)
+        doomed.shutdown(graceful=False)
+        Gate.open("map")
+        held.join(LONG_S)
+        assert sorted(found) == list(range(20))
+        survivor.shutdown(graceful=False)
+        with pytest.raises(farcall.errors.RpcError):
+            list(farcall.map(hold_first, range(20), workers=workers, retry=farcall.Retry(3, backoff_s=0.0)))
+        caller.shutdown(graceful=False)
+
+
+HOLDING: list[str] = []
+
+
+def hold_first(x: int) -> int:
+    HOLDING.append(whoami())
+    if whoami() == "w2":
+        Gate.wait("map")
+    return x

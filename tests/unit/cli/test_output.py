@@ -1,0 +1,97 @@
+"""The output of several workers in one stream."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from farcall.cli import output
+from farcall.cli.output import Output
+
+
+class Screen:
+    """An output into memory."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        self._bytes = io.BytesIO()
+        file = io.TextIOWrapper(self._bytes, write_through=True)
+        self.output = Output(Console(file=file, width=20, force_terminal=is_terminal, color_system=None), 2)
+        self.zero, self.one = self.output.source(0), self.output.source(1)
+
+    def text(self) -> bytes:
+        return self._bytes.getvalue()
+
+
+def test_a_line_wider_than_the_terminal_stays_one_line() -> None:
+    screen = Screen()
+    line = b'{"x": "' + 100 * b"y" + b'"}\n'
+    screen.zero.write(line)
+    assert screen.text() == b"0 | " + line
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe\x00\n", b"[bold]not ours[/]\n", b"\x1b[31mred\x1b[0m\n", b"a\tb  \n"])
+def test_bytes_are_not_touched(data: bytes) -> None:
+    screen = Screen()
+    screen.zero.write(data)
+    assert screen.text() == b"0 | " + data
+
+
+def test_no_line_gets_into_another() -> None:
+    screen = Screen()
+    screen.zero.write(b"one half, ")
+    screen.one.write(b"whole\n")
+    screen.zero.write(b"the other\n")
+    assert screen.text() == b"1 | whole\n0 | one half, the other\n"
+
+
+def test_progress_bars_are_shown_as_they_come() -> None:
+    screen = Screen()
+    screen.zero.write(b"10 %\r")
+    screen.zero.write(b"20 %\r")
+    assert screen.text() == b"0 | 10 %\r0 | 20 %\r"
+    screen.zero.write(b"\n")
+    assert screen.text() == b"0 | 10 %\r0 | 20 %\r\n"
+
+
+def test_progress_bars_that_begin_with_the_return() -> None:
+    screen = Screen()
+    for data in (b"\r10 %", b"\r20 %", b"\r30 %\n"):
+        screen.zero.write(data)
+    assert screen.text() == b"\r0 | 10 %\r0 | 20 %\r0 | 30 %\n"
+
+
+def test_lines_that_end_as_on_windows() -> None:
+    screen = Screen()
+    screen.zero.write(b"a\r\nb\r")
+    screen.zero.write(b"\n")
+    assert screen.text() == b"0 | a\r\n0 | b\r\n"
+
+
+def test_the_last_line_need_not_end() -> None:
+    screen = Screen()
+    screen.zero.write(b"no end")
+    screen.zero.end()
+    screen.one.write(b"next\n")
+    assert screen.text() == b"0 | no end\n1 | next\n"
+
+
+def test_a_terminal_shows_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    for is_terminal, shown in ((True, b"0 | sure? "), (False, b"")):
+        screen = Screen(is_terminal)
+        screen.zero.write(b"sure? ")
+        screen.output.show_unfinished()
+        assert screen.text() == b""
+        now += 1.0
+        screen.output.show_unfinished()
+        assert screen.text() == shown
+
+
+def test_on_a_terminal_bars_of_two_workers_share_a_line() -> None:
+    screen = Screen(is_terminal=True)
+    screen.zero.write(b"a long bar\r")
+    screen.one.write(b"short\r")
+    assert screen.text() == b"0 | a long bar\r\x1b[K1 | short\r"
