@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ _RIGHTS = getattr(socket, "SCM_RIGHTS", -1)
 _ANCILLARY_BYTES = (
     socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * _DESCRIPTOR_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 )
+_PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 # Plain ints: the arithmetic of enum flags costs microseconds.
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
@@ -63,7 +66,7 @@ def _socket_name(address: str) -> str:
 class UnixTransport(SocketTransport):
     """A unix stream connection."""
 
-    __slots__ = ("_untaken",)
+    __slots__ = ("_untaken", "peer_process")
 
     kind = "unix"
     carries_descriptors = True
@@ -73,6 +76,11 @@ class UnixTransport(SocketTransport):
         # What is in there, small messages wait behind: little, but no less than keeps both ends busy.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._untaken: list[int] = []
+        self.peer_process: int = 0
+        if _PEER_CREDENTIALS is not None:  # of another pid namespace it is 0, too
+            self.peer_process = _CREDENTIALS.unpack(
+                stream.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
+            )[0]
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         if not descriptors:
