@@ -66,6 +66,7 @@ class TcpTransport(SocketTransport):
     __slots__ = ("peer_host",)
 
     kind = "tcp"
+    needs_sealing = True
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
