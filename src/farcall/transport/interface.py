@@ -54,8 +54,16 @@ class DialFailed(TransportError):
     """No connection could be made to an address; the message says which and why."""
 
 
+class DialUnanswered(DialFailed):
+    """The host of an address does not answer, or no way leads there."""
+
+
 class DialRefused(DialFailed):
     """The host of an address says that nobody listens there."""
+
+
+class AcceptPostponed(TransportError):
+    """This process, or the system, is out of descriptors or memory: somebody waits at the door, and must."""
 
 
 class ListenFailed(TransportError):
@@ -104,6 +112,10 @@ class Transport(ABC):
     def receive_into(self, view: memoryview) -> int | None:
         """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
 
+    def receive_bytes_into(self, view: memoryview) -> int | None:
+        """Like ``receive_into``, from a peer that has proved nothing: descriptors that come along are dropped."""
+        return self.receive_into(view)
+
     @abstractmethod
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait until ``receive_into`` has something to say; False after ``timeout_s``. Takes no byte.
@@ -134,6 +146,13 @@ class Transport(ABC):
         are allowed.
         """
         raise NotImplementedError(f"a {self.kind} transport is polled by its descriptor")
+
+    def silent_s(self) -> float:
+        """How long the host at the other end has left unanswered what was sent to it, as seen since the first look.
+
+        Its kernel answers, whatever its processes do. 0 where it has nothing to answer, or one kernel has both ends.
+        """
+        return 0.0
 
     @abstractmethod
     def end_sending(self) -> None:

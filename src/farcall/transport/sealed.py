@@ -221,6 +221,9 @@ class SealedTransport(Transport):
     def wait_writable(self, timeout_s: float) -> bool:
         return self._inner.wait_writable(timeout_s)
 
+    def silent_s(self) -> float:
+        return self._inner.silent_s()
+
     def fileno(self) -> int | None:
         return self._inner.fileno()
 

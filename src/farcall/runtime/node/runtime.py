@@ -27,7 +27,7 @@ import torch
 from farcall.channel.segments import host_token
 from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, UnknownWorker
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.member import Member, new_incarnation
@@ -409,6 +409,10 @@ class Runtime:
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank; where members come and go, the present ones."""
         return self.links.peers.workers()
+
+    def members_now(self) -> list[MemberInfo]:
+        """The same, and who of them is unresponsive."""
+        return self.links.peers.members()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, in shared memory where that may be used."""
