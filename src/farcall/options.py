@@ -31,6 +31,7 @@ __all__ = [
     "ENV_METRICS_PORT",
     "ENV_RUNTIME_DIRECTORY",
     "ENV_SECRET",
+    "ENV_SECRET_FILE",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
     "LimitOptions",
@@ -48,6 +49,7 @@ DEFAULT_BUSY_WAIT_S: Final = 150e-6
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_SECRET: Final = "FARCALL_SECRET"
+ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 ENV_LOG: Final = "FARCALL_LOG"
 ENV_RUNTIME_DIRECTORY: Final = "FARCALL_RUNTIME_DIRECTORY"
@@ -58,7 +60,8 @@ WHEN_OVERLOADED: Final = ("wait", "fail")
 TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
 
-MIN_SECRET_BYTES: Final = 8
+MIN_SECRET_BYTES: Final = 16
+MAX_SECRET_FILE_BYTES: Final = 64 * 1024
 LOG_LEVELS: Final = ("info", "debug")
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
@@ -81,14 +84,16 @@ class MembershipOptions(_Checked):
     """How long silent members and broken connections are borne with.
 
     Args:
-        reconnect_s: how long a broken connection is dialled again, and longer while other members hear from the peer.
-            Meanwhile calls to it wait, within their timeouts, and nothing is lost or done twice. After that, or as soon
-            as its process is certainly gone, the peer is dead. 0: a broken connection is a death.
+        reconnect_s: how long the host of a member may leave everything unanswered, connections and attempts to connect
+            again, before it counts as gone. Meanwhile calls to it wait, within their timeouts, and nothing is lost or
+            done twice. A process that is certainly gone is dead at once. 0: a broken connection is a death.
         probe_interval_s: every so often a member probes one other that has been quiet.
         probe_timeout_s: how long a probe waits for an answer before other members are asked to try.
-        suspicion_s: how long a member may answer nobody before it is declared dead. No member that answers within this
-            time is.
+        suspicion_s: how long a member may answer nobody before it is declared dead, if its host is gone, too. No member
+            that answers within this time is.
         indirect_probes: how many members are asked whether they can reach one that does not answer.
+        unresponsive_s: how long a member may answer nobody although its host answers, because it is busy or stopped,
+            before it is declared dead. None: for ever; calls to it wait within their own timeouts.
     """
 
     reconnect_s: float = 10.0
@@ -96,11 +101,14 @@ class MembershipOptions(_Checked):
     probe_timeout_s: float = 0.5
     suspicion_s: float = 10.0
     indirect_probes: int = 3
+    unresponsive_s: float | None = None
 
     def __post_init__(self) -> None:
         self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
         self._check_each(_check_some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
         self._check_each(_check_positive, "indirect_probes")
+        if self.unresponsive_s is not None:
+            self._check_each(_check_some_seconds, "unresponsive_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +214,9 @@ class RpcBackendOptions(_Checked):
             how long processes take to start).
         advertise: host name or IP address, without a port, that this node tells the others.
             Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
-        secret: what every member must know to be let in, at least 8 bytes; text counts as UTF-8.
-            Default: ``FARCALL_SECRET``, else the first member makes one and hands it out through the store.
+        secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
+            Default: ``FARCALL_SECRET``, else what is in the file ``FARCALL_SECRET_FILE``, else a key of this user's on
+            this machine: without a secret, members of other machines and other users are not met.
         transports: which of ``"unix"`` and ``"tcp"`` may be used.
             Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
         device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
@@ -217,6 +226,8 @@ class RpcBackendOptions(_Checked):
         automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
         busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
             itself where that does not pay. 0 means never.
+        inherit: the calls of a function have at most the time that its caller has left, carry its metadata, and are
+            cancelled with it. False: none of that, and what has begun is not cancelled, as in torch.distributed.rpc.
         membership: `MembershipOptions`, when a silent member is dead.
         memory: `MemoryOptions`, what large tensors travel through.
         limits: `LimitOptions`, how long queues may grow.
@@ -236,6 +247,7 @@ class RpcBackendOptions(_Checked):
     devices: Sequence[Any] = field(default=(), kw_only=True)
     automatic_device_maps: bool = field(default=False, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
+    inherit: bool = field(default=True, kw_only=True)
     membership: MembershipOptions = field(default_factory=MembershipOptions, kw_only=True)
     memory: MemoryOptions = field(default_factory=MemoryOptions, kw_only=True)
     limits: LimitOptions = field(default_factory=LimitOptions, kw_only=True)
@@ -253,14 +265,14 @@ class RpcBackendOptions(_Checked):
             self._set("start_timeout_s", seconds)
         self._set("init_method", _check_init_method(self.init_method))
         self._check_each(_check_positive, "num_worker_threads")
-        self._check_each(_check_flag, "automatic_device_maps")
+        self._check_each(_check_flag, "automatic_device_maps", "inherit")
         for name, kind in _GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a farcall.{kind.__name__}, not {getattr(self, name)!r}")
         self._set("device_maps", _check_device_maps(self.device_maps))
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
-        self._set("secret", _check_secret(_from_environment(self.secret, ENV_SECRET)))
+        self._set("secret", _check_secret(_secret_from_environment() if self.secret is None else self.secret))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
 
     @property
@@ -277,7 +289,7 @@ class RpcBackendOptions(_Checked):
 
     @property
     def secret_bytes(self) -> bytes | None:
-        """The configured secret, or None where the first member makes one."""
+        """The configured secret, or None where this user's key stands in for one."""
         return self.secret.encode() if isinstance(self.secret, str) else self.secret
 
     @property
@@ -303,6 +315,23 @@ def _from_environment(value: Any, variable: str) -> Any:
     if value is None:
         return os.environ.get(variable) or None
     return value
+
+
+def _secret_from_environment() -> str | bytes | None:
+    """The secret in the environment, or in the file that the environment names."""
+    given, path = os.environ.get(ENV_SECRET) or None, os.environ.get(ENV_SECRET_FILE)
+    if not path:
+        return given
+    if given is not None:
+        raise ValueError(f"{ENV_SECRET} and {ENV_SECRET_FILE} are both set: unset one of them")
+    try:
+        with open(path, "rb") as file:
+            # Not whether others may read it: secrets that containers are given often are readable to all in there.
+            if os.fstat(file.fileno()).st_mode & 0o022:
+                raise ValueError(f"{ENV_SECRET_FILE}: others than its owner may write to {path} (chmod 600)")
+            return file.read(MAX_SECRET_FILE_BYTES).rstrip(b"\r\n")
+    except OSError as error:
+        raise ValueError(f"{ENV_SECRET_FILE} names a file that cannot be read: {error}") from error
 
 
 def _check_seconds(name: str, value: object, remedy: str) -> float:
@@ -433,7 +462,8 @@ def _check_secret(value: object) -> str | bytes | None:
     if length < MIN_SECRET_BYTES:
         # The value stays out of the text: errors end up in logs.
         raise ValueError(
-            f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}"
+            f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}: "
+            "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return value
 

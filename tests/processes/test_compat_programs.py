@@ -557,3 +557,64 @@ def test_installed_by_a_variable_and_by_the_program(tmp_path: Path) -> None:
     path.write_text(textwrap.dedent(program))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_remote_module_is_called_as_any_module(tmp_path: Path) -> None:
+    """torch.fx replaces nn.Module.__call__, global hooks hang there; at the owner it is `forward` that runs."""
+    said = run(
+        tmp_path,
+        """
+        import torch.fx
+        from torch.distributed.nn import RemoteModule
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_forward_hook(lambda module, inputs, result: result * 0)
+
+            def forward(self, x):
+                return x * 0.95
+
+        class Whole(torch.nn.Module):
+            def __init__(self, far):
+                super().__init__()
+                self.__dict__["far"] = far  # no child: torch asks children for theirs, which a RemoteModule refuses
+
+            def forward(self, x):
+                return self.far(x) + 1
+
+        class Tracer(torch.fx.Tracer):
+            def is_leaf_module(self, module, name):
+                return isinstance(module, RemoteModule)
+
+            def path_of_module(self, module):
+                return "far"
+
+        def use(module, x):
+            return module(x)
+
+        def work(rank):
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+            if rank == 0:
+                far, x = RemoteModule("worker1", Net), torch.ones(1)
+                say("results", *(round(run(x).item(), 2) for run in (far, far.forward)))
+                say("arrived", round(rpc_sync("worker1", use, (far, x)).item(), 2))
+                say("traced", *(node.op for node in Tracer().trace(Whole(far)).nodes))
+                torch.nn.modules.module.register_module_forward_hook(lambda m, i, r: say("seen", type(m).__name__))
+                far(x)
+            rpc.shutdown()
+
+        if __name__ == "__main__":
+            workers = [multiprocessing.get_context("spawn").Process(target=work, args=(rank,)) for rank in range(2)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        """,
+    )
+    assert said == [
+        "arrived 0.95",
+        "results 0.95 0.95",
+        "seen RemoteModule",
+        "traced placeholder call_module call_function output",
+    ]

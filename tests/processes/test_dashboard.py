@@ -107,7 +107,7 @@ def running(folder: Path) -> Iterator[list[WorkerProcess]]:
         work,
         str(done),
         observing=ObservingOptions(runtime_directory=str(folder / "run")),
-        secret="a test's secret",
+        secret="a long secret of a test",
     )
     try:
         yield members

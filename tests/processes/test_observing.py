@@ -237,7 +237,7 @@ def test_with_the_secret_and_an_address(tmp_path: Path) -> None:
             assert observer.member == "w1"
             assert len(observer.snapshots().answers) == 2
         with pytest.raises(HandshakeRefused, match="secret"):
-            Observer.connect_with_secret(address, RpcBackendOptions(secret="another secret"))
+            Observer.connect_with_secret(address, RpcBackendOptions(secret="another secret, also long"))
         with pytest.raises(HandshakeRefused, match="cluster"):
             Observer.connect(address, observer_key(SECRET.encode()), "another cluster")
 

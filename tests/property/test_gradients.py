@@ -24,7 +24,14 @@ class Counted(torch.autograd.Function):
     """A Python function that counts how often its backward runs, by name."""
 
     runs: ClassVar[Counter[Any]] = Counter()
+    """In the order of the first calls."""
     broken: ClassVar[set[Any]] = set()
+
+    @staticmethod
+    def note(name: Any) -> None:
+        Counted.runs[name] += 1
+        if name in Counted.broken:
+            raise ValueError("broken on purpose")
 
     @staticmethod
     def forward(ctx: Any, name: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -35,19 +42,32 @@ class Counted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         first, second = ctx.saved_tensors
-        Counted.runs[ctx.name] += 1
-        if ctx.name in Counted.broken:
-            raise ValueError("broken on purpose")
+        Counted.note(ctx.name)
         return None, gradient * second.sin(), gradient * first * second.cos()
+
+
+class Ordering(torch.autograd.Function):
+    """Two outputs, and no gradient for the second input: what made that one must be called nevertheless."""
+
+    @staticmethod
+    def forward(ctx: Any, name: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.name = name
+        return first * 3, second.detach() + 1
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        Counted.note(ctx.name)
+        return None, first * 3, None
 
 
 @dataclass
 class Value:
-    """The same value twice: on its worker, and in the twin program."""
+    """The same value twice: on its worker, and in the twin program; and the functions that led to it."""
 
     worker: int
     here: torch.Tensor
     twin: torch.Tensor
+    functions: frozenset[int] = frozenset()
 
 
 class Program:
@@ -59,6 +79,7 @@ class Program:
         self.leaves: list[Value] = []
         self.hooks: tuple[dict[int, list[Any]], dict[int, list[Any]]] = ({}, {})
         self.counted = 0
+        self.earlier: dict[int, frozenset[int]] = {}  # by function: those that led to its inputs
         self.world_size = len(network.workers)
         for _ in range(rng.randint(1, 4)):
             self.leaf()
@@ -104,12 +125,13 @@ class Program:
 
     def move(self, values: list[Value], worker: int) -> None:
         moved = self.network.move(self.context_id, values[0].worker, worker, [v.here for v in values])
-        self.values += [Value(worker, here, v.twin.clone()) for v, here in zip(values, moved, strict=True)]
+        self.values += [Value(worker, here, v.twin.clone(), v.functions) for v, here in zip(values, moved, strict=True)]
 
     def compute(self, first: Value, second: Value) -> None:
-        kind = self.rng.randrange(7)
+        kind = self.rng.randrange(8)
         results: list[list[torch.Tensor]] = []
         self.counted += 1
+        self.earlier[self.counted] = first.functions | second.functions
         for side in ("here", "twin"):
             a, b = getattr(first, side), getattr(second, side)
             if kind == 0:
@@ -126,12 +148,14 @@ class Program:
                 changed = a * 1.5
                 changed.mul_(b)
                 results.append([changed])
+            elif kind == 6:
+                results.append(list(Ordering.apply((self.tag, side, self.counted), a, b)))
             else:
                 results.append([a.detach() * b])
         for here, twin in zip(*results, strict=True):
             if here.shape != torch.Size(SHAPE):
                 here, twin = here.expand(SHAPE), twin.expand(SHAPE)
-            self.values.append(Value(first.worker, here, twin))
+            self.values.append(Value(first.worker, here, twin, self.earlier[self.counted] | {self.counted}))
 
     def hook(self, value: Value) -> None:
         number = len(self.hooks[0])
@@ -140,9 +164,12 @@ class Program:
             seen = log.setdefault(number, [])
 
             def note(gradient: torch.Tensor | None, seen: list[Any] = seen) -> torch.Tensor | None:
-                # torch itself calls with None where another output of the same node is used.
-                seen.append(None if gradient is None else gradient.clone())
-                return None if gradient is None else gradient * factor
+                # torch calls with None, too: for another output of the same node, or an undefined gradient. The hooks
+                # of a node that is called alone cannot be found.
+                if gradient is None:
+                    return None
+                seen.append(gradient.clone())
+                return gradient * factor
 
             tensor.register_hook(note)
 
@@ -151,9 +178,7 @@ class Program:
             expected = self.hooks[1][number]
             assert len(seen) == len(expected), f"hook {number} ran {len(seen)} times, not {len(expected)}"
             for got, wanted in zip(seen, expected, strict=True):
-                assert (got is None) == (wanted is None)
-                if got is not None:
-                    torch.testing.assert_close(got, wanted)
+                torch.testing.assert_close(got, wanted)
         for leaf in self.leaves:
             worker = self.network.workers[leaf.worker]
             found = worker.get_gradients(self.context_id).get(leaf.here) if worker.is_valid(self.context_id) else None
@@ -166,6 +191,9 @@ class Program:
             if tag == self.tag:
                 other = "twin" if side == "here" else "here"
                 assert Counted.runs[tag, other, number] == runs
+        called = [number for tag, side, number in Counted.runs if (tag, side) == (self.tag, "here")]
+        for place, number in enumerate(called):
+            assert self.earlier[number].isdisjoint(called[:place])
         self.check_messages(times)
 
     def check_messages(self, times: int) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from farcall.options import LimitOptions, MembershipOptions, MemoryOptions, Obse
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_TRANSPORTS"):
+    for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_SECRET_FILE", "FARCALL_TRANSPORTS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,15 +103,15 @@ def test_nonsense_is_refused(kind: type[Any], arguments: dict[str, Any], error: 
 
 
 def test_a_short_secret_is_refused_without_being_told() -> None:
-    with pytest.raises(ValueError, match="at least 8 bytes") as caught:
-        RpcBackendOptions(secret="hunter2")
-    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ValueError, match="at least 16 bytes") as caught:
+        RpcBackendOptions(secret="fifteen bytes.")
+    assert "fifteen" not in str(caught.value)
 
 
 def test_the_secret_is_not_shown_but_travels_with_pickle() -> None:
-    options = RpcBackendOptions(secret="correct horse")
+    options = RpcBackendOptions(secret="correct horse battery")
     assert "horse" not in repr(options)
-    assert pickle.loads(pickle.dumps(options)).secret_bytes == b"correct horse"
+    assert pickle.loads(pickle.dumps(options)).secret_bytes == b"correct horse battery"
 
 
 def test_environment_stands_behind_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +126,23 @@ def test_environment_stands_behind_arguments(monkeypatch: pytest.MonkeyPatch) ->
     assert given.advertise == "h1"
     assert given.secret_bytes == b"from an argument"
     assert given.allowed_transports == ("unix", "tcp")
+
+
+def test_the_secret_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    monkeypatch.setenv("FARCALL_SECRET_FILE", str(path))
+    with pytest.raises(ValueError, match="FARCALL_SECRET_FILE names a file that cannot be read"):
+        RpcBackendOptions()
+    path.write_text("from a file of our own\n")
+    path.chmod(0o620)
+    with pytest.raises(ValueError, match="others than its owner may write"):
+        RpcBackendOptions()
+    path.chmod(0o600)
+    assert RpcBackendOptions().secret_bytes == b"from a file of our own"
+    assert RpcBackendOptions(secret="from an argument").secret_bytes == b"from an argument"
+    monkeypatch.setenv("FARCALL_SECRET", "from the environment")
+    with pytest.raises(ValueError, match="both set"):
+        RpcBackendOptions()
 
 
 def test_nonsense_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from farcall.autograd.engine import add_gradients
 from farcall.autograd.functions import Edge, Node, SendFunction, make_receive, root_edges
+from farcall.autograd.leaves import add_gradients
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message, Port
 from farcall.autograd.replicas import watch_replicas
 from farcall.errors import RpcError
@@ -132,7 +132,7 @@ class Context:
             passes = list(self.passes.values())
         if send is not None:
             for local in passes:
-                local.post(Gradient(self.id, local.machine.pass_id, message_id, None))
+                local.post(Gradient(self.id, local.machine.pass_id, message_id, {}))
 
     def record_receive(self, peer: Any, message_id: int, tensors: Sequence[torch.Tensor]) -> None:
         """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""

@@ -8,63 +8,34 @@ cannot compute a gradient for an edge without visiting the edge's far end, where
 So a node with an edge into the part that is not ready is taken out: the engine stops there, `run_node` calls the node
 alone, and its results wait in a buffer.
 
-Knows nothing of messages or threads. Invariant: within a pass each node runs once, each hook sees its whole gradient
-once, and no `.grad` is touched.
+A node runs if the pass *reaches* it, as in torch: over edges, from a root. The gradient that comes may be undefined: a
+function returned None for an input, and the function behind is called nevertheless. The engine follows such edges, but
+cannot start with one: a node that only undefined gradients reach from outside an engine call is called alone, too.
+
+Knows nothing of messages or threads. Invariant: within a pass each node that is reached runs once, each hook sees its
+whole gradient once, and no `.grad` is touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat, starmap
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, is_watched
+from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, Reached, is_watched
+from farcall.autograd.leaves import add_gradients
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_node
 from farcall.protocol.gradients import Wavefront
 
-__all__ = ["Answers", "LocalGraph", "add_gradients", "in_own_memory"]
+__all__ = ["Answers", "LocalGraph"]
 
 Leaves = dict[Node, torch.Tensor]  # by accumulator
-Answers = dict[Node, Gradients | None]  # by receive; None: no gradient will come
+Answers = dict[Node, Reached]  # by receive
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-
-
-def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
-    """The sum, never in place: either tensor may be in use elsewhere."""
-    if first is None:
-        return second
-    if first.layout is not second.layout and second.layout is torch.strided:
-        return second + first  # torch adds a sparse tensor to a dense one, not the other way round
-    return first + second
-
-
-def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """``gradients``, dense, of which none shares memory with another; as torch does for ``.grad``."""
-    found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-    uses: dict[int, int] = {}
-    for leaf, gradient in gradients.items():
-        parts: tuple[torch.Tensor, ...] = ()
-        if gradient.layout is torch.strided:
-            parts = (gradient,)
-        elif gradient.layout is torch.sparse_coo:
-            parts = (gradient._values(), gradient._indices())
-        is_dense = bool(parts) and all(map(torch.Tensor.is_contiguous, parts))
-        address = parts[0].data_ptr() if is_dense else -1
-        uses[address] = uses.get(address, 0) + 1
-        found.append((leaf, gradient, address))
-    for leaf, gradient, address in found:
-        # Of several that share memory all are copied: a backward function may have kept that memory.
-        if address != -1 and uses[address] == 1:
-            continue
-        if gradient.layout is torch.strided:
-            gradients[leaf] = gradient.clone(memory_format=torch.contiguous_format)
-        else:
-            gradients[leaf] = gradient.clone()  # the other layouts take no format; their parts are copied densely
-    return gradients
 
 
 def _run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
@@ -94,6 +65,7 @@ class LocalGraph:
     """
 
     __slots__ = (
+        "_arrived",
         "_buffers",
         "_context_id",
         "_edges",
@@ -103,6 +75,7 @@ class LocalGraph:
         "_leaf_count",
         "_leaf_masks",
         "_ready",
+        "_undefined",
         "leaves",
         "unanswered",
         "unheard",
@@ -123,49 +96,56 @@ class LocalGraph:
         self._context_id = context_id
         self._keep_graph = keep_graph
         self._buffers: Roots = {}
-        self._heard: list[tuple[Node, bool]] = []  # far ends of source edges, and whether a gradient came
+        self._arrived: Answers = {}  # what the receives that were reached will answer
+        self._undefined = False  # whether a source was reached without a gradient
+        self._heard: list[tuple[Edge, bool]] = []  # edges of sources, and whether the pass reached them
         self._front: Wavefront[Node] | None = None
         self._edges: dict[Node, tuple[Edge, ...]] = {}
         self._ready: list[Node] = []
         self._leaf_masks: dict[Node, int] = {}
         self._leaf_count = 0
-        if roots:
-            self._feed(roots, roots.values())
+        for edge, gradient in roots.items():
+            self._heard.append((edge, True))
+            self._feed(edge, gradient)
 
-    def hear(self, message_id: int, gradients: Gradients | None) -> None:
-        """Take in the gradients of a send; None stands for no gradient at all."""
-        edges = self.unheard.pop(message_id, None)
-        if edges is not None:
-            self._feed(edges, repeat(None, len(edges)) if gradients is None else gradients)
+    def hear(self, message_id: int, gradients: Reached) -> None:
+        """Take in the gradients of a send, by the place of the tensor; those that are missing were not reached."""
+        for place, edge in enumerate(self.unheard.pop(message_id, ())):
+            self._heard.append((edge, place in gradients))
+            gradient = gradients.get(place)
+            if gradient is not None:
+                self._feed(edge, gradient)
+            elif place in gradients:
+                self._undefined = True
 
-    def _feed(
-        self, edges: Iterable[Edge], gradients: Iterable[torch.Tensor | None], *, are_sources: bool = True
-    ) -> None:
-        for edge, gradient in zip(edges, gradients, strict=True):
-            node = edge[0]
-            if are_sources:
-                self._heard.append((node, gradient is not None))
-            if gradient is None:
-                continue
-            if type(node) is ACCUMULATE and not node.variable._backward_hooks:
-                # No hook is to see the sum, so a leaf's gradients need not wait for each other.
-                known = self.leaves.get(node)
-                self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
-            else:
-                known = self._buffers.get(edge)
-                self._buffers[edge] = gradient if known is None else add_gradients(known, gradient)
+    def _feed(self, edge: Edge, gradient: torch.Tensor) -> None:
+        node = edge[0]
+        if type(node) is ACCUMULATE and not node.variable._backward_hooks:
+            # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+            known = self.leaves.get(node)
+            self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
+        else:
+            known = self._buffers.get(edge)
+            self._buffers[edge] = gradient if known is None else add_gradients(known, gradient)
 
     def run(self) -> Answers:
         """Run what is ready; return the answers of the receives that this decides."""
         answers: Answers = {}
-        if self._front is None and (self.unheard or not self._run_whole(answers)):
+        if self._front is None and (self.unheard or not self._run_whole()):
             self._walk(answers)
         if self._front is not None:
-            live, dead = self._front.settle(self._heard)
+            live, dead = self._front.settle([(edge[0], is_reached) for edge, is_reached in self._heard])
+            for edge, is_reached in self._heard:
+                if is_reached and type(edge[0]) is RECEIVE:
+                    self._arrive(edge, None)
             self._heard = []
             for node in dead:
                 if node in self.unanswered:
-                    answers[node] = None
+                    answers[node] = {}
+            for node in live:
+                for edge in self._edges[node]:
+                    if type(edge[0]) is RECEIVE:
+                        self._arrive(edge, None)
             is_due = not self.unheard
             for node in live:
                 # An accumulator without hooks has nothing to run: its gradients are in `leaves` already.
@@ -175,20 +155,22 @@ class LocalGraph:
             # A run that lets no receive answer moves nothing while more is to come: one larger run later is cheaper.
             if is_due and self._ready:
                 ready, self._ready = self._ready, []
-                self._run_ready(ready, answers)
+                self._run_ready(ready)
                 for node in ready:
-                    # Reached by a live source, and yet without a gradient: some function returned None for it.
                     if node in self.unanswered:
-                        answers.setdefault(node, None)
+                        answers[node] = self._arrived.pop(node, {})
         if not self.unheard:
             for node in self.unanswered:
-                answers.setdefault(node, None)
+                if node not in answers:
+                    answers[node] = self._arrived.pop(node, {})
         for node in answers:
             self.unanswered.pop(node, None)
         return answers
 
-    def _run_whole(self, answers: Answers) -> bool:
+    def _run_whole(self) -> bool:
         """All sources are heard, so no node has to wait. False: a node must be called alone, and nothing was run."""
+        if self._undefined:
+            return False
         sinks: dict[Edge, None] = {}  # ordered, so that sums come in the same order in each run
         seen: set[Node] = set()
         stack: list[Node] = []
@@ -209,22 +191,20 @@ class LocalGraph:
             if not stack:
                 break
             frontier = stack.pop().next_functions
-        for (node, index), gradient in zip(sinks, _run_engine(self._buffers, sinks, self._keep_graph), strict=True):
-            if gradient is not None:
-                self._hand_over(node, index, gradient, answers)
+        for edge, gradient in zip(sinks, _run_engine(self._buffers, sinks, self._keep_graph), strict=True):
+            self._arrive(edge, gradient)
         return True
 
-    def _hand_over(self, node: Node, index: int, gradient: torch.Tensor, answers: Answers) -> None:
-        """Store what arrived at a leaf or a receive."""
-        if type(node) is ACCUMULATE:
+    def _arrive(self, edge: Edge, gradient: torch.Tensor | None) -> None:
+        """Store what arrived at a leaf or a receive that was reached."""
+        node, index = edge
+        if type(node) is RECEIVE:
+            # A tensor received in another context is a constant here: its sender does not wait for this pass.
+            if node in self.unanswered:
+                self._arrived.setdefault(node, {})[index] = gradient
+        elif gradient is not None:
             known = self.leaves.get(node)
             self.leaves[node] = gradient if known is None else add_gradients(known, gradient)
-        elif node.context_id == self._context_id:
-            # A tensor received in another context is a constant here: its sender does not wait for this pass.
-            gradients = answers.get(node)
-            if gradients is None:
-                gradients = answers[node] = [None] * node.output_count
-            gradients[index] = gradient
 
     # --- some sources are heard later ---------------------------------------------------------------------
 
@@ -233,7 +213,9 @@ class LocalGraph:
         edges = self._edges
         following: dict[Node, list[Node]] = {}
         targets: list[Node] = []
-        for source in (self._heard, *self.unheard.values()):
+        for (node, _), _ in self._heard:
+            targets.append(node)
+        for source in self.unheard.values():
             for node, _ in source:
                 targets.append(node)
         stack = list(targets)
@@ -251,9 +233,9 @@ class LocalGraph:
         self._front = Wavefront(targets, following)
         for node in self.unanswered:
             if node not in edges:
-                answers[node] = None
+                answers[node] = {}
 
-    def _run_ready(self, ready: list[Node], answers: Answers) -> None:
+    def _run_ready(self, ready: list[Node]) -> None:
         buffers = self._buffers
         for node in ready:
             if type(node) is not RECEIVE or is_watched(node):
@@ -263,14 +245,14 @@ class LocalGraph:
             here = set(ready)
             for edge in list(buffers):
                 if edge[0] in here:
-                    self._hand_over(*edge, buffers.pop(edge), answers)
+                    self._arrive(edge, buffers.pop(edge))
             return
         level, alone = self._plan(ready)
         by_level: dict[int, list[Node]] = {}
         for node in ready:
             by_level.setdefault(level[node], []).append(node)
         for number in sorted(by_level):
-            self._run_level(by_level[number], level, alone, answers)
+            self._run_level(by_level[number], level, alone)
 
     def _plan(self, ready: list[Node]) -> tuple[dict[Node, int], set[Node]]:
         """Which nodes must be called alone, and after how many of those each node comes.
@@ -341,7 +323,8 @@ class LocalGraph:
             masks[node] = mask
         return masks[start]
 
-    def _run_level(self, nodes: list[Node], level: dict[Node, int], alone: set[Node], answers: Answers) -> None:
+    def _run_level(self, nodes: list[Node], level: dict[Node, int], alone: set[Node]) -> None:
+        nodes = self._call_unstarted(nodes, alone)
         roots: Roots = {}
         wanted: dict[Edge, None] = {}
         here = set(nodes)
@@ -352,23 +335,41 @@ class LocalGraph:
             kind = type(node)
             if kind is ACCUMULATE:
                 wanted[node, 0] = None
-            elif kind is RECEIVE or node in alone:
-                for index in range(node.output_count if kind is RECEIVE else len(node._input_metadata)):
+            elif kind is RECEIVE:
+                for index in self._arrived.get(node, ()):
+                    wanted[node, index] = None
+            elif node in alone:
+                for index in range(len(node._input_metadata)):
                     wanted[node, index] = None
             else:
                 for edge in self._edges[node]:
                     if edge[0] is not None and edge[0] not in level:
                         wanted[edge] = None
         arrived: dict[Node, Gradients] = {}
-        for (node, index), gradient in zip(wanted, _run_engine(roots, wanted, self._keep_graph), strict=True):
-            if node in alone:
-                arrived.setdefault(node, []).append(gradient)
-            elif gradient is not None:
-                self._hand_over(node, index, gradient, answers)
-        for node in nodes:
-            if node in alone and any(gradient is not None for gradient in arrived[node]):
-                for edge, result in run_node(node, arrived[node], self._run_inner):
-                    self._feed((edge,), (result,), are_sources=False)
+        for edge, gradient in zip(wanted, _run_engine(roots, wanted, self._keep_graph), strict=True):
+            if edge[0] in alone:
+                arrived.setdefault(edge[0], []).append(gradient)
+            else:
+                self._arrive(edge, gradient)
+        for node, gradients in arrived.items():
+            for edge, result in run_node(node, gradients, self._run_inner):
+                self._feed(edge, result)
+
+    def _call_unstarted(self, nodes: list[Node], alone: set[Node]) -> list[Node]:
+        """Call the nodes to which no gradient leads, only undefined ones; return the others."""
+        rest: list[Node] = []
+        started = {node for node, _ in self._buffers}
+        for node in nodes:  # in topological order
+            if node in started:
+                rest.append(node)
+                if node not in alone:
+                    started.update(child for child, _ in self._edges[node])
+            elif type(node) is not ACCUMULATE and type(node) is not RECEIVE:
+                nothing: Gradients = [None] * len(node._input_metadata)
+                for edge, result in run_node(node, nothing, self._run_inner):
+                    self._feed(edge, result)
+                    started.add(edge[0])
+        return rest
 
     def _run_inner(self, roots: Roots, inputs: Sequence[Edge]) -> Gradients:
         """Run a graph that exists only for the moment (a recomputed one); its other leaves are the pass's."""

@@ -27,6 +27,7 @@ __all__ = [
     "SEND_NAME",
     "Edge",
     "Node",
+    "Reached",
     "SendFunction",
     "gradient_edge",
     "hooks_of",
@@ -41,6 +42,8 @@ RECEIVE_NAME: Final = "torch::distributed::autograd::RecvRpcBackward"
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
 Edge = tuple[Node, int]  # a node, and which of its forward outputs
+Reached = dict[int, torch.Tensor | None]
+"""The gradients of the tensors of one message that a pass reached, by their place; None: reached, and undefined."""
 Hook = Callable[..., Any]
 
 # Before torch 2.13 the node of a `torch.autograd.Function`, and with it all that is below, dies with the last tensor or

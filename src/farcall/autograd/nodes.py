@@ -1,8 +1,9 @@
 """Calling a single node of an autograd graph outside torch's engine.
 
 Does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python function
-expects, results cut to the edges that need them and fitted to dtype and shape. Tensor hooks are left out: the engine
-has run them when it stopped at the node.
+expects, the search for nan in anomaly mode, results cut to the edges that need them and fitted to dtype and shape.
+Tensor hooks are left out: the engine has run them when it stopped at the node. (Those of a node that no defined
+gradient reaches are not called: torch would call them with None, but a node does not tell which they are.)
 
 `torch.utils.checkpoint` with use_reentrant=True always runs this way: it starts a backward pass of its own, which torch
 allows only outside `inputs=` passes, and which would add the gradients of its recomputed part to `.grad`.
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from farcall.autograd.functions import Edge, Node, gradient_edge, hooks_of
 
-__all__ = ["CHECKPOINT", "Gradients", "Roots", "run_node"]
+__all__ = ["CHECKPOINT", "Gradients", "Roots", "replaced", "run_node"]
 
 Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
@@ -32,17 +33,19 @@ def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[
     """Call ``node``; yield the gradient for each of its edges. ``run_inner`` runs a recomputed graph."""
     with torch.no_grad():
         for hook in hooks_of(node.register_prehook):
-            gradients = _replaced(gradients, hook(tuple(gradients)))
+            gradients = replaced(gradients, hook(tuple(gradients)))
         results = _call(node, gradients, run_inner)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            _refuse_nan(node, results)
         for hook in hooks_of(node.register_hook):
-            results = _replaced(results, hook(tuple(results), tuple(gradients)))
+            results = replaced(results, hook(tuple(results), tuple(gradients)))
         edges = node.next_functions
         for edge, gradient in zip(edges, results, strict=True):
             if edge[0] is not None and gradient is not None:
                 yield edge, _fitted(gradient, edge)
 
 
-def _replaced(values: Gradients, result: Any) -> Gradients:
+def replaced(values: Gradients, result: Any) -> Gradients:
     """A hook returns nothing, one tensor, or a tuple of all."""
     if result is None:
         return values
@@ -52,7 +55,8 @@ def _replaced(values: Gradients, result: Any) -> Gradients:
 def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
     if not isinstance(node, BackwardCFunction):
         return _as_list(node(*gradients))
-    # Whether the function asked for None instead of zeros cannot be read; zeros give the same gradients.
+    # Whether the function asked for None instead of zeros cannot be read; zeros give the same gradients, and are what
+    # torch.distributed.autograd gives to every function behind a worker's edge.
     filled: Gradients = [
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
         for gradient, meta in zip(gradients, node._input_metadata, strict=True)  # type: ignore[attr-defined]
@@ -63,6 +67,15 @@ def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
     # One result for each argument; edges only for tensors. Both agree on what needs a gradient.
     wanted = iter([result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed])
     return [None if child is None else next(wanted, None) for child, _ in node.next_functions]
+
+
+def _refuse_nan(node: Node, results: Gradients) -> None:
+    for number, gradient in enumerate(results):
+        if gradient is not None and gradient.layout is torch.strided and gradient.isnan().any():
+            error = RuntimeError(f"Function '{node.name()}' returned nan values in its {number}th output.")
+            made = "".join(node.metadata.get("traceback_", ()))
+            error.add_note(f"Traceback of the forward call that made it (most recent call last):\n{made}")
+            raise error
 
 
 def _as_list(results: Any) -> Gradients:

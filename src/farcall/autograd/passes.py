@@ -21,9 +21,10 @@ import msgspec
 import torch
 from torch.autograd.profiler import record_function
 
-from farcall.autograd.engine import LocalGraph, in_own_memory
-from farcall.autograd.functions import RECEIVE_NAME, SEND_NAME, Edge, hooks_of
-from farcall.autograd.nodes import Gradients, Roots
+from farcall.autograd.engine import LocalGraph
+from farcall.autograd.functions import RECEIVE_NAME, SEND_NAME, Edge, Reached
+from farcall.autograd.leaves import call_leaf_hooks, in_own_memory
+from farcall.autograd.nodes import Roots
 from farcall.autograd.replicas import REPLICAS, reduce_gradients
 from farcall.errors import PeerDead, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
@@ -51,12 +52,12 @@ __all__ = ["Event", "Gradient", "LocalPass", "Message", "Port"]
 
 
 class Gradient(msgspec.Struct, frozen=True):
-    """The answer of a receive to its send: a gradient (or None) for each tensor, or None for the lot."""
+    """The answer of a receive to its send; empty where the pass did not reach any tensor of the message."""
 
     context_id: int
     pass_id: PassId
     message_id: int
-    gradients: Gradients | None
+    gradients: Reached
 
 
 Message = Gradient | protocol.Message
@@ -152,7 +153,7 @@ class LocalPass:
         self.failure: RpcError | None = None
         self._outbox: dict[int, list[Message]] = {}
         for sender, message_id in context.declined:
-            self._outbox.setdefault(sender, []).append(Gradient(context.id, machine.pass_id, message_id, None))
+            self._outbox.setdefault(sender, []).append(Gradient(context.id, machine.pass_id, message_id, {}))
         # Sends and receives are fixed here: a receive recorded later answers by itself (`Context.record_receive`).
         sends: dict[int, Sequence[Edge]] = {}
         for message_id, send in context.sends.items():
@@ -190,7 +191,7 @@ class LocalPass:
         if machine.state is protocol.PassState.FAILED or (machine.parent is None and machine.ended):
             return
         try:
-            self._port.send(worker_id, [Gradient(machine.context_id, machine.pass_id, message_id, None)])
+            self._port.send(worker_id, [Gradient(machine.context_id, machine.pass_id, message_id, {})])
         except RpcError as error:
             self.post(WorkerLost(worker_id, str(error)))
 
@@ -229,7 +230,7 @@ class LocalPass:
                 if isinstance(message, Gradient):
                     if self._graph is not None:
                         self._graph.hear(message.message_id, message.gradients)
-                        if message.gradients is not None and is_profiled():
+                        if message.gradients and is_profiled():
                             _leave_mark(SEND_NAME)
                     continue
                 if type(message) is PassDone and sender in self._profiled_calls:
@@ -241,7 +242,7 @@ class LocalPass:
             graph = self._graph
             if graph is not None:
                 for node, gradients in graph.run().items():
-                    if gradients is not None and is_profiled():
+                    if gradients and is_profiled():
                         _leave_mark(RECEIVE_NAME)
                     answer = Gradient(self.machine.context_id, self.machine.pass_id, node.message_id, gradients)
                     self._outbox.setdefault(node.from_worker, []).append(answer)
@@ -257,9 +258,7 @@ class LocalPass:
     def _finish(self, graph: LocalGraph) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for node, gradient in graph.leaves.items():
-            for hook in hooks_of(node.register_hook):
-                hook((), (gradient,))
-            gradients[node.variable] = gradient
+            gradients[node.variable] = call_leaf_hooks(node, gradient)
         if gradients:
             if REPLICAS:
                 gradients = reduce_gradients(gradients)

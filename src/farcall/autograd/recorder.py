@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from farcall.autograd.contexts import Contexts
+from farcall.autograd.functions import Reached
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
@@ -38,6 +39,7 @@ from farcall.protocol.frames import LETTER, REQUEST, Frame
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
@@ -62,7 +64,7 @@ _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Deco
 def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
     """The frame of ``messages``."""
     steering: list[protocol.Message] = []
-    carried: list[tuple[int, int, int, int, list[torch.Tensor | None] | None]] = []
+    carried: list[tuple[int, int, int, int, Reached]] = []
     for message in messages:
         if type(message) is Gradient:
             # As a plain tuple: naming a class costs more than all the rest of a small gradient.
@@ -163,7 +165,7 @@ class Recorder:
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
-            kept = peer.run_inline(work) if is_last and self._quick.get(peer.number) else None
+            kept = peer.run_inline(work, quick=True) if is_last and self._quick.get(peer.number) else None
             if kept is None:
                 self.node.executor.submit(work)
             elif not kept:
@@ -274,7 +276,7 @@ class _Work:
 
     __slots__ = ("_local", "_recorder", "_sender")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, recorder: Recorder, sender: int, local: LocalPass) -> None:
         self._recorder = recorder

@@ -65,7 +65,15 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
-    current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
+    try:
+        current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note(
+                "A step of an optimizer has changed weights that this pass needed: do several trainers use one model? "
+                "Then wrap it where it lives: farcall.nn.Shared(model)"
+            )
+        raise
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

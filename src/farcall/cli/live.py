@@ -58,10 +58,12 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
     for title in cells:
         table.add_column(title, justify="right", no_wrap=True)
     for row in found:
-        state = Text(row.now.state, style="green" if row.now.state == "running" else "yellow")
+        state = Text(row.now.state, style="green" if row.now.state in ("running", "serving") else "yellow")
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
-        table.add_row(Text(worker.name), Text("gone" if worker.gone else "silent", style="bold red"))
+        since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found), default=0.0)
+        how = "gone" if worker.gone else f"unresponsive {since_s:.0f} s" if since_s else "unresponsive"
+        table.add_row(Text(worker.name), Text(how, style="bold red"))
     return table
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import selectors
 import signal
 import socket
@@ -36,6 +37,7 @@ from rich.console import Console
 
 from farcall.cli.output import Output, Source
 from farcall.cli.team import die_with_parent, how_it_ended
+from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
 """Enough for the end of a traceback, and the log lines below it."""
@@ -144,12 +146,21 @@ class _Cluster:
             "MASTER_ADDR": "127.0.0.1",
             "PYTHONUNBUFFERED": "1",
         }
+        if not os.environ.get(ENV_SECRET) and not os.environ.get(ENV_SECRET_FILE):
+            # Of this run alone, so that two runs of one user cannot be mistaken for each other.
+            self._environment[ENV_SECRET] = secrets.token_hex(32)
         self._store: Any = None
         if restarts:
             import torch.distributed as dist  # takes a second, and only this needs it
 
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            self._environment["MASTER_PORT"] = str(self._store.port)
+            from farcall.runtime.rendezvous.store import loopback_listener
+
+            listening = loopback_listener("127.0.0.1", 0)
+            port = listening.getsockname()[1]
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            self._environment["MASTER_PORT"] = str(port)
             del self._environment["WORLD_SIZE"]
             # As torchrun says where it has the store: rank 0 must not open one.
             self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")

@@ -1,7 +1,8 @@
 """``torch.distributed.nn.RemoteModule``: farcall's own, in the shape that programs know.
 
 ``on`` and ``device`` are text, the methods are in the instance, and a module that arrived with a message has exactly
-the attributes that are sent. Methods of the module run at the reference's owner, whatever ``on`` says.
+the attributes that are sent. Methods of the module run at the reference's owner, whatever ``on`` says, and what runs
+there is the module's ``forward``, without its hooks.
 
 `ScriptableRemoteModule` is one that TorchScript can compile, made for an interface whose ``forward`` gives the types.
 TorchScript compiles source, and knows no ``*args``; so its methods are written for each interface, as a module of
@@ -38,6 +39,9 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 )
 
 
+_NO_HOOKS: Any = types.MappingProxyType({})
+
+
 class _RemoteModule(farcall_module.RemoteModule):
     on: Any
     device: Any
@@ -46,6 +50,12 @@ class _RemoteModule(farcall_module.RemoteModule):
     generated_methods: tuple[Callable[..., Any], ...]
     training = True
     _signature = farcall_module._ANYTHING
+    _method = "forward"
+    # `nn.Module.__call__` asks for these, and a module that arrived has none of them in its instance. A `__call__` of
+    # our own would do without, but torch.fx replaces the one of nn.Module, and global hooks hang there.
+    _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = _NO_HOOKS
+    _forward_hooks_with_kwargs = _forward_hooks_always_called = _forward_pre_hooks_with_kwargs = _NO_HOOKS
+    _is_full_backward_hook = None
 
     def __new__(
         cls,
@@ -107,9 +117,6 @@ class _RemoteModule(farcall_module.RemoteModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward where it lives, and return its result."""
         return self._forward(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # without nn.Module's hooks, which a module that arrived has no room for
 
     def train(self, mode: bool = True) -> Any:
         """Put the remote module into training mode, or out of it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -39,8 +39,9 @@ _ANYTHING = inspect.Signature(
 class RemoteModule(nn.Module):
     """A module that lives on another worker, on a device there.
 
-    ``remote_module(x)`` runs the module's forward there; inside a distributed autograd context gradients flow
-    through it. It can itself be sent to other workers, all of which then use the one module.
+    ``remote_module(x)`` calls the module there, forward hooks included; so does ``remote_module.forward(x)``. Inside a
+    distributed autograd context gradients flow through it. It can itself be sent to other workers, all of which then
+    use the one module.
 
     Args:
         remote_device: ``"worker"``, ``"worker/cpu"``, ``"worker/cuda:0"``, ``"rank:0/cpu"``; the CPU if none is given.
@@ -52,6 +53,7 @@ class RemoteModule(nn.Module):
     module_rref: RRef[nn.Module]
     device: torch.device
     on: WorkerInfo
+    _method: ClassVar[str] = "__call__"  # of the module, at its owner: with its hooks
 
     def __init__(
         self,
@@ -101,21 +103,23 @@ class RemoteModule(nn.Module):
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return call_method(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        return self._call_owner(_run_forward, self.module_rref, device, args, kwargs, self._stays_on(device))
+            return call_method(self.module_rref, self._method, UNSET_TIMEOUT, *args, **kwargs)
+        return self._call_owner(_run_forward, *self._request(device, args, kwargs))
 
     def _forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self._signature.bind(*args, **kwargs)
         device = torch.device(self.device)
         if device.type == "cpu":
-            return call_method_async(self.module_rref, "__call__", UNSET_TIMEOUT, *args, **kwargs)
-        request = (self.module_rref, device, args, kwargs, self._stays_on(device))
+            return call_method_async(self.module_rref, self._method, UNSET_TIMEOUT, *args, **kwargs)
+        request = self._request(device, args, kwargs)
         return call_async(current_runtime(), self.module_rref.owner(), _run_forward, request, None, UNSET_TIMEOUT)
 
-    def _stays_on(self, device: torch.device) -> bool:
-        """Whether our device map brings results from that device of the owner, so that they may stay on it."""
+    def _request(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of `_run_forward`."""
         devices = current_runtime().peer(self.module_rref.owner()).devices
-        return devices is not None and bool(devices.leads_back_from(device))
+        # Results may stay on that device of the owner if our device map brings them from there.
+        stays = devices is not None and bool(devices.leads_back_from(device))
+        return self.module_rref, self._method, device, args, kwargs, stays
 
     def _call_owner(self, func: Callable[..., Any], *args: Any) -> Any:
         return call_sync(current_runtime(), self.module_rref.owner(), func, args, None, UNSET_TIMEOUT)
@@ -274,11 +278,16 @@ def _make_module(
 
 
 def _run_forward(
-    rref: RRef[nn.Module], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool
+    rref: RRef[nn.Module],
+    method: str,
+    device: torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stays: bool,
 ) -> Any:
-    module = rref.local_value()
+    run = getattr(rref.local_value(), method)
     moved = [_moved(value, device) for value in args]
-    result = module(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})
+    result = run(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})
     if stays:
         return result
     return tuple(map(_to_cpu, result)) if isinstance(result, tuple) else _to_cpu(result)

@@ -11,9 +11,10 @@ import time
 
 from farcall.observe.cluster import Tracing
 from farcall.observe.observer import Observer
-from farcall.observe.presence import Presence, PresenceFile, namespace, process_start, runtime_directory
+from farcall.observe.presence import Presence, PresenceFile, namespace, process_start
 from farcall.observe.prometheus import MetricsServer
 from farcall.observe.telemetry import TracedCalls
+from farcall.private_files import runtime_directory
 from farcall.protocol.hello import observer_key
 from farcall.runtime.node import Runtime
 

@@ -24,9 +24,10 @@ import msgspec
 from farcall.errors import InitError, NetworkError
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
 from farcall.observe.metrics import Metrics
-from farcall.observe.presence import find_nodes, runtime_directory
+from farcall.observe.presence import find_nodes
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions
+from farcall.private_files import runtime_directory
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Observe, observer_key
 from farcall.protocol.member import Member, new_incarnation

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-__all__ = ["Presence", "PresenceFile", "find_nodes", "runtime_directory"]
+from farcall.private_files import check_private, private_directory
+
+__all__ = ["Presence", "PresenceFile", "find_nodes"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -44,23 +44,12 @@ class Presence(msgspec.Struct, frozen=True):
     started_at: float
 
 
-def runtime_directory(chosen: str | None = None) -> Path:
-    """The directory of the files."""
-    if chosen is not None:
-        return Path(chosen)
-    of_session = os.environ.get("XDG_RUNTIME_DIR")
-    if of_session and os.path.isdir(of_session):
-        return Path(of_session) / "farcall"
-    return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
-
-
 class PresenceFile:
     """The file of one node, from its start to its end."""
 
     def __init__(self, directory: Path, presence: Presence) -> None:
         """Raises ``OSError`` where it cannot be written safely."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(directory)
+        private_directory(directory)
         token = os.urandom(4).hex()
         self._path = directory / f"{presence.process_id}-{token}{_SUFFIX}"
         partial = self._path.with_suffix(".partial")
@@ -82,7 +71,7 @@ def find_nodes(directory: Path) -> list[Presence]:
     Raises ``PermissionError`` for a directory that nodes do not use because others may write to it.
     """
     try:
-        _check_private(directory)
+        check_private(directory)
     except FileNotFoundError:
         return []
     found = []
@@ -129,12 +118,3 @@ def _is_stale(presence: Presence) -> bool:
     except OSError as error:
         return isinstance(error, ProcessLookupError)
     return False
-
-
-def _check_private(directory: Path) -> None:
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(
-            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700), or name "
-            "another one (option runtime_directory)"
-        )

@@ -121,6 +121,12 @@ def families(metrics: Metrics) -> list[Any]:
     for event, count in metrics.members.items():
         changes.add_metric([worker, event], count)
     found.append(changes)
+    silent = gauge(
+        "farcall_unresponsive_seconds", "Members that answer nobody, and for how long.", labels=["worker", "peer"]
+    )
+    for peer, seconds in metrics.unresponsive.items():
+        silent.add_metric([worker, peer], seconds)
+    found.append(silent)
     return found
 
 

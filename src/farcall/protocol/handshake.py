@@ -19,9 +19,9 @@ The last but one row is for a dialer that resumes a session (`session.py`): its 
 it has (`hello.py`), and the listener, once the dialer is proven, says behind its own proof how many it has itself
 (``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
 A greeting is a `Hello` and a nonce; a proof is an HMAC, under a key made from the secret, of both greetings
-as they went over the wire. So either both ends saw the same version, members, purposes, cluster and
-nonces, or one end refuses. The listener says nothing before a valid greeting, and proves nothing before the
-dialer has.
+as they went over the wire. So either both ends saw the same version, members, purposes, cluster, dialled address and
+nonces, or one end refuses. `Established.session_key` is made of all that, and only the two ends know it. The listener
+says nothing before a valid greeting, and proves nothing before the dialer has.
 An observer proves itself with ``observer_key(secret)`` in the place of the secret: the same key
 for both ends of its connection, and no key to any other.
 Invariant: a peer's bytes cause no exception but ``HandshakeRefused``, and 64 KiB are kept at most.
@@ -229,10 +229,17 @@ class Handshake:
         except ValueError as error:
             raise malformed(f"an unreadable greeting: {error}") from error
         peer = greeting.hello
-        if peer.cluster_id != self._me.cluster_id and not self._may_leave_out_cluster(peer):
+        dialer = self._me if self._side is Side.DIALER else peer
+        if peer.cluster_id != self._me.cluster_id and (dialer.cluster_id or not dialer.may_leave_out):
             raise refuse(
                 RefusalReason.OTHER_CLUSTER,
                 f"{peer.member.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
+            )
+        if self._side is Side.LISTENER and not self._is_meant(peer):
+            raise refuse(
+                RefusalReason.WRONG_ADDRESS,
+                f"{peer.member.name!r} dialled {peer.dialled!r}, which is no address of this node's: somebody relays "
+                "the connection, or the address is stale",
             )
         # Checked before the dialer proves anything: who is not wanted gets no proof to guess the secret from.
         if self._expected_peer is not None and peer.member.name != self._expected_peer:
@@ -252,9 +259,10 @@ class Handshake:
         self._transcript = hashlib.sha256(message + self._my_greeting).digest()
         return self._my_greeting
 
-    def _may_leave_out_cluster(self, peer: Hello) -> bool:
-        dialer = self._me if self._side is Side.DIALER else peer
-        return isinstance(dialer.purpose, Observe) and not dialer.cluster_id
+    def _is_meant(self, dialer: Hello) -> bool:
+        """Is the address that ``dialer`` names one that this node advertises, if it advertises any?"""
+        mine = self._me.member.addresses
+        return not mine or (dialer.dialled in mine if dialer.dialled else dialer.may_leave_out)
 
     def _on_proof(self, body: bytes) -> tuple[bytes, bytes]:
         """Check the peer's proof; return our own if it is still due, and the session key."""

@@ -10,6 +10,9 @@
 
 The dialer's hello is part of what both ends prove, and a listener acts on it only once the dialer is proven. A dialer
 whose member has an admission number was let in: the listener may not have heard of it yet, and takes it from here.
+It also says the address that it dials, as the listener told it to the cluster: whoever relays the connection from
+another address, which no listener advertises, is found out. Only a dialer that knows no more than an address from its
+user (an observer, a newcomer without a store) leaves that out, and the cluster, too.
 The id of a session is made from what its first handshake proved: no third party can name it, and it tells nothing of
 the key.
 
@@ -72,15 +75,27 @@ class Listen(_Purpose, frozen=True, tag=5):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Who a node says it is, and what it wants. An observer that was given only an address leaves the cluster out."""
+    """Who a node says it is, what it wants, and where. Who was given only an address leaves the cluster out."""
 
     member: Member
     cluster_id: _ShortText
     purpose: Connect | Resume | Remind | Observe | Inspect | Listen = Connect()
+    dialled: _ShortText = ""
+    """The address at which the dialer wants to reach the listener, as the listener told it to the cluster."""
 
     def wanting(self, purpose: Connect | Resume | Remind | Observe | Inspect | Listen) -> Hello:
         """The hello of the same node with another purpose."""
         return Hello(self.member, self.cluster_id, purpose)
+
+    def dialling(self, address: str) -> Hello:
+        """The same hello, said at ``address``."""
+        return Hello(self.member, self.cluster_id, self.purpose, address)
+
+    @property
+    def may_leave_out(self) -> bool:
+        """May this dialer leave out cluster and address? It was told an address by its user, and knows no more."""
+        is_newcomer = isinstance(self.purpose, Connect) and not self.cluster_id
+        return is_newcomer or isinstance(self.purpose, Observe | Inspect)
 
 
 # ---------------------------------------------------------------------- messages
@@ -170,6 +185,7 @@ class RefusalReason(StrEnum):
     MALFORMED = "malformed"
     OTHER_CLUSTER = "other cluster"
     WRONG_PEER = "wrong peer"
+    WRONG_ADDRESS = "wrong address"
     WRONG_SECRET = "wrong secret"
     NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; decided by the driver
 

@@ -8,6 +8,7 @@ reader, under the watch of `reader.py`.)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
@@ -15,11 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from farcall.errors import Cancelled, Delivery, RpcError
+from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
-from farcall.rpc.outcome import DerivedFuture, Opens, Outcome, check_callable, in_present_context, profiled
+from farcall.rpc.outcome import (
+    DerivedFuture,
+    Opens,
+    Outcome,
+    check_callable,
+    in_present_context,
+    profiled,
+    running_loop,
+)
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
@@ -122,15 +132,18 @@ class Future(Outcome[T], PendingCall):
         self._has_callbacks = True
         super().add_done_callback(callback)
 
+    def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
+        return running_loop() if self._node.options.inherit else None  # torch knows no loops
+
     def cancel(self) -> bool:
         """End the call; the result is `Cancelled`. True: it had not ended before.
 
-        A function that has not begun never does. ``delivery`` of the error says what is known of that.
+        A function that has not begun never does; one that runs is told (`farcall.current_call`).
         """
         if self._node.calls.claim(self.call_id) is None:
             return False
         self.peer.cancel(self.call_id)
-        self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled", Delivery.UNKNOWN))
+        self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled"))
         return True
 
     def _end(self, error: Cancelled) -> None:
@@ -218,7 +231,7 @@ class _Completion:
 
     __slots__ = ("error", "future")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
         self.future = future

@@ -22,6 +22,7 @@ import torch
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.functions import async_execution
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
@@ -132,7 +133,7 @@ class _Gathers:
 class _Unfinished:
     """The failure of a gather, as a task of the executor."""
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, gather: _Gather, error: RpcError) -> None:
         self._gather = gather

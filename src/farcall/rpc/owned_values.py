@@ -27,7 +27,9 @@ from farcall.errors import Cancelled, ReferenceLost, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import StoredFailure
+from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
@@ -207,6 +209,8 @@ class KeptRequest(Request):
 
     __slots__ = ("_flush_soon", "_owned")
 
+    cancellable = False  # other members may hold the reference, and wait for the value
+
     def __init__(
         self, server: Server, peer: Peer, frame: Frame, owned: Owned, flush_soon: Callable[[Peer], None]
     ) -> None:
@@ -218,7 +222,7 @@ class KeptRequest(Request):
         """Keep the result and tell the creator."""
         self._owned.made_by = self.frame.function
         self._owned.resolve(outcome.pop(), self.server.devices)
-        if self.quick:
+        if self.expected_s < QUICK_S:
             # No thread waits for this answer. It travels with the next message, most likely that of a first use.
             self._send(Frame(RESPONSE), True)
             self._flush_soon(self.peer)
@@ -241,7 +245,7 @@ class OnWorker:
 
     __slots__ = ("_function",)
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, function: Callable[[], object]) -> None:
         self._function = function

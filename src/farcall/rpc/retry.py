@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from random import SystemRandom
 from time import monotonic
 from typing import Any
 
@@ -34,6 +34,7 @@ from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -43,6 +44,8 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING
 
 __all__ = ["Retry", "async_with", "remote_with", "sync_with"]
+
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Retry:
         if delivery is Delivery.EXECUTED and not self.executed:
             return None
         longest = min(self.longest_backoff_s, self.backoff_s * self.factor ** (attempt - 1))
-        pause = longest * (1.0 - self.jitter * random.random())
+        pause = longest * (1.0 - self.jitter * _RANDOM.random())
         return pause if monotonic() + pause < deadline else None
 
 
@@ -367,7 +370,7 @@ class _Act:
 
     __slots__ = ("_act", "_give_up")
 
-    quick = False
+    expected_s = UNKNOWN_S
 
     def __init__(self, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
         self._act = act

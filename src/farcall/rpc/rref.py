@@ -12,10 +12,10 @@ from __future__ import annotations
 import copy
 import copyreg
 import pickle
-import random
 import weakref
 from collections.abc import Callable
 from functools import partial
+from random import SystemRandom
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -63,6 +63,7 @@ _MOST_ASKED = 8
 """How often a question is asked whose answers are lost."""
 _PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 """The first and the longest pause before a question is asked again that an overloaded owner refused."""
 
 
@@ -214,7 +215,7 @@ class RRef(Generic[T]):
                 creation = self._creation
                 if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
                     raise  # the owner refused the creation, or a call that its function made, and not this question
-                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * random.uniform(0.5, 1.0)
+                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * _RANDOM.uniform(0.5, 1.0)
                 refused += 1
                 if bound_s and monotonic() + pause_s > began + bound_s:
                     raise
@@ -249,9 +250,9 @@ class RRef(Generic[T]):
         """
         return Start(call_method_async, self, UNSET_TIMEOUT)
 
-    def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
-        return Proxy(call_method, self, timeout)
+        return Proxy(call_method, self, timeout)  # type: ignore[return-value]  # as far as its methods go, it is one
 
     def rpc_async(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""

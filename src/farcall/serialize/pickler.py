@@ -25,6 +25,7 @@ import torch
 from farcall.errors import FunctionNotFound, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
+from farcall.serialize.code import HINT
 from farcall.serialize.context import (
     CURRENT,
     SEEDS,
@@ -209,7 +210,7 @@ def _read(
         raise kind(
             f"a message could not be read: {_text(error)}"
             + (
-                " (the RPC pickler does not serialize code: define it on both sides)"
+                " (the RPC pickler does not serialize code: every worker must define or import the same)"
                 if kind is FunctionNotFound
                 else ""
             )
@@ -342,9 +343,7 @@ def _explain(value: Any, error: Exception, is_request: bool) -> SerializationErr
         return SerializationError(f"cannot send {where}: {error}")
     hint = ""
     if "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error):
-        hint = (
-            "; define it at module level, or use a pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
-        )
+        hint = f"; {HINT}"
     kind = NotPicklable if isinstance(error, TypeError) else SerializationError
     if kind is NotPicklable and not hint:
         hint = "; send what it is made of, or keep it where it is and send a reference (RRef)"

@@ -13,11 +13,13 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from farcall.errors import SerializationError
+from farcall.serialize.code import reduce_code
 from farcall.serialize.context import IN_BAND_LIMIT_BYTES, Encoding
 from farcall.serialize.devices import PeerDevices, describe_on_device
 from farcall.serialize.policy import register_reducer
@@ -233,7 +235,9 @@ def _reduce_array(array: Any, encoding: Encoding) -> Any:
 
 
 def reduce_other(value: Any, encoding: Encoding) -> Any:
-    """Describe instances of subclasses of what is registered here; leave all else to pickle."""
+    """Describe instances of subclasses of what is registered here, and code; leave all else to pickle."""
+    if isinstance(value, FunctionType | type):
+        return reduce_code(value, encoding)
     if isinstance(value, torch.Tensor):
         own = type(value).__reduce_ex__
         if own is not torch.Tensor.__reduce_ex__ and own is not torch.nn.Parameter.__reduce_ex__:

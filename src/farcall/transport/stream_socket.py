@@ -18,6 +18,7 @@ from farcall.transport.interface import (
     Buffer,
     DialFailed,
     DialRefused,
+    DialUnanswered,
     Listener,
     Transport,
     TransportBroken,
@@ -39,6 +40,9 @@ if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
 _PASSING_ACCEPT_ERRORS = frozenset(
     {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 )
+
+
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 class SocketTransport(Transport):
@@ -206,7 +210,11 @@ def connect(stream: socket.socket, target: object, timeout_s: float, address: st
         stream.close()
         why = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else error
         # A unix name that is gone with its socket's process is either refused or, if it was a file, not there.
-        kind = DialRefused if isinstance(error, ConnectionRefusedError | FileNotFoundError) else DialFailed
+        kind: type[DialFailed] = DialFailed
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            kind = DialRefused
+        elif isinstance(error, TimeoutError) or error.errno in _NO_WAY:
+            kind = DialUnanswered
         raise kind(f"cannot connect to {address}: {why}") from error
     except BaseException:
         stream.close()

@@ -145,7 +145,7 @@ class Port:
 
 
 def _copied(message: Message) -> Message:
-    if isinstance(message, Gradient) and message.gradients is not None:
-        copies = [None if gradient is None else gradient.clone() for gradient in message.gradients]
+    if isinstance(message, Gradient):
+        copies = {place: None if one is None else one.clone() for place, one in message.gradients.items()}
         return msgspec.structs.replace(message, gradients=copies)
     return message

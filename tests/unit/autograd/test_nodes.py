@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from farcall.autograd.functions import Edge, hooks_of
+from farcall.autograd.leaves import call_leaf_hooks
 from farcall.autograd.nodes import Gradients, Roots, run_node
 
 
@@ -58,6 +60,26 @@ def test_hooks_before_and_after_run_and_may_replace() -> None:
     (gradient,) = call(node, torch.ones(2)).values()
     torch.testing.assert_close(gradient, leaf.detach().cos() * 20)
     assert len(hooks_of(node.register_hook)) == 1
+
+
+def test_hooks_of_an_accumulator_run_around_it_and_the_first_may_replace() -> None:
+    leaf = torch.rand(2, requires_grad=True)
+    node: Any = leaf.sin().grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    seen: list[Any] = []
+    node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    node.register_prehook(lambda gradients: None)
+    node.register_hook(lambda results, gradients: seen.append((results, gradients[0].tolist())))
+    assert call_leaf_hooks(node, torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == [((), [2.0, 2.0])]
+
+
+def test_anomaly_mode_finds_nan_and_says_where_the_node_was_made() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        node = leaf.sqrt().grad_fn
+        with pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan") as told:
+            call(node, torch.zeros(2))
+    assert "leaf.sqrt()" in told.value.__notes__[0]
 
 
 def test_what_leaves_has_the_dtype_and_shape_of_its_tensor() -> None:

@@ -38,17 +38,17 @@ def test_gradients_come_after_it() -> None:
     large = torch.rand(100, 100)
     sparse = torch.eye(3).to_sparse()
     messages: list[Message] = [
-        Gradient(5, PASS, 1, [torch.ones(2), None, large, sparse]),
+        Gradient(5, PASS, 1, {0: torch.ones(2), 1: None, 3: large, 4: sparse}),
         PassDone(5, PASS),
-        Gradient(6, PASS, 2, None),
+        Gradient(6, PASS, 2, {}),
     ]
     done, first, second = there_and_back(messages)
     assert done == PassDone(5, PASS)
-    assert second == Gradient(6, PASS, 2, None)
+    assert second == Gradient(6, PASS, 2, {})
     assert isinstance(first, Gradient)
     assert (first.context_id, first.pass_id, first.message_id) == (5, PASS, 1)
-    assert first.gradients is not None
-    one, none, two, three = first.gradients
+    assert list(first.gradients) == [0, 1, 3, 4]
+    one, none, two, three = first.gradients.values()
     assert none is None
     assert one is not None
     assert two is not None

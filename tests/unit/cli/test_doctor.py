@@ -55,8 +55,8 @@ def test_memory() -> None:
 
 
 def test_secret() -> None:
-    found = machine.secret(RpcBackendOptions(secret="long enough"))
-    assert (found.state, "11 bytes" in found.found, "long enough" in found.found) == ("ok", True, False)
+    found = machine.secret(RpcBackendOptions(secret="this is long enough"))
+    assert (found.state, "19 bytes" in found.found, "long enough" in found.found) == ("ok", True, False)
     assert machine.secret(RpcBackendOptions()).state == "note"
 
 

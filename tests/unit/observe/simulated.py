@@ -121,7 +121,7 @@ class SimulatedObserver:
             LoggedEvent(now - 300, "joined", self.names[1]),
             LoggedEvent(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
             LoggedEvent(now - 119, "reconnected", self.names[2]),
-            LoggedEvent(now - 60, "suspected", last),
+            LoggedEvent(now - 60, "unresponsive", last),
             LoggedEvent(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
             LoggedEvent(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
             LoggedEvent(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),

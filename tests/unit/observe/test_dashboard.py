@@ -82,7 +82,7 @@ def test_what_one_look_says() -> None:
     found = rows(before, heard.answers)
     workers = digest.workers(found, heard.silent)
     assert [worker["rank"] for worker in workers] == list(range(16))
-    assert [worker["state"] for worker in workers[-3:]] == ["running", "silent", "gone"]
+    assert [worker["state"] for worker in workers[-3:]] == ["running", "unresponsive", "gone"]
     pairs = digest.pairs(before, heard.answers)
     assert {pair[0] for pair in pairs} == set(observer.names[:-2])
     calls = sum(one.latency.count for metrics in heard.answers for one in metrics.called)

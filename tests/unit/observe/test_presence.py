@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start, runtime_directory
+from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start
 from farcall.options import ObservingOptions, RpcBackendOptions
+from farcall.private_files import runtime_directory
 
 
 def presence(process_id: int | None = None, start: str | None = None, name: str = "w0", **changes: str) -> Presence:

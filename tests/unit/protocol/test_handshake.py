@@ -14,9 +14,13 @@ from farcall.protocol.handshake import Established, Handshake, HandshakeState
 from farcall.protocol.hello import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    Connect,
     Hello,
+    Inspect,
     RefusalReason,
     Refused,
+    Remind,
+    Resume,
     Side,
     refuse,
 )
@@ -61,6 +65,29 @@ def shake(one: Handshake, other: Handshake) -> tuple[Established, Established]:
     assert heard is not None
     assert reached is not None
     return reached, heard
+
+
+# --- the dialled address ---------------------------------------------------------------------------------
+
+KNOWN = Hello(Member("ada", 0, 1, addresses=("unix:@here", "tcp://10.0.0.1:7")), "cluster-1")
+
+
+@pytest.mark.parametrize("address", KNOWN.member.addresses)
+def test_who_dials_an_advertised_address_is_let_in(address: str) -> None:
+    shake(dialer(me=BOB.dialling(address)), listener(me=KNOWN))
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.66:7", "tcp://10.0.0.1:8", ""])
+@pytest.mark.parametrize("purpose", [Connect(), Resume("session", 0), Remind("session")])
+def test_whoever_relays_from_another_address_is_found_out(address: str, purpose: Connect | Resume | Remind) -> None:
+    """The dialer was told the relay's address, by whatever means; it cannot be taken out of what the dialer proves."""
+    caught = refusal(listener(me=KNOWN), dialer(me=BOB.wanting(purpose).dialling(address)).start())
+    assert caught.reason is RefusalReason.WRONG_ADDRESS
+
+
+@pytest.mark.parametrize("hello", [Hello(BOB.member, ""), Hello(BOB.member, "cluster-1", Inspect({}))])
+def test_who_knows_an_address_from_its_user_only_names_none(hello: Hello) -> None:
+    shake(dialer(me=hello), listener(me=KNOWN))
 
 
 # --- the good way --------------------------------------------------------------------------------------
@@ -185,7 +212,8 @@ def test_unreadable_greetings() -> None:
         greeting(said(cluster="x" * 257)),
         greeting(said(purpose=(99,))),
         greeting(said(purpose=(4, {str(n): "" for n in range(65)}))),
-        greeting([*good, "more"]),
+        greeting([*good, "x" * 257]),
+        greeting([*good, "address", "more"]),
         message(1, b""),
         message(1, b"\x92\x95\xa1\xff"),
         message(1, b"\x91" * 60_000),

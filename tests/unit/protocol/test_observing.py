@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import Hello, Observe, RefusalReason, Refused, Side, observer_key
+from farcall.protocol.hello import Hello, Observe, RefusalReason, Refused, Remind, Side, observer_key
 from farcall.protocol.member import Member
 from farcall.protocol.observing import Ask, MessageDecoder, ObservingError, Told, encode_framed
 
@@ -76,9 +76,12 @@ def test_an_observer_of_another_cluster_is_refused() -> None:
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
 
 
-def test_only_an_observer_may_leave_the_cluster_out() -> None:
+def test_only_who_looks_on_or_wants_in_may_leave_the_cluster_out() -> None:
+    me = Hello(Member("w1", 1, 1), "")
+    at_dialer, _ = meet(Handshake(Side.DIALER, me, SECRET, b"d" * 32), listener())
+    assert at_dialer.peer.cluster_id == "cluster"
     with pytest.raises(Refused) as refused:
-        meet(Handshake(Side.DIALER, Hello(Member("w1", 1, 1), ""), SECRET, b"d" * 32), listener())
+        meet(Handshake(Side.DIALER, me.wanting(Remind("session")), SECRET, b"d" * 32), listener())
     assert refused.value.reason is RefusalReason.OTHER_CLUSTER
 
 

@@ -189,7 +189,7 @@ def test_unpicklable_argument_is_named_by_place_and_type():
 
 
 def test_lambda_among_arguments_says_what_to_do():
-    with pytest.raises(SerializationError, match=r"module level, or use a pickler.*cloudpickle.*_use_rpc_pickler"):
+    with pytest.raises(SerializationError, match=r"module level, or install cloudpickle .*farcall\[notebook\]"):
         encode(((lambda: 1,), {}))
 
 

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from farcall.cli.doctor.finding import Finding
+from farcall.cli.doctor.finding import Finding, wrong
 from farcall.cli.doctor.hosts import Host, visit
 from farcall.cli.doctor.machine import look_at_machine, look_at_options
 from farcall.cli.doctor.store import look_at_store, meeting_place
+from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host
+from farcall.runtime.rendezvous.records import secret_of
 from farcall.transport.interface import ListenFailed
 
 
@@ -32,7 +34,10 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
     for host, port in hosts:
         # The address of a worker here if rank 0 were over there.
         advertised = choose_host(options.advertise, host).host
-        findings += visit(host, port, options.secret_bytes, advertised)
+        try:
+            findings += visit(host, port, secret_of(options), advertised)
+        except InitError as error:
+            findings.append(wrong(host, str(error), "give a secret"))
     return findings
 
 
@@ -40,8 +45,8 @@ def receive_visits(console: Console, port: int) -> bool:
     """Let other hosts' doctors visit this one, until Ctrl-C; False where that is not possible."""
     try:
         options = RpcBackendOptions()
-        host = Host(options.secret_bytes, port)
-    except (TypeError, ValueError, ListenFailed) as error:
+        host = Host(secret_of(options), port)
+    except (TypeError, ValueError, InitError, ListenFailed) as error:
         console.print(f"cannot let other hosts' doctors in: {escape(str(error))}", highlight=False, soft_wrap=True)
         return False
     where = choose_host(options.advertise, None).host

@@ -9,8 +9,8 @@ tell their versions. Then
                                        dials the visitor's own port, as members of lower rank are dialled, and proves
                                   <-   one line: empty, or why that did not work
 
-A guest without proof gets nothing but the handshake's own answers. Without a secret of the user's, everybody can prove
-the one that is used instead; then only the visitor's own host is dialled back.
+A guest without proof gets nothing but the handshake's own answers. Both prove what members would prove here: the
+secret or, where none is given, their user's key, which doctors of another machine do not have.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from farcall.channel.segments import host_token
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.observe.observer import receive_some, send_all
-from farcall.options import ENV_ADVERTISE, ENV_SECRET
+from farcall.options import ENV_ADVERTISE
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.link.dialler import prove
+from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
-from farcall.transport.tcp import format_tcp, leads_to, parse_tcp
+from farcall.transport.tcp import format_tcp, parse_tcp
 
 BLOB_BYTES = 1 << 20
 STEP_S = 5.0
 VISIT_S = 4 * STEP_S
 LOOK_S = 0.1
-NO_SECRET = b"farcall doctor without a secret"
 CLUSTER = "farcall doctor"
 MAX_LINE_BYTES = 2048
 
@@ -67,7 +67,7 @@ def _hello(back: str = "", unix: str = "") -> Hello:
 class Host:
     """The listening side: lets visitors in, one after the other, until it is closed."""
 
-    def __init__(self, secret: bytes | None, port: int = 0) -> None:
+    def __init__(self, secret: bytes, port: int = 0) -> None:
         self._secret = secret
         self._listeners: list[Listener] = [listen(f"tcp://*:{port}")]
         self.port: int = parse_tcp(self._listeners[0].address)[1]
@@ -103,23 +103,18 @@ class Host:
             listener.close()
 
     def _welcome(self, guest: Transport, deadline: float) -> Hello:
-        established = _admit(guest, self._secret or NO_SECRET, self.unix, deadline)
+        established = _admit(guest, self._secret, self.unix, deadline)
         back = _facts(established.peer).get("back", "")
         if back:
             conversation = _Conversation(guest, deadline, established.leftover)
             conversation.send(conversation.take(BLOB_BYTES))
-            conversation.send(self._dial_back(back, guest.peer_host).encode()[:MAX_LINE_BYTES] + b"\n")
+            conversation.send(self._dial_back(back).encode()[:MAX_LINE_BYTES] + b"\n")
         return established.peer
 
-    def _dial_back(self, back: str, peer_host: str) -> str:
+    def _dial_back(self, back: str) -> str:
         """Dial the visitor; empty, or the reason why that fails."""
         try:
-            if self._secret is None and not leads_to(back, peer_host):
-                return (
-                    f"not tried: it tells {back}, but comes from {peer_host}, and without {ENV_SECRET} no other host "
-                    "is dialled"
-                )
-            _try_handshake(back, self._secret or NO_SECRET)
+            _try_handshake(back, self._secret)
         except (HandshakeRefused, TransportError, ValueError) as error:
             return str(error) or type(error).__name__
         return ""
@@ -146,7 +141,7 @@ def _try_handshake(address: str, secret: bytes) -> None:
         prove(transport, None, _hello(), secret, monotonic() + STEP_S)
 
 
-def visit(host: str, port: int, secret: bytes | None, advertised: str) -> list[Finding]:
+def visit(host: str, port: int, secret: bytes, advertised: str) -> list[Finding]:
     """Visit the doctor that listens at ``host``; ``advertised`` is the address that workers here tell the others."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -165,7 +160,7 @@ def visit(host: str, port: int, secret: bytes | None, advertised: str) -> list[F
         own.release()
 
 
-def _visit(host: str, address: str, where: str, secret: bytes | None, back: str) -> list[Finding]:
+def _visit(host: str, address: str, where: str, secret: bytes, back: str) -> list[Finding]:
     deadline = monotonic() + VISIT_S
     try:
         transport = dial(address, STEP_S)
@@ -177,7 +172,7 @@ def _visit(host: str, address: str, where: str, secret: bytes | None, back: str)
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     with closing(transport):
         try:
-            established = prove(transport, None, _hello(back), secret or NO_SECRET, deadline)
+            established = prove(transport, None, _hello(back), secret, deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
         except TransportError as error:
@@ -193,7 +188,7 @@ def _visit(host: str, address: str, where: str, secret: bytes | None, back: str)
 
 def _refused(host: str, refusal: Refused) -> Finding:
     if refusal.reason is RefusalReason.WRONG_SECRET:
-        return wrong(host, "it has another secret", f"give both the same {ENV_SECRET}, or neither")
+        return wrong(host, "it proves another secret than this machine, or another user's key", ADD_A_SECRET)
     if refusal.reason is RefusalReason.VERSION_MISMATCH:
         return wrong(host, str(refusal), "install the same version of farcall on all hosts")
     return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")
@@ -243,7 +238,7 @@ def _way_back(host: str, conversation: _Conversation, back: str) -> Finding:
     return ok(subject, f"workers there reach workers here ({back})")
 
 
-def _same_machine(host: str, peer: Hello, secret: bytes | None) -> Finding:
+def _same_machine(host: str, peer: Hello, secret: bytes) -> Finding:
     subject = f"{host}: ways"
     token = host_token()
     if not token or _facts(peer).get("host") != token:
@@ -252,7 +247,7 @@ def _same_machine(host: str, peer: Hello, secret: bytes | None) -> Finding:
     try:
         if not unix:
             raise DialFailed("it has none")
-        _try_handshake(unix, secret or NO_SECRET)
+        _try_handshake(unix, secret)
     except (HandshakeRefused, TransportError) as error:
         return note(subject, f"the same machine, but no unix socket: {error}", "workers will use TCP")
     return ok(subject, "the same machine: workers will use unix sockets and shared memory")

@@ -19,8 +19,10 @@ from time import monotonic
 from farcall import __version__
 from farcall.channel.segments import Segment, why_not_shared
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
+from farcall.errors import InitError
 from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback
+from farcall.runtime.rendezvous.records import ADD_A_SECRET, secret_of
 from farcall.serialize.flat import speedups
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Listener, TransportError
@@ -92,12 +94,15 @@ def secret(options: RpcBackendOptions) -> Finding:
     """Is there a secret that members must prove?"""
     value = options.secret_bytes
     if value is not None:
-        return ok("secret", f"{ENV_SECRET} is set, {len(value)} bytes; every member must have the same")
+        return ok("secret", f"one is set, {len(value)} bytes; every member must have the same")
+    try:
+        secret_of(options)
+    except InitError as error:
+        return wrong("secret", str(error), f"set {ENV_SECRET}")
     return note(
         "secret",
-        "none is set: the first member makes one, and whoever reaches the store while the cluster forms can join it",
-        f"on a network that others use, the same for every member: export {ENV_SECRET}="
-        '$(python -c "import secrets; print(secrets.token_hex(32))")',
+        "none is set: members prove a key of this user's on this machine, and meet nobody of another machine or user",
+        f"for several machines or users: {ADD_A_SECRET}",
     )
 
 

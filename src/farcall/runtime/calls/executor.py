@@ -1,15 +1,19 @@
 """Threads for user functions.
 
 Owns the worker threads and the queue before them. Knows nothing of frames or links: a task is a callable, and says
-whether it is *quick* (its function took microseconds when it last ran).
+how long it is expected to take. A *brief* one takes less than BRIEF_S.
 
 Thread rules
 - ``submit`` may be called from any thread and never blocks.
 - What the I/O thread submits is handed to a worker just before that thread sleeps (``before_sleep``): a worker woken
   earlier would only wait for the interpreter.
-- At most one idle worker is woken for a burst of quick tasks: waking sixteen threads to run sixteen no-ops makes
-  them fight for the interpreter. A worker that takes a task not known to be quick first wakes another
-  worker for what is left. A wrong guess costs TICK_S at most: the I/O thread looks in (``look_in``).
+- Brief tasks run in turn, on as few workers as there is parallel work: sixteen threads for sixteen small functions
+  only fight for the interpreter. So one worker is woken for a burst of them. While tasks wait, the I/O thread looks in
+  every TICK_S (``look_in``) and compares the processors in use with the workers that take tasks: if all of them compute
+  (operators of torch that leave the interpreter), or none does (functions that sleep), it wakes one more; if they
+  fight, one stands down, and for a while, growing to LONGEST_PEACE_S, nothing is tried. If nothing at all ended since
+  the last look it wakes one more, whoever computes: tasks may wait for each other.
+- A worker that takes a task that is not brief first wakes another one for what is left.
 - The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
   and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
   or computed anything (functions that block in ways we cannot see), one thread is added, up to MOST_EXTRA_THREADS.
@@ -19,7 +23,7 @@ A worker is in one of these states:
 
     state    means                                 leaves by
     idle     asleep on its own lock                submit or look_in wakes it -> hunting; too long -> ended
-    hunting  about to look at the queue            takes a quick task: stays hunting; another task -> running
+    hunting  takes tasks; brief ones run meanwhile another task -> running; no task, or too many hunters -> idle
     running  inside a user function                the function ends -> hunting; it waits for a call -> parked
     parked   waiting for a nested call             the call is done -> running
 """
@@ -40,15 +44,27 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 TICK_S = 0.002
 STALLED_S = 0.05
+BRIEF_S = 0.002
+"""Tasks that are expected to take less run in turn."""
+UNKNOWN_S = NEVER
+"""The expectation of tasks that nobody has timed."""
+FIRST_PEACE_S = 0.1
+LONGEST_PEACE_S = 3.0
+"""How long one worker more is not tried after workers have fought."""
 IDLE_END_S = 10.0
 MOST_EXTRA_THREADS = 1000
+PARALLEL_SHARE = 0.75
+"""Workers that use less than this share of a processor each are in each other's way,"""
+IDLE_SHARE = 0.5
+"""unless all of them together use less than this: then they sleep."""
 
 
 class Task(Protocol):
     """One user function to run; never raises."""
 
     @property
-    def quick(self) -> bool: ...
+    def expected_s(self) -> float:
+        """How long it is expected to take."""
 
     def run(self, more: bool) -> None:
         """Run it. ``more``: other tasks wait behind this one, so its answer need not be flushed at once."""
@@ -92,6 +108,9 @@ class Executor:
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._hunters = 0
+        self._most_hunters = 1
+        self._try_more_at = 0.0
+        self._peace_s = FIRST_PEACE_S
         self._parked = 0
         self._finished = 0
         self._started = False
@@ -100,6 +119,8 @@ class Executor:
         self._seen_finished = -1
         self._seen_at = 0.0
         self._seen_used_s = 0.0
+        self._looked_at = 0.0
+        self._looked_used_s = 0.0
         self._local = threading.local()
 
     @property
@@ -112,6 +133,11 @@ class Executor:
         """Workers inside user functions, the parked ones included."""
         with self._lock:
             return len(self._workers) - len(self._idle) - self._hunters
+
+    @property
+    def quiet(self) -> bool:
+        """Does nothing wait here, and nobody compute?"""
+        return not self._tasks and len(self._idle) + self._parked >= len(self._workers)
 
     @property
     def size(self) -> int:
@@ -140,7 +166,7 @@ class Executor:
         self._tasks.append(task)
         if self._on_io_thread():
             return  # before_sleep sees to it
-        if self._hunters == 0:
+        if self._hunters < self._most_hunters:
             self._rouse()
         elif self._timer.due == NEVER:  # else it is set already, and looks in as long as tasks wait
             self._timer.at(monotonic() + TICK_S)
@@ -150,7 +176,7 @@ class Executor:
         if self._tasks:
             if self._timer.due == NEVER:
                 self._timer.at(monotonic() + TICK_S)
-            if self._hunters == 0:
+            for _ in range(min(len(self._tasks), self._most_hunters - self._hunters)):
                 self._rouse()
             return True
         return self._hunters > 0
@@ -201,6 +227,12 @@ class Executor:
         if not self._tasks or not self._started:
             self._seen_finished = -1
             return NEVER
+        if self._seen_finished < 0:  # the first look at these tasks
+            self._looked_at, self._looked_used_s = now, process_time()
+            if self._hunters == 0:
+                self._rouse()
+        elif self._wants_one_more(now):
+            self._rouse()
         if self._finished != self._seen_finished:
             self._seen_finished = self._finished
             self._seen_at = now
@@ -216,8 +248,29 @@ class Executor:
                 room = len(self._workers) < self._size + MOST_EXTRA_THREADS
                 if not self._idle and not self._stopping and not computing and room:
                     self._spawn()
-        self._rouse()
         return now + TICK_S
+
+    def _wants_one_more(self, now: float) -> bool:
+        """Tasks wait: would one worker more help? Sets how many may hunt."""
+        active = len(self._workers) - len(self._idle) - self._parked
+        used_s = process_time()
+        elapsed_s, used_meanwhile_s = now - self._looked_at, used_s - self._looked_used_s
+        self._looked_at, self._looked_used_s = now, used_s
+        if self._finished == self._seen_finished:
+            self._most_hunters = max(self._most_hunters, active + 1)
+            return True
+        processors = used_meanwhile_s / elapsed_s if elapsed_s > 0 else 0.0
+        if active < 2 or processors < IDLE_SHARE or processors >= PARALLEL_SHARE * active:
+            if active >= 2:
+                self._peace_s = FIRST_PEACE_S
+            if active and processors >= IDLE_SHARE and now < self._try_more_at:
+                return False
+            self._most_hunters = active + 1
+            return True
+        self._most_hunters = max(1, int(processors / PARALLEL_SHARE))
+        self._try_more_at = now + self._peace_s
+        self._peace_s = min(2 * self._peace_s, LONGEST_PEACE_S)
+        return False
 
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker
@@ -230,7 +283,7 @@ class Executor:
                 if not self._rest(worker):
                     return
                 continue
-            if not task.quick:
+            if task.expected_s >= BRIEF_S:
                 with self._lock:
                     worker.hunting = False
                     self._hunters -= 1
@@ -251,15 +304,17 @@ class Executor:
                 with self._lock:
                     worker.hunting = True
                     self._hunters += 1
+            elif self._hunters > self._most_hunters and not self._rest(worker, while_others_hunt=True):
+                return
 
-    def _rest(self, worker: _Worker) -> bool:
-        """Sleep until there is work. False: the thread is to end."""
+    def _rest(self, worker: _Worker, while_others_hunt: bool = False) -> bool:
+        """Sleep until there is work, or, where others hunt for it, until one more is wanted. False: it is to end."""
         self._before_idle()
         with self._lock:
             if self._stopping:
                 self._discard(worker)
                 return False
-            if self._tasks:
+            if self._tasks and not (while_others_hunt and self._hunters > 1):
                 return True
             worker.hunting = False
             self._hunters -= 1

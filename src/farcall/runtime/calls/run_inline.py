@@ -1,76 +1,88 @@
-"""Which functions the I/O thread runs itself.
+"""How long functions take, and which of them the I/O thread runs itself.
 
-A hop to a worker thread costs more than most functions that take microseconds. So a function that was quick when it
-last ran is run by the thread that reads its request; `runtime/io/reader.py` has another thread read on if it is slow
-after all.
+A hop to a worker thread costs more than most functions that take microseconds, and is felt with one that takes a
+millisecond. So the thread that reads a request runs its function as well, wherever nobody else is kept waiting;
+`runtime/io/reader.py` has another thread read on if it takes long after all.
 
-    a function's record   the function                            becomes
-    none, or slow         took less than QUICK_S                  quick: may run on the I/O thread
-    quick                 took longer, once                       doubtful: runs on a worker, is quick again soon
-    doubtful              took longer again                       slow
-    quick                 was slow on the I/O thread, or waited   banned, for some quick runs on workers
-    banned                has been quick often enough             quick
+    a function    is expected to take   runs
+    quick         less than QUICK_S     on the I/O thread, one after the other, and answers travel together
+    brief         less than BRIEF_S     on the I/O thread where it is alone, else on workers, in turn
+    long, or new  more                  on workers, side by side
+    banned        any time              on workers, until it has been brief there a few times
 
-Once is forgiven: the thread may have been off its core, or collecting garbage. Bans grow with their number, and are
-forgotten after FORGOTTEN_S. From any thread, without a lock: each entry is written as a whole, and a lost update costs
-one hop.
+What is expected is half what was expected before and half what the last run took: a function whose length varies, or
+whose thread was off its core once, changes its place for a few runs and no more. Banned is who was late on the I/O
+thread, or waited for a call there; bans grow with their number, and are forgotten after FORGOTTEN_S.
+
+From any thread, without a lock: each entry is written as a whole, and a lost update costs one hop.
 """
 
 from __future__ import annotations
 
 from time import perf_counter
 
-__all__ = ["InlineFunctions"]
+from farcall.runtime.calls.executor import BRIEF_S, UNKNOWN_S
 
-QUICK_S = 100e-6
-"""A function that took less than this when it last ran is expected to be quick again."""
-PARDON_RUNS = 64
+__all__ = ["QUICK_S", "InlineFunctions"]
+
+QUICK_S = 150e-6
+_STILL_QUICK_S = 2 * QUICK_S
+"""One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""
+MOST_COUNTED_S = 2 * BRIEF_S
+"""A run counts as no longer than this, so that one long run is soon forgotten."""
+PARDON_RUNS = 4
 MOST_PARDON_RUNS = 4096
-"""How often, times 4 for each ban, a function must be quick on a worker before it may run on the I/O thread again."""
+"""How often, times 4 for each ban, a function must be brief on a worker before it may run on the I/O thread again."""
 FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
 
-_DOUBTFUL = 1
-_QUICK = 2
-
 
 class InlineFunctions:
-    """How quick the functions of one node have been, by the name that requests give them."""
+    """How long the functions of one node have taken, by the name that requests give them."""
 
     def __init__(self) -> None:
-        self.trusted: set[bytes] = set()
+        self.quick: set[bytes] = set()
         """The functions that may run on the I/O thread."""
-        self._records: dict[bytes, int] = {}
-        self._banned: dict[bytes, int] = {}  # how often each must be quick elsewhere first
+        self.brief: set[bytes] = set()
+        """Those that may where they keep nobody waiting."""
+        self._expected_s: dict[bytes, float] = {}
+        self._banned: dict[bytes, int] = {}  # how often each must be brief elsewhere first
         self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
 
-    def is_quick(self, function: bytes) -> bool:
-        """Is ``function`` expected to be quick, wherever it runs?"""
-        return self._records.get(function, 0) > 0
+    def expected_s(self, function: bytes) -> float:
+        """How long ``function`` is expected to take, wherever it runs."""
+        return self._expected_s.get(function, UNKNOWN_S)
 
-    def ran(self, function: bytes, took_s: float) -> bool:
-        """Note that ``function`` took so long; is it expected to be quick the next time?"""
-        record = self._records.get(function, 0)
-        if took_s < QUICK_S or (record and took_s < 2 * QUICK_S):
-            if record != _QUICK:
-                self._records[function] = _QUICK
-            if function in self._banned:
-                left = self._banned.get(function, 1) - 1
-                if left > 0:
-                    self._banned[function] = left
-                    return True
-                self._banned.pop(function, None)
-            self.trusted.add(function)
-            return True
-        self._records[function] = record >> 1
-        self.trusted.discard(function)
-        return record > _DOUBTFUL
+    def ran(self, function: bytes, took_s: float) -> float:
+        """Note that ``function`` took so long; how long is it expected to take the next time?"""
+        counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
+        expected_s = self._expected_s[function] = (self._expected_s.get(function, counted_s) + counted_s) / 2
+        if expected_s < QUICK_S and function in self.quick:
+            return expected_s  # as nearly always
+        if expected_s >= BRIEF_S or (function in self._banned and not self._is_pardoned(function)):
+            self.quick.discard(function)
+            self.brief.discard(function)
+        elif expected_s < (_STILL_QUICK_S if function in self.quick else QUICK_S):
+            self.quick.add(function)
+        else:
+            self.quick.discard(function)
+            self.brief.add(function)
+        return expected_s
+
+    def _is_pardoned(self, function: bytes) -> bool:
+        left = self._banned.get(function, 1) - 1
+        if left > 0:
+            self._banned[function] = left
+            return False
+        self._banned.pop(function, None)
+        return True
 
     def ban(self, function: bytes) -> None:
-        """Keep ``function`` off the I/O thread for a while: it was slow there, or waited for a call."""
+        """Keep ``function`` off the I/O thread for a while: it was late there, or waited for a call."""
         bans, banned_at = self._bans.get(function, (0, 0.0))
         now = perf_counter()
         bans = min(bans + 1, 8) if now - banned_at < FORGOTTEN_S else 1
         self._bans[function] = bans, now
         self._banned[function] = min(PARDON_RUNS << (2 * bans), MOST_PARDON_RUNS)
-        self.trusted.discard(function)
+        self.quick.discard(function)
+        self.brief.discard(function)

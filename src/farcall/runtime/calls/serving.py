@@ -3,8 +3,8 @@
 Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
 cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
 
-A request whose function was quick when it last ran is run by the I/O thread itself (`run_inline.py`), all others by
-workers.
+A request whose function is expected to be quick, or brief and alone, is run by the I/O thread itself (`run_inline.py`),
+all others by workers. Answers of quick functions that run one after the other travel together, HOLD_S at most.
 
 A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
 ended on the node's event loop (`results.py`, `coroutines.py`).
@@ -17,7 +17,7 @@ import itertools
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -31,9 +31,13 @@ from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
-from farcall.runtime.calls.run_inline import InlineFunctions
+from farcall.runtime.calls.resumption import Resumption, Told
+from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
+from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
@@ -52,6 +56,10 @@ from farcall.serialize import (
 )
 
 logger: logging.Logger = logging.getLogger("farcall")
+
+HOLD_S = 200e-6
+HOLD_BYTES = 64 * 1024
+"""Answers that travel together wait no longer than this for each other, and are not larger."""
 
 
 class ReferenceKeeper(Protocol):
@@ -81,9 +89,16 @@ class Server:
     """Runs requests and answers them."""
 
     def __init__(
-        self, worker: WorkerInfo, executor: Executor, on_thread_start: Callable[[], None] = lambda: None
+        self,
+        worker: WorkerInfo,
+        executor: Executor,
+        on_thread_start: Callable[[], None] = lambda: None,
+        *,
+        nested: CallTable | None = None,
     ) -> None:
+        """``nested``: the calls that functions make, which end with them. None: what has begun is not cancelled."""
         self.worker = worker
+        self._nested = nested
         self._executor = executor
         self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
@@ -91,6 +106,8 @@ class Server:
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         self._corked: set[Peer] = set()
+        self._corked_at: float = 0.0
+        self._corked_bytes: int = 0
         self.stream_pool: StreamPool | None = None
         """The streams that functions run on, in a node with devices."""
         self.devices: Sequence[torch.device] = ()
@@ -128,8 +145,9 @@ class Server:
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
-        if function in self.inline.trusted:
-            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
+        quick = function in self.inline.quick
+        if quick or (function in self.inline.brief and self._executor.quiet):
+            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), quick)
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -144,12 +162,34 @@ class Server:
         self._executor.submit(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
 
     def cancel(self, peer: Peer, call_id: int) -> None:
-        """The caller no longer waits: do not begin what has not begun."""
+        """The caller no longer waits: do not begin what has not begun, cancel what has."""
         request = self.unanswered.get((peer.number, call_id))
         if request is not None:
+            self._cancel(request)
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """Nobody waits for what ``peer`` has asked for."""
+        for request in self.active:
+            if request.peer is peer and request.cancellable:
+                self._cancel(request)
+
+    def _cancel(self, request: Request) -> None:
+        if self._nested is None:
             request.cancelled = True
-            if self.on_answered is not None:
-                self.on_answered()  # a shutdown may be waiting for nothing else
+        else:
+            for call in Dependents.cancel(request):
+                self._nested.cancel(call)
+        if self.on_answered is not None:
+            self.on_answered()  # a shutdown may be waiting for nothing else
+
+    def hold_back(self, peer: Peer, size_bytes: int, now: float) -> None:
+        """An answer of so many bytes to ``peer`` is in the outbox; send it soon, with others."""
+        if not self._corked:
+            self._corked_at, self._corked_bytes = now, 0
+        self._corked_bytes += size_bytes
+        self._corked.add(peer)
+        if self._corked_bytes >= HOLD_BYTES or now - self._corked_at > HOLD_S:
+            self.flush()
 
     def flush(self) -> bool:
         """Send the answers that were held back to travel together."""
@@ -174,30 +214,55 @@ class Request:
     __slots__ = (
         "cancelled",
         "deferred",
+        "dependents",
+        "expected_s",
         "frame",
         "function_name",
         "peer",
         "profile",
         "queued_at",
-        "quick",
         "server",
         "started_at",
         "thread_id",
     )
+
+    cancellable = True
 
     def __init__(self, server: Server, peer: Peer, frame: Frame) -> None:
         self.profile: RunProfile | None = None
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
-        self.quick: bool = server.inline.is_quick(frame.function)
-        """Is its function expected to be quick?"""
+        self.expected_s: float = server.inline.expected_s(frame.function)
+        """How long its function is expected to take; once it has run, the next time."""
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later
         self.function_name: str = ""
         self.queued_at: float = 0.0  # if a worker was to run it
         self.started_at: float = 0.0
         self.thread_id: int = 0
+        self.dependents: Dependents | None = None
+
+    # What its function's own calls inherit, see scope.py.
+
+    @property
+    def served(self) -> Request:
+        return self
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.peer.info
+
+    @property
+    def deadline(self) -> float:
+        return NEVER if self.frame.scope is None else self.frame.scope[0]
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return NOTHING if self.frame.scope is None else self.frame.scope[1]
+
+    def watch(self, on_cancel: Callable[[], None]) -> None:
+        Dependents.watch(self, lambda: self.server.submit(Told(on_cancel)))
 
     def run(self, more: bool) -> None:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
@@ -212,8 +277,9 @@ class Request:
         if frame.profile is not None or PROFILING.everywhere:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
+        outer = CURRENT.set(self)
         started = self.started_at = perf_counter()
-        if not self.quick:
+        if self.expected_s >= QUICK_S:
             server.flush()  # this function may take long: answers that were held back go first
         try:
             if function:
@@ -258,9 +324,10 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                self.quick = server.inline.ran(function, took_s)
+                self.expected_s = server.inline.ran(function, took_s)
             if recording is not None:
                 RECORDING.set(outside)
+            CURRENT.reset(outer)
         self.answer(outcome, more)
 
     def drop(self) -> None:
@@ -271,6 +338,9 @@ class Request:
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
+        if self.cancelled:
+            self.server.answered(self)  # nobody waits for it
+            return
         frame = Frame(RESPONSE, recording=self.frame.recording)
         try:
             write_value(frame, outcome[0], self.peer)
@@ -278,13 +348,21 @@ class Request:
             self._fail(error)
             return
         outcome.clear()
-        hold_back = more and self.quick and not frame.buffers
-        self._send(frame, hold_back)
-        if hold_back:
-            # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
-            self.server._corked.add(self.peer)
+        if more and self.expected_s < QUICK_S:
+            size_bytes = len(frame.payload)
+            for buffer in frame.buffers:
+                size_bytes += buffer.nbytes
+            if size_bytes < HOLD_BYTES:
+                self._send(frame, True)
+                # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
+                self.server.hold_back(self.peer, size_bytes, perf_counter())
+                return
+        self._send(frame, False)
 
     def _fail(self, error: BaseException) -> None:
+        if self.cancelled:
+            self.server.answered(self)
+            return
         if type(error) is StoredFailure:
             frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
@@ -321,7 +399,7 @@ class Request:
         self.deferred = True
         if result.__class__ is Later:
             finish = result.finish
-            result.subscribe(lambda: self.server.submit(_Resumption(self, finish)))
+            result.subscribe(lambda: self.server.submit(Resumption(self, finish)))
             return
         if result.__class__ is MarkedResult:
             result = result.value
@@ -340,7 +418,7 @@ class Request:
         stream_pool, done = self.server.stream_pool, self._on_done
         call_streams = None if stream_pool is None else stream_pool.keep()
         if stream_pool is None or call_streams is None:
-            self.server.coroutines.run(coroutine, done)
+            Dependents.watch(self, self.server.coroutines.run(coroutine, done))
             return
 
         def answer(finished: Any) -> None:
@@ -350,7 +428,7 @@ class Request:
             finally:
                 stream_pool.leave(call_streams)
 
-        self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer)
+        Dependents.watch(self, self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer))
 
     def _on_done(self, future: Any) -> None:
         try:
@@ -359,36 +437,3 @@ class Request:
             self._fail(error)
             return
         self.answer([value])
-
-
-class _Resumption:
-    """A request that can be answered now; a task of the executor."""
-
-    __slots__ = ("_finish", "_request")
-
-    quick = False
-
-    def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
-        self._request = request
-        self._finish = finish
-
-    def run(self, more: bool) -> None:
-        request = self._request
-        recording = request.frame.recording
-        outside = None if recording is None else recording.enter()
-        try:
-            profile = request.profile
-            outcome = [self._finish() if profile is None else profile.run(self._finish)]
-            if answers_later(self._finish, outcome[0]):
-                request._answer_later(self._finish, outcome[0])
-                return
-        except BaseException as error:
-            request._fail(error)
-            return
-        finally:
-            if recording is not None:
-                RECORDING.set(outside)
-        request.answer(outcome, more)
-
-    def drop(self) -> None:
-        self._request.drop()

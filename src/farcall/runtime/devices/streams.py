@@ -157,8 +157,8 @@ class StreamTask:
         self._stream_pool = stream_pool
 
     @property
-    def quick(self) -> bool:
-        return bool(self._task.quick)
+    def expected_s(self) -> float:
+        return float(self._task.expected_s)
 
     def run(self, more: bool) -> None:
         self._stream_pool.run(lambda: self._task.run(more))

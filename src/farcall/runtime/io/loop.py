@@ -37,6 +37,8 @@ _HAS_EPOLL = hasattr(select, "epoll")
 READ = 1
 WRITE = 4 if _HAS_EPOLL else 2
 """As the poller has them: EPOLLIN and EPOLLOUT, or those of `selectors`."""
+DEMAND_S = 0.02
+"""After it was in demand, the I/O thread leaves what takes a while to others for so long."""
 LONGEST_SLEEP_S = 3600.0
 """No poller takes infinity."""
 
@@ -102,12 +104,31 @@ class Loop:
         self._poller.register(self._wake_read, READ)
         self._name = f"farcall-io-{name}"
         self._ident = 0
+        self._waited_for = 0  # how often in a row somebody did, see look_who_waits
+        self._in_demand_until = 0.0
         self._former: list[threading.Thread] = []
         self.on_thread_start: Callable[[], None] = lambda: None
         """Called first on each thread that becomes the I/O thread."""
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         close_in_children(self)
+
+    @property
+    def has_time(self) -> bool:
+        """May the I/O thread do something that takes a while? Not where that has kept others waiting, lately."""
+        return monotonic() >= self._in_demand_until
+
+    def look_who_waits(self) -> None:
+        """On the I/O thread, which has done something that took a while: does anything wait for it now?
+
+        Once may be chance: the next request of the same caller, if it is quick. Twice is a crowd.
+        """
+        if not self._poller.poll(0.0):
+            self._waited_for = 0
+            return
+        self._waited_for += 1
+        if self._waited_for >= 2:
+            self._in_demand_until = monotonic() + DEMAND_S
 
     def start(self) -> None:
         """Start the I/O thread."""

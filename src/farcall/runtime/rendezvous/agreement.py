@@ -38,7 +38,8 @@ class Membership:
     cluster_id: str
     secret: bytes = field(repr=False)
     generation: int
-    store: KeyStore | None = field(repr=False)
+    store: KeyStore | None = field(default=None, repr=False)
+    """Where members come and go, or where somebody was slow to read there what all agreed on."""
 
     @property
     def rank(self) -> int:
@@ -55,13 +56,13 @@ class Membership:
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A member as it lies in the store, with what must agree. ``cluster_id`` and ``secret`` are rank 0's."""
+    """A member as it lies in the store, with what must agree. ``cluster_id`` is rank 0's."""
 
     member: Member
     world_size: int
     has_secret: bool
+    """Told for those who find that they have another one (`records.py`)."""
     cluster_id: str = ""
-    secret: str = ""
     devices: DeviceWishes | None = None
 
 
@@ -72,10 +73,10 @@ class Formed(msgspec.Struct, frozen=True, tag="formed"):
 
 
 class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
-    """``name`` gave up."""
+    """``member`` gave up."""
 
-    rank: int
-    name: str
+    member: Member
+    has_secret: bool
     missing: tuple[int, ...]
 
 
@@ -101,12 +102,6 @@ def check_agreement(slots: Sequence[Slot]) -> None:
             )
         by_name[member.name] = member.rank
     _check_same(slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size")
-    _check_same(
-        slots,
-        lambda slot: "a secret" if slot.has_secret else "no secret",
-        InitError,
-        "give every process the same secret (option or FARCALL_SECRET), or none",
-    )
     check_device_maps({slot.member.name: slot.devices for slot in slots})
 
 

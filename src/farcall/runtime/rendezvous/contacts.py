@@ -2,7 +2,7 @@
 
 One key holds all of it, so it changes as a whole (compare and set):
 
-    members    {cluster_id, secret, contacts: [{name, addresses, host_token, incarnation}, ...]}
+    members    {cluster_id, contacts: [{name, addresses, host_token, incarnation}, ...]}, proved (`records.py`)
 
 The store only yields addresses. Who belongs to the group the members settle among themselves, and once there
 is a group the store may die: then ``farcall://host:port`` names a member instead.
@@ -15,7 +15,6 @@ membership machine; every method of `Contacts` talks to the store, and may block
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
@@ -27,11 +26,11 @@ from farcall.errors import InitError
 from farcall.protocol.member import Member
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import as_text
-from farcall.runtime.rendezvous.store import KeyStore
+from farcall.runtime.rendezvous.records import Records
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Contacts", "Group", "Upkeep", "cluster_of", "members_key"]
+__all__ = ["Contacts", "Group", "Upkeep", "members_key"]
 
 MAX_CONTACTS = 16
 COLLECT_S = 0.2
@@ -43,8 +42,6 @@ class Group(msgspec.Struct, frozen=True):
     """The group as the store tells it to a newcomer."""
 
     cluster_id: str
-    secret: str
-    """Empty where every member was given one."""
     contacts: tuple[Member, ...]
 
 
@@ -55,23 +52,17 @@ def members_key(attempt: str) -> str:
     return f"farcall/{attempt}/members"
 
 
-def cluster_of(secret: bytes) -> str:
-    """The id of the group of all processes that were given ``secret``: so it can be joined without a store."""
-    return hashlib.sha256(b"farcall group" + secret).hexdigest()[:16]
-
-
 class Contacts:
     """The list, as one member sees and changes it."""
 
-    def __init__(self, store: KeyStore, attempt: str, secret: bytes | None) -> None:
-        self._store = store
+    def __init__(self, records: Records, attempt: str) -> None:
+        self._records = records
         self._key = members_key(attempt)
         self._static_key = f"farcall/{attempt}/generation"
-        self._secret = secret
 
     def enter(self, me: Member) -> Group:
         """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
-        if self._store.check([self._static_key]):
+        if self._records.store.check([self._static_key]):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
         return self.refresh([me])
 
@@ -81,34 +72,20 @@ class Contacts:
 
     def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool] = lambda incarnation: False) -> Group:
         """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``; the list."""
-        before = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        before = (self._records.read(self._key) or b"").decode()
         while True:  # whatever others do to it meanwhile
-            group = _read_group(before) if before else self._new()
+            group = _read_group(before) if before else Group(secrets.token_hex(8), ())
             contacts = [contact for contact in group.contacts if not is_over(contact.incarnation)]
             known = {contact.incarnation for contact in contacts}
             contacts += [member for member in members if member.incarnation not in known]
             group = msgspec.structs.replace(group, contacts=tuple(contacts[: max(MAX_CONTACTS, len(known))]))
-            self._check_secret(group)
             text = as_text(group)
             if text == before:
                 return group
-            found = self._store.compare_set(self._key, before, text).decode()
+            found = self._records.replace(self._key, before, text).decode()
             if found == text:
                 return group
             before = found
-
-    def _new(self) -> Group:
-        if self._secret is not None:
-            return Group(cluster_of(self._secret), "", ())
-        return Group(secrets.token_hex(8), secrets.token_hex(32), ())
-
-    def _check_secret(self, group: Group) -> None:
-        if bool(group.secret) == (self._secret is not None):
-            mine, theirs = ("a secret", "none") if self._secret is not None else ("no secret", "one")
-            raise InitError(
-                f"this process was given {mine}, and the members of this group {theirs}: give every process the same "
-                "secret (option or FARCALL_SECRET), or none"
-            )
 
 
 class Upkeep:

@@ -14,9 +14,9 @@ What the list in the store means is told in `contacts.py`; who is let in is sett
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable
+from random import SystemRandom
 from time import monotonic
 from typing import NamedTuple, Protocol
 
@@ -35,7 +35,8 @@ from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep, cluster_of
+from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
+from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 from farcall.transport.interface import Transport
 
@@ -48,6 +49,7 @@ FIRST_CONNECTIONS_S = 5.0
 STORE_S = 2.0
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 class Meeting(NamedTuple):
@@ -58,25 +60,22 @@ class Meeting(NamedTuple):
     """The list in the store; None where there is no store."""
     store: KeyStore | None
     cluster_id: str
+    """Empty where only an address is known: the first member that proves itself tells it."""
     secret: bytes
 
 
 def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
     """Find out where to ask; with a store, ``me`` is on its list afterwards."""
-    given = options.secret_bytes
+    secret = secret_of(options)
+    proofs = Proofs(secret, options.secret_bytes is not None, place.name)
     if place.contacts:
-        if given is None:
-            raise InitError(
-                f"who joins through {place.url} needs the group's secret: give every process the same one "
-                "(option `secret` or FARCALL_SECRET)"
-            )
-        return Meeting(place, None, None, cluster_of(given), given)
+        return Meeting(place, None, None, "", secret)
 
     def enter(cancelled: threading.Event) -> tuple[KeyStore, Contacts, Group]:
         while True:
             try:
                 store = open_store(place, deadline, cancelled)
-                contacts = Contacts(store, place.attempt, given)
+                contacts = Contacts(Records(store, proofs), place.attempt)
                 return store, contacts, contacts.enter(me)
             except (StoreLost, RuntimeError) as error:
                 if isinstance(error, RpcError) or monotonic() + _LONGEST_PAUSE_S >= deadline:
@@ -84,8 +83,11 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
                 cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
 
     store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
-    secret = given if given is not None else bytes.fromhex(group.secret)
     return Meeting(place, contacts, store, group.cluster_id, secret)
+
+
+SPONSOR_S = 5.0
+"""How long one member is asked: if it is busy, another one can let this node in."""
 
 
 class Candidate(Protocol):
@@ -115,7 +117,7 @@ class Search:
 
     def run(self, deadline: float) -> None:
         """Return when this node is a member; raises ``InitError``."""
-        pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=random)
+        pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=_RANDOM)
         while not self._try(deadline):
             pause_s = pauses.next_s()
             if monotonic() + pause_s >= deadline:
@@ -139,7 +141,7 @@ class Search:
                 before_me, may_found = False, is_current
             else:
                 others.append((before_me, contact))
-        random.shuffle(others)  # so that many newcomers do not ask the same one
+        _RANDOM.shuffle(others)  # so that many newcomers do not ask the same one
         for is_before, contact in others:
             if contact.incarnation in self._gone:
                 continue
@@ -188,7 +190,8 @@ class Search:
         self._why.pop(name, None)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
-        ended, found = Dialler(dial, target, Hello(self._me, meeting.cluster_id), meeting.secret).run()
+        me = Hello(self._me, meeting.cluster_id)
+        ended, found = Dialler(dial, target, me, meeting.secret).run()
         if ended.step is Step.VANISHED:
             if found.error is not None:
                 self._why[name or target.ways[0]] = ended.why
@@ -238,7 +241,8 @@ class DynamicRendezvous:
             on_member=lambda transport, established: peers.connected(transport, established, False),
             returning=peers.connector,
         )
-        Search(self._meeting, membership.me, self._options, _Newcomer(loop, peers)).run(self._deadline)
+        newcomer = _Newcomer(membership, listener, loop, peers)
+        Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, peers)
         me = watch.me
@@ -276,18 +280,24 @@ class DynamicRendezvous:
 class _Newcomer:
     """The node that wants in, as the search sees it."""
 
-    def __init__(self, loop: Loop, peers: PeerTable) -> None:
+    def __init__(self, membership: Membership, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
+        self._membership = membership
+        self._listener = listener
         self._loop = loop
         self._peers = peers
 
     def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
-        peers, watch = self._peers, self._peers.watch
+        peers, watch, membership = self._peers, self._peers.watch, self._membership
+        if not membership.cluster_id:  # before anybody else, told of us by this member, dials us
+            membership.cluster_id = established.peer.cluster_id
+            self._listener.become(Hello(membership.me, membership.cluster_id, Listen()))
         stranger: list[RemotePeer] = []
         self._loop.call_soon(lambda: stranger.append(peers.connected(transport, established, True)))
         if not wait_until(lambda: bool(stranger), deadline - monotonic()):
             raise InitError(f"{watch.me.name}: the I/O thread does not answer")
         link = stranger[0].link
-        if watch.join_through(stranger[0].incarnation, deadline - monotonic(), lambda: not link.up):
+        patience_s = min(SPONSOR_S, deadline - monotonic())
+        if watch.join_through(stranger[0].incarnation, patience_s, lambda: not link.up):
             return True
         why = watch.why_refused
         if why is None:

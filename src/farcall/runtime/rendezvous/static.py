@@ -10,6 +10,11 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
     <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
     <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
 
+All but the counters (beat, left) are proved with the secret (`records.py`). Who does not share rank 0's finds that out
+from rank 0's record, says so and gives up, and all others find it out from that. When all have met, nobody needs the
+store any more, and rank 0 closes the one that it opened: before it listens, so whoever is connected to rank 0, as all
+are before ``init_rpc`` returns, finds the port free for a process group.
+
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
 take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
 A ``join`` that raises leaves nothing behind, here or in the store, that a later one trips over.
@@ -42,19 +47,17 @@ from farcall.runtime.rendezvous.agreement import (
     read_slot,
     read_table,
 )
+from farcall.runtime.rendezvous.records import Proofs, Records, Unproved, secret_of
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["StaticRendezvous", "join"]
 
-_SECRET_BYTES = 32
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
 _DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
-_FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
-_ABANDONED_FAREWELL_S = 0.5
+_FAREWELL_S, _ABANDONED_FAREWELL_S = 5.0, 0.5  # how long rank 0 stays for those who have not read the outcome
 
 
 def join(place: MeetingPlace, me: Member, options: RpcBackendOptions) -> Membership:
@@ -78,20 +81,17 @@ class StaticRendezvous:
         self.place = place
         self.cancelled: threading.Event = threading.Event()
         self._me = me
-        self._my_secret = options.secret_bytes
+        self._secret = secret_of(options)
+        has_secret = options.secret_bytes is not None
+        self._proofs = Proofs(self._secret, has_secret, place.name)
         self._timeout_s = options.start_deadline_s
         self._deadline = time.monotonic() + self._timeout_s
         first = place.rank == 0
-        self._slot = Slot(
-            me,
-            place.world_size,
-            self._my_secret is not None,
-            secrets.token_hex(8) if first else "",
-            secrets.token_hex(_SECRET_BYTES) if first and self._my_secret is None else "",
-            wishes_of(options),
-        )
+        cluster_id = secrets.token_hex(8) if first else ""
+        self._slot = Slot(me, place.world_size, has_secret, cluster_id, wishes_of(options))
         self._slot_text = as_text(self._slot)
-        self._store: KeyStore | None = None
+        self._records: Records | None = None
+        self._heard_first = first
         self._base = f"farcall/{place.attempt}"
         self._generation = 0
         self._table = b""
@@ -111,15 +111,15 @@ class StaticRendezvous:
                     raise
                 except (StoreLost, RuntimeError) as error:
                     # Rank 0 left and took its store along; when it starts anew, another one comes up.
-                    self._store = None
+                    self._records = None
                     self._pause_for_another_store(error)
         finally:
-            self._store = None
+            self._records = None
 
     def _open_store(self) -> None:
-        while self._store is None:
+        while self._records is None:
             try:
-                self._store = open_store(self.place, self._deadline, self.cancelled)
+                self._records = Records(open_store(self.place, self._deadline, self.cancelled), self._proofs)
             except StoreLost as error:
                 self._pause_for_another_store(error)
             except MissingPeers:
@@ -137,20 +137,16 @@ class StaticRendezvous:
         missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
         raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
 
-    # The store, with short names. Only ``check`` before ``get``: ``get`` waits for absent keys. ``compare_set`` sets a
-    # key that is as expected ("" for absent), and returns what it holds afterwards.
+    # The store, with short names.
 
     @property
-    def _open(self) -> KeyStore:
-        if self._store is None:
+    def _open(self) -> Records:
+        if self._records is None:
             raise StoreLost("it is closed")
-        return self._store
+        return self._records
 
     def _key(self, what: str) -> str:
         return f"{self._base}/{self._generation}/{what}"
-
-    def _read(self, key: str) -> bytes | None:
-        return self._open.get(key) if self._open.check([key]) else None
 
     # The meeting itself.
 
@@ -166,37 +162,37 @@ class StaticRendezvous:
                 self._withdraw()
                 raise
             self._advance()
-            self._open.add(self._key("left"), 1)
+            self._open.store.add(self._key("left"), 1)
             if isinstance(outcome, Formed) and outcome.slots:
                 return self._conclude(outcome)
             if isinstance(outcome, Abandoned):
-                self._gave_up[outcome.rank] = outcome.name
+                self._gave_up[outcome.member.rank] = outcome.member.name
                 self._missing_elsewhere.update(outcome.missing)
             self._delete_own()
             self._generation += 1
 
     def _first_open_generation(self) -> int:
-        pointer = self._read(f"{self._base}/generation")
+        pointer = self._open.read(f"{self._base}/generation")
         self._generation = int(pointer) if pointer else 0
-        while self._open.check([self._key("outcome")]):
+        while self._open.read(self._key("outcome")) is not None:
             self._generation += 1
         return self._generation
 
     def _advance(self) -> None:
         """Point newcomers behind this generation, before this member leaves it."""
         key = f"{self._base}/generation"
-        before = self._read(key)
+        before = self._open.read(key)
         if before is None or int(before) <= self._generation:
-            self._open.compare_set(key, before.decode() if before else "", str(self._generation + 1))
+            self._open.replace(key, before.decode() if before else "", str(self._generation + 1))
 
     def _claim_rank(self) -> None:
         """Take the slot of our rank, also from a dead process; raise if a living one holds it."""
         mine = self._slot_text.encode()
         key, beat_key = self._key(f"slot/{self._me.rank}"), self._key(f"beat/{self._me.rank}")
-        holder = self._open.compare_set(key, "", self._slot_text)
+        holder = self._open.replace(key, "", self._slot_text)
         if holder == mine:
             return
-        beat = self._open.add(beat_key, 0)
+        beat = self._open.store.add(beat_key, 0)
         silent_since = time.monotonic()
         pauses = _pauses()
         while holder != mine:
@@ -205,7 +201,7 @@ class StaticRendezvous:
                 self._generation += 1
                 self._claim_rank()
                 return
-            if isinstance(outcome, Formed) or self._open.add(beat_key, 0) != beat:
+            if isinstance(outcome, Formed) or self._open.store.add(beat_key, 0) != beat:
                 other = read_slot(holder).member
                 raise BadRank(
                     f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
@@ -213,7 +209,7 @@ class StaticRendezvous:
                 )
             if time.monotonic() - silent_since > _DEAD_S:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
-                holder = self._open.compare_set(key, holder.decode(), self._slot_text)
+                holder = self._open.replace(key, holder.decode(), self._slot_text)
                 silent_since = time.monotonic()
                 if holder == mine:
                     return
@@ -221,7 +217,7 @@ class StaticRendezvous:
             if time.monotonic() >= self._deadline:
                 raise self._missing([], "")
             self.cancelled.wait(pauses.next_s())
-            holder = self._open.compare_set(key, "", self._slot_text)
+            holder = self._open.replace(key, "", self._slot_text)
 
     def _wait_for_outcome(self) -> Formed | Abandoned:
         pauses = _pauses()
@@ -245,7 +241,7 @@ class StaticRendezvous:
             self.cancelled.wait(pauses.next_s())
 
     def _outcome(self) -> Formed | Abandoned | None:
-        data = self._read(self._key("outcome"))
+        data = self._open.read(self._key("outcome"))
         return None if data is None else read_outcome(data)
 
     def _beat(self) -> None:
@@ -253,8 +249,10 @@ class StaticRendezvous:
         if now < self._next_beat:
             return
         self._next_beat = now + _BEAT_S
-        self._open.add(self._key(f"beat/{self._me.rank}"), 1)
-        holder = self._read(self._key(f"slot/{self._me.rank}"))
+        self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
+        if not self._heard_first:
+            self._heard_first = self._open.read(self._key("slot/0")) is not None
+        holder = self._open.read(self._key(f"slot/{self._me.rank}"))
         if holder is None:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
@@ -263,29 +261,27 @@ class StaticRendezvous:
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
-        keys = [self._key(f"slot/{rank}") for rank in range(self.place.world_size)]
-        if not self._open.check(keys):
+        found = self._open.read_all([self._key(f"slot/{rank}") for rank in range(self.place.world_size)])
+        if found is None:
             return
-        many = self._open.has_extended_api()
-        found = self._open.multi_get(keys) if many else [self._open.get(key) for key in keys]
         table = as_text([read_slot(data) for data in found])
         if table.encode() != self._table:
-            self._open.set(self._key("table"), table)
+            self._open.write(self._key("table"), table)
 
     def _confirm(self) -> bool:
         """Confirm the table if it is new and we are in it."""
-        table = self._read(self._key("table"))
+        table = self._open.read(self._key("table"))
         if table is None or table == self._table or self._slot not in read_table(table):
             return False
         self._table = table
-        self._open.set(self._seen_keys()[self._me.rank], "1")
+        self._open.write(self._seen_keys()[self._me.rank], "1")
         return True
 
     def _close_if_confirmed(self) -> bool:
         """Rank 0: the table forms when everybody in it has confirmed it."""
-        if not self._table or not self._open.check(self._seen_keys()):
+        if not self._table or self._open.read_all(self._seen_keys()) is None:
             return False
-        self._open.compare_set(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
+        self._open.replace(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
         return True
 
     def _seen_keys(self) -> list[str]:
@@ -294,13 +290,13 @@ class StaticRendezvous:
 
     def _abandon(self) -> Formed | Abandoned:
         """Close the generation without a table, unless it has just formed."""
-        note = as_text(Abandoned(self._me.rank, self._me.name, tuple(self._absent())))
-        return read_outcome(self._open.compare_set(self._key("outcome"), "", note))
+        note = as_text(Abandoned(self._me, self._slot.has_secret, tuple(self._absent())))
+        return read_outcome(self._open.replace(self._key("outcome"), "", note))
 
     def _withdraw(self) -> None:
         """After a failure: let nobody count on us. The store may be what failed."""
         with contextlib.suppress(Exception):
-            if self._read(self._key(f"slot/{self._me.rank}")) != self._slot_text.encode():
+            if self._open.read(self._key(f"slot/{self._me.rank}")) != self._slot_text.encode():
                 return  # it is another process's by now
             if self._outcome() is None:
                 self._abandon()
@@ -319,18 +315,20 @@ class StaticRendezvous:
                 f"{self._me.rank} of {self.place.world_size}; world_size must be the same everywhere, "
                 "and each rank given once"
             )
+        store: KeyStore | None = None
         if self._me.rank == 0 and self._wait_for_readers(len(slots), _FAREWELL_S):
             self._clear_up(len(slots))
+        elif self._me.rank == 0:
+            store = self._open.store
         check_agreement(slots)
-        secret = self._my_secret if self._my_secret is not None else bytes.fromhex(slots[0].secret)
         members = [slot.member for slot in slots]
-        return Membership(self._me, members, slots[0].cluster_id, secret, self._generation, self._open)
+        return Membership(self._me, members, slots[0].cluster_id, self._secret, self._generation, store)
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
         """Rank 0, which may host the store: stay until ``count`` others have read the outcome, if they do."""
         pauses = _pauses()
         until = min(time.monotonic() + seconds, self._deadline + 1.0)
-        while self._open.add(self._key("left"), 0) < count:
+        while self._open.store.add(self._key("left"), 0) < count:
             if time.monotonic() >= until or self.cancelled.is_set():
                 return False
             self.cancelled.wait(pauses.next_s())
@@ -338,14 +336,14 @@ class StaticRendezvous:
 
     def _delete_own(self) -> None:
         for what in ("slot", "beat"):
-            self._open.delete_key(self._key(f"{what}/{self._me.rank}"))
+            self._open.store.delete_key(self._key(f"{what}/{self._me.rank}"))
 
     def _clear_up(self, size: int) -> None:
-        """Remove this generation's keys, the secret among them; that it is over stays written."""
+        """Remove this generation's keys; that it is over stays written."""
         keys = [self._key(f"{what}/{rank}") for rank in range(size) for what in ("slot", "beat")]
         for key in [*keys, *self._seen_keys(), self._key("table"), self._key("left")]:
-            self._open.delete_key(key)
-        self._open.set(self._key("outcome"), as_text(Formed(())))
+            self._open.store.delete_key(key)
+        self._open.write(self._key("outcome"), as_text(Formed(())))
 
     # Failing in words.
 
@@ -357,7 +355,10 @@ class StaticRendezvous:
         """Ranks without a record in this generation; remembers the names of the others."""
         absent = []
         for rank in range(self.place.world_size):
-            data = self._read(self._key(f"slot/{rank}"))
+            try:
+                data = self._open.read(self._key(f"slot/{rank}"))
+            except Unproved:
+                continue  # somebody is there
             if data is None:
                 absent.append(rank)
             else:
@@ -369,7 +370,7 @@ class StaticRendezvous:
         slots = [
             read_slot(data)
             for rank in range(self.place.world_size)
-            if (data := self._read(self._key(f"slot/{rank}"))) is not None
+            if (data := self._open.read(self._key(f"slot/{rank}"))) is not None
         ]
         check_agreement(slots)
         never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)

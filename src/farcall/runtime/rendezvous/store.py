@@ -11,12 +11,13 @@ Knows nothing of members, names or generations.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,10 +27,11 @@ import torch.distributed as dist
 
 from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.protocol.backoff import Backoff
-from farcall.runtime.rendezvous.addresses import is_local
+from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.transport.tcp import parse_tcp
 
-__all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "open_store"]
+__all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "loopback_listener", "open_store"]
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
@@ -230,6 +232,11 @@ def _open_file(place: MeetingPlace) -> KeyStore:
         # The store would try again for minutes.
         raise InitError(f"cannot meet at {place.name}: there is no directory {directory}")
     try:
+        # Its own user's: torch would make it readable to all.
+        os.close(os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:
+        pass  # it is there already; or the store says what is wrong
+    try:
         store: KeyStore = dist.FileStore(place.path, place.world_size)  # type: ignore[attr-defined,assignment]
     except RuntimeError as error:
         raise InitError(f"cannot use {place.name} as a store: {error}") from error
@@ -239,26 +246,69 @@ def _open_file(place: MeetingPlace) -> KeyStore:
 def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> KeyStore:
     assert place.host is not None
     if place.rank == 0 and not place.hosted_by_agent:
-        # Behind address translation rank 0 may not reach its own public address; the server is on all it has.
-        host = place.host if is_local(place.host) else "127.0.0.1"
         try:
-            return _tcp_store(place, host, serve=True, deadline=deadline)
+            return _serve_tcp(place, deadline)
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise InitError(
                     f"cannot serve a store on port {place.port}: {error}; choose another one (MASTER_PORT, or the "
                     "url), the same everywhere"
                 ) from error
-            # Somebody serves there. A store made by this program is as good; if it is another rank 0's, then
-            # claiming the rank will tell, with its name.
+        return _ask_who_is_there(place, deadline)
     _wait_until_reachable(place, deadline, cancelled)
     try:
-        return _tcp_store(place, place.host, serve=False, deadline=deadline)
+        return _tcp_store(place, place.host, deadline=deadline)
     except RuntimeError as error:
         raise StoreLost(str(error)) from error
 
 
-def _tcp_store(place: MeetingPlace, host: str, *, serve: bool, deadline: float) -> KeyStore:
+def _ask_who_is_there(place: MeetingPlace, deadline: float) -> KeyStore:
+    """Rank 0, whose port somebody else serves. A store made by this program is as good as its own.
+
+    If it is another rank 0's, claiming the rank will tell, with its name. If it is none, it does not answer, for which
+    torch would wait without a bound.
+    """
+    assert place.host is not None
+    host, bound_s = place.host, min(_CONNECT_S, deadline - time.monotonic())
+    until = time.monotonic() + bound_s
+    try:
+        return in_bounded_time(lambda _: _tcp_store(place, host, deadline=until), bound_s, place.name)
+    except (InitError, RuntimeError) as error:
+        raise _unreachable(place, error) from error
+
+
+def _serve_tcp(place: MeetingPlace, deadline: float) -> KeyStore:
+    """Serve the store, where everybody is on this machine on loopback only, or use the server of this process."""
+    assert place.host is not None
+    # Behind address translation rank 0 may not reach its own public address; the server is on all it has.
+    host = place.host if is_local(place.host) else "127.0.0.1"
+    listening: int | None = None
+    if is_loopback(host):
+        try:
+            listening = loopback_listener(host, place.port).detach()  # the server's from now on
+        except OSError:
+            pass  # torch may serve there already, in this process; else it says what is wrong
+    return _tcp_store(place, host, deadline=deadline, serve=True, listening=listening)
+
+
+def loopback_listener(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``port`` of loopback, for a store: torch's own listens on every interface."""
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, where = min(answers, key=lambda answer: answer[0] is not socket.AF_INET)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(socket.SOMAXCONN)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
+
+
+def _tcp_store(
+    place: MeetingPlace, host: str, *, deadline: float, serve: bool = False, listening: int | None = None
+) -> KeyStore:
     # All the time there is: torch looks up the name behind each address, which may take seconds.
     seconds = max(0.1, deadline - time.monotonic())
     store: KeyStore = dist.TCPStore(  # type: ignore[attr-defined,assignment]
@@ -269,6 +319,7 @@ def _tcp_store(place: MeetingPlace, host: str, *, serve: bool, deadline: float) 
         timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listening,
         use_libuv=place.use_libuv,
     )
     return store
@@ -295,9 +346,38 @@ def _unreachable(place: MeetingPlace, error: Exception) -> InitError:
             f"cannot reach the store of who started this process (torchrun, or farcall run) at {place.name}: {error}"
         )
     if place.rank == 0:
-        return InitError(f"port {place.port} is in use here, but no store answers at {place.name}: {error}")
+        first_line = str(error).partition("\n")[0]
+        return InitError(
+            f"port {place.port} is in use here{_by_whom(place.port)}, but no store answers at {place.name}: choose "
+            f"another one (MASTER_PORT, or the url), the same everywhere ({first_line})"
+        )
     return MissingPeers(
         f"rank 0 is missing: it serves the store at {place.name}, which could not be reached in time "
         f"({error}). Is it started, and are MASTER_ADDR and MASTER_PORT (or the url) the same everywhere?",
         [0],
     )
+
+
+def _by_whom(port: int) -> str:
+    """The process of this user that listens at ``port``, if it can be found: " by NAME (process N)"."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue
+        listening = "0A"
+        sockets |= {f"socket:[{row[9]}]" for row in rows if row[3] == listening and int(row[1][-4:], 16) == port}
+    for process in filter(str.isdecimal, os.listdir("/proc") if sockets else ()):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if sockets.intersection(_links_in(f"/proc/{process}/fd")):
+                with open(f"/proc/{process}/comm") as file:
+                    return f" by {file.read().strip()!r} (process {process})"
+    return ""
+
+
+def _links_in(directory: str) -> Iterator[str]:
+    for name in os.listdir(directory):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(f"{directory}/{name}")

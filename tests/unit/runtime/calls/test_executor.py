@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.waiting import wait_until
 
-from farcall.runtime.calls.executor import STALLED_S, Executor
+from farcall.runtime.calls.executor import FIRST_PEACE_S, STALLED_S, TICK_S, UNKNOWN_S, Executor
 from farcall.runtime.io.timers import NEVER
 
 PATIENCE_S = 20.0
 
 
 class Job:
-    def __init__(self, function: Callable[[], object], quick: bool = False) -> None:
+    def __init__(self, function: Callable[[], object], expected_s: float = UNKNOWN_S) -> None:
         self.function = function
-        self.quick = quick
+        self.expected_s = expected_s
         self.done = threading.Event()
         self.dropped = threading.Event()
 
@@ -85,6 +86,104 @@ def test_the_pool_grows_when_nothing_ends(executor: Executor) -> None:
     executor.look_in(2 * STALLED_S)  # time is given: nobody sleeps for it
     assert opener.done.wait(PATIENCE_S)
     assert all(job.done.wait(PATIENCE_S) for job in blocked)
+
+
+class Fight:
+    """Brief tasks that hold their workers until they are let go, and the processors that seem to be in use."""
+
+    def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.executor = executor
+        self.now = self.used_s = 0.0
+        self.begun = threading.Semaphore(0)
+        self.turns = threading.Semaphore(0)
+        self.jobs: list[Job] = []
+        monkeypatch.setattr("farcall.runtime.calls.executor.process_time", lambda: self.used_s)
+
+    def submit(self, count: int) -> None:
+        for _ in range(count):
+            self.jobs.append(Job(self._work, expected_s=0.001))
+            self.executor.submit(self.jobs[-1])
+
+    def _work(self) -> None:
+        self.begun.release()
+        assert self.turns.acquire(timeout=PATIENCE_S)
+
+    def wait_for_next(self) -> None:
+        assert self.begun.acquire(timeout=PATIENCE_S)
+
+    def let_one_end(self) -> None:
+        self.turns.release()
+        self.wait_for_next()
+
+    def look(self, processors: float, after_s: float = TICK_S) -> None:
+        self.now += after_s
+        self.used_s += processors * after_s
+        self.executor.look_in(self.now)
+
+    def end(self) -> None:
+        for _ in self.jobs:
+            self.turns.release()
+        assert all(job.done.wait(PATIENCE_S) for job in self.jobs)
+
+
+@pytest.fixture
+def fight(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fight]:
+    executor = Executor("test", 8, Clock().timer)
+    executor.start()
+    made = Fight(executor, monkeypatch)
+    yield made
+    made.end()
+    assert executor.stop(PATIENCE_S) == []
+
+
+def test_brief_tasks_run_in_turn(fight: Fight) -> None:
+    fight.submit(10)
+    fight.wait_for_next()
+    fight.look(0.0)
+    assert fight.executor.threads == 1
+
+
+@pytest.mark.parametrize(("processors", "threads"), [((1.0, 2.0, 3.0), 4), ((0.0, 0.0, 0.0), 4), ((1.0, 1.0), 2)])
+def test_a_worker_is_added_while_all_compute_or_all_sleep(
+    fight: Fight, processors: tuple[float, ...], threads: int
+) -> None:
+    fight.submit(20)
+    fight.wait_for_next()
+    fight.look(0.0)
+    for used in processors:
+        before = fight.executor.threads
+        fight.let_one_end()
+        fight.look(used)
+        if fight.executor.threads > before:
+            fight.wait_for_next()
+    assert fight.executor.threads == threads
+
+
+def test_who_fights_for_the_interpreter_stands_down_until_peace_is_over(fight: Fight) -> None:
+    fight.submit(20)
+    fight.wait_for_next()
+    fight.look(0.0)
+    fight.let_one_end()
+    fight.look(1.0)
+    fight.wait_for_next()  # two take tasks now
+    fight.let_one_end()
+    fight.look(1.0)
+    fight.turns.release()
+    wait_until(lambda: len(fight.executor._idle) == 1)  # tasks wait, and still it rests
+    fight.look(1.0)
+    assert fight.executor.threads == 2
+    fight.let_one_end()
+    fight.look(1.0, after_s=FIRST_PEACE_S)
+    fight.wait_for_next()
+
+
+def test_tasks_that_wait_for_each_other_get_workers_whoever_computes(fight: Fight) -> None:
+    fight.submit(5)
+    fight.wait_for_next()
+    fight.look(1.0)
+    for _ in range(4):
+        fight.look(1.0)
+        fight.wait_for_next()
 
 
 def test_a_task_that_raises_ends_no_worker(executor: Executor, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farcall.runtime.calls import run_inline
+from farcall.runtime.calls.executor import BRIEF_S
 from farcall.runtime.calls.run_inline import MOST_PARDON_RUNS, PARDON_RUNS, QUICK_S, InlineFunctions
 
 
@@ -15,36 +16,65 @@ def functions() -> InlineFunctions:
 
 def runs_until_pardoned(functions: InlineFunctions) -> int:
     runs = 0
-    while b"f" not in functions.trusted:
+    while b"f" not in functions.quick:
         functions.ran(b"f", 0.0)
         runs += 1
     return runs
 
 
-def test_one_slow_run_is_forgiven_and_two_are_not(functions: InlineFunctions) -> None:
-    assert functions.ran(b"f", QUICK_S / 2)
-    assert b"f" in functions.trusted
-    assert functions.ran(b"f", 10 * QUICK_S)
-    assert b"f" not in functions.trusted
-    assert functions.is_quick(b"f")
-    assert functions.ran(b"f", 1.5 * QUICK_S)
-    assert b"f" in functions.trusted
-    functions.ran(b"f", 10 * QUICK_S)
-    assert not functions.ran(b"f", 10 * QUICK_S)
-    assert not functions.ran(b"f", 1.5 * QUICK_S)
-    assert not functions.is_quick(b"f")
+def place(functions: InlineFunctions) -> str:
+    if b"f" in functions.quick:
+        return "quick"
+    return "brief" if b"f" in functions.brief else "long"
 
 
-def test_a_function_that_is_slow_there_again_and_again_stays_away_for_longer(
+def test_a_function_that_never_ran_goes_to_a_worker(functions: InlineFunctions) -> None:
+    assert place(functions) == "long"
+    assert functions.expected_s(b"f") >= BRIEF_S
+
+
+@pytest.mark.parametrize(
+    ("took_s", "expected"), [(QUICK_S / 2, "quick"), (2 * QUICK_S, "brief"), (BRIEF_S / 2, "brief"), (1.0, "long")]
+)
+def test_the_first_run_decides(functions: InlineFunctions, took_s: float, expected: str) -> None:
+    functions.ran(b"f", took_s)
+    assert place(functions) == expected
+
+
+def test_one_long_run_is_soon_forgotten_however_long_it_was(functions: InlineFunctions) -> None:
+    for _ in range(10):
+        functions.ran(b"f", QUICK_S / 10)
+    found = []
+    functions.ran(b"f", 100.0)
+    while place(functions) != "quick":
+        found.append(place(functions))
+        functions.ran(b"f", QUICK_S / 10)
+    assert found.count("long") == 1
+    assert len(found) <= 6
+
+
+def test_a_function_at_the_border_does_not_change_its_place_at_each_run(functions: InlineFunctions) -> None:
+    functions.ran(b"f", 0.9 * QUICK_S)
+    for _ in range(10):
+        functions.ran(b"f", 1.2 * QUICK_S)
+        assert place(functions) == "quick"
+    for _ in range(10):
+        functions.ran(b"f", 3 * QUICK_S)
+    for _ in range(10):
+        functions.ran(b"f", 1.2 * QUICK_S)
+        assert place(functions) == "brief"
+
+
+def test_a_function_that_is_late_there_again_and_again_stays_away_for_longer(
     functions: InlineFunctions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr(run_inline, "perf_counter", lambda: now)
     found = []
-    for _ in range(5):
+    for _ in range(6):
         functions.ban(b"f")
         found.append(runs_until_pardoned(functions))
-    assert found == [4 * PARDON_RUNS, 16 * PARDON_RUNS, *[MOST_PARDON_RUNS] * 3]
+    assert found == [4 * PARDON_RUNS, 16 * PARDON_RUNS, 64 * PARDON_RUNS, 256 * PARDON_RUNS, *[MOST_PARDON_RUNS] * 2]
 
 
 def test_what_was_long_ago_is_forgotten(functions: InlineFunctions, monkeypatch: pytest.MonkeyPatch) -> None:

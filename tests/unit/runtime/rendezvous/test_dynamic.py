@@ -24,7 +24,7 @@ class Contacts:
 
     def __init__(self, answers: int, *contacts: Member) -> None:
         self.answers = answers
-        self.group = Group("cluster", "secret", contacts)
+        self.group = Group("cluster", contacts)
 
     def enter(self, me: Member) -> Group:
         self.answers -= 1

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
 from farcall.node import Node
-from farcall.options import RpcBackendOptions
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.io import bounded_call as patience
 from farcall.runtime.rendezvous import addresses
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
-from farcall.runtime.rendezvous.agreement import Membership, Slot, as_text
+from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
+from farcall.runtime.rendezvous.records import Proofs, Unproved, secret_of
 from farcall.runtime.rendezvous.store import find_meeting_place
 
 PLACE = "file:///nowhere/in/particular"
@@ -82,19 +84,20 @@ def test_everybody_gets_the_same_table(store: Any, start: Any, size: int) -> Non
     assert len({m.cluster_id for m in memberships}) == 1
     assert len({m.secret for m in memberships}) == 1
     assert len(memberships[0].secret) == 32
+    assert all(m.store is None for m in memberships)
     assert sorted(m.rank for m in memberships) == list(range(size))
     assert len({record.incarnation for record in tables[0]}) == size
 
 
-def test_the_secret_is_not_left_in_the_store(store: Any, start: Any) -> None:
+def test_little_is_left_in_the_store(store: Any, start: Any) -> None:
     first, _ = joined([start("a", 0, 2), start("b", 1, 2)])
     left = {key: store.get(key) for key in ("farcall/0/generation", "farcall/0/0/outcome")}
     assert store.num_keys() == len(left)
-    assert not any(first.secret.hex().encode() in value for value in left.values())
     assert first.secret.hex() not in repr(first)
 
 
-def test_a_configured_secret_is_used_and_never_written(store: Any, start: Any) -> None:
+@pytest.mark.parametrize("given", ["known to all of us", None])
+def test_no_secret_is_ever_written_to_the_store(store: Any, start: Any, given: str | None) -> None:
     written: list[str] = []
 
     class Recorder:
@@ -107,17 +110,19 @@ def test_a_configured_secret_is_used_and_never_written(store: Any, start: Any) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "open_store", lambda *_: Recorder())
-        one, two = joined([start(n, r, 2, secret="known to all of us") for r, n in enumerate("ab")])
-    assert one.secret == two.secret == b"known to all of us"
+        one, two = joined([start(n, r, 2, secret=given) for r, n in enumerate("ab")])
+    assert one.secret == two.secret
+    if given is not None:
+        assert one.secret == given.encode()
     assert one.cluster_id
-    assert not any("known to all" in text or b"known to all".hex() in text for text in written)
+    assert written
+    assert not any(one.secret.hex() in text or str(given) in text for text in written)
 
 
 def test_meeting_again_is_another_generation(store: Any, start: Any) -> None:
     seen = [joined([start("a", 0, 2), start("b", 1, 2)])[0] for _ in range(5)]
     assert [m.generation for m in seen] == [0, 1, 2, 3, 4]
     assert len({m.cluster_id for m in seen}) == 5
-    assert len({m.secret for m in seen}) == 5
 
 
 def test_another_size_and_another_rank_the_next_time(store: Any, start: Any) -> None:
@@ -175,10 +180,72 @@ def test_a_size_that_differs_is_told_where_a_member_waits_for_more(store: Any, s
 
 
 def test_a_secret_at_one_only_is_told_to_all(store: Any, start: Any) -> None:
-    for outcome in settle([start("a", 0, 2), start("b", 1, 2, secret="known to b only")]):
-        assert isinstance(outcome, InitError)
-        assert "rank 1 (b) a secret" in str(outcome)
-        assert "FARCALL_SECRET" in str(outcome)
+    began = time.monotonic()
+    first, second = settle([start("a", 0, 3, 60), start("b", 1, 3, 60, secret="something only known to b")])
+    assert time.monotonic() - began < AT_ONCE_S
+    assert isinstance(first, Unproved)
+    assert "rank 1, which calls itself 'b', was given another secret, and this process none" in str(first)
+    assert isinstance(second, Unproved)
+    assert "rank 0, which calls itself 'a', was given no secret" in str(second)
+    assert "one line" in str(first)
+    assert "export FARCALL_SECRET=" in str(first)
+
+
+def test_without_a_secret_members_of_other_users_or_machines_are_not_met(
+    store: Any, start: Any, tmp_path: Path
+) -> None:
+    elsewhere = ObservingOptions(runtime_directory=str(tmp_path / "another machine's"))
+    for outcome in settle([start("a", 0, 2, 60), start("b", 1, 2, 60, observing=elsewhere)]):
+        assert isinstance(outcome, Unproved)
+        assert "no secret, on another machine or by another user, and this process none" in str(outcome)
+
+
+def test_where_no_key_can_be_kept_private_a_secret_is_asked_for(start: Any, tmp_path: Path) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir(mode=0o755)
+    with pytest.raises(InitError, match=r"add one line.*export FARCALL_SECRET"):
+        start("a", 0, 1, observing=ObservingOptions(runtime_directory=str(open_to_all))).result(30)
+
+
+# ---------------------------------------------------------------- strangers at the store
+
+STRANGER = Proofs(b"what the stranger has", True, "here")
+
+
+def as_strangers(key: str, value: Any) -> str:
+    """A record as somebody without the secret would write it."""
+    return STRANGER.seal(key, as_text(value))
+
+
+STRANGERS_ADDRESS = Member("a", 0, 0x4F, ("tcp://stranger:1",))
+STRANGERS_SLOT = Slot(STRANGERS_ADDRESS, 2, True, "cluster of the stranger")
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("generation", 7),
+        ("0/slot/0", STRANGERS_SLOT),
+        ("0/table", (STRANGERS_SLOT, STRANGERS_SLOT)),
+        ("0/outcome", Formed((STRANGERS_SLOT, STRANGERS_SLOT))),
+        ("0/outcome", Abandoned(STRANGERS_ADDRESS, True, (1,))),
+    ],
+)
+def test_nothing_that_a_stranger_writes_to_the_store_is_believed(store: Any, start: Any, what: str, value: Any) -> None:
+    """Rank 1 would dial the stranger, which relays the handshake to rank 0, and then has a connection to both."""
+    key = f"farcall/0/{what}"
+    store.set(key, as_strangers(key, value))
+    outcome = settle([start("b", 1, 2, 60, secret="what the members have")])[0]
+    assert isinstance(outcome, Unproved)
+    assert "stranger:1" not in str(outcome)
+
+
+def test_a_record_counts_only_under_its_own_key(store: Any, start: Any) -> None:
+    """A confirmation by rank 0 is none by rank 1, and what was agreed in one generation is nothing in the next."""
+    secret = "what the members have"
+    joined([start("a", 0, 2, secret=secret), start("b", 1, 2, secret=secret)])
+    store.set("farcall/0/1/outcome", store.get("farcall/0/0/outcome"))
+    assert isinstance(settle([start("b", 1, 2, 60, secret=secret)])[0], Unproved)
 
 
 # ---------------------------------------------------------------- absence
@@ -215,7 +282,9 @@ def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any)
 
 
 def stale_slot(name: str, rank: int, world_size: int) -> str:
-    return as_text(Slot(Member(name, rank, 0xDEAD, ("tcp://dead:1",)), world_size, False, "dead", "00"))
+    slot = Slot(Member(name, rank, 0xDEAD, ("tcp://dead:1",)), world_size, False, "dead")
+    secret = secret_of(RpcBackendOptions(init_method=PLACE))
+    return Proofs(secret, False, PLACE).seal(f"farcall/0/0/slot/{rank}", as_text(slot))
 
 
 def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> None:

@@ -1,0 +1,78 @@
+"""Directories and files that nobody but this user may enter, read or write: checked, not hoped for.
+
+Knows no other part. Whoever may write to a directory of ours could put files of their own there, and whoever may read
+one could read keys; so both are looked at before they are used, and a symbolic link is neither.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+__all__ = ["check_private", "private_bytes", "private_directory", "runtime_directory"]
+
+
+def runtime_directory(chosen: str | None = None) -> Path:
+    """The directory for what lives as long as processes of this user: presence files, sockets, this user's key."""
+    if chosen is not None:
+        return Path(chosen)
+    of_session = os.environ.get("XDG_RUNTIME_DIR")
+    if of_session and os.path.isdir(of_session):
+        return Path(of_session) / "farcall"
+    return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
+
+
+def private_directory(directory: Path) -> Path:
+    """Make ``directory``, if it is not there; raises ``OSError`` where others may enter it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory)
+    return directory
+
+
+def check_private(directory: Path) -> None:
+    """Raise ``PermissionError`` unless ``directory`` is one, belongs to this user, and nobody else may enter it."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(
+            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700), or name "
+            "another one (option runtime_directory)"
+        )
+
+
+def private_bytes(directory: Path, name: str, size_bytes: int) -> bytes:
+    """The random bytes of this user in the file ``name``, made by whoever needs them first; raises ``OSError``."""
+    path = private_directory(directory) / name
+    for _ in range(2):
+        try:
+            return _read(path, size_bytes)
+        except FileNotFoundError:
+            _make(path, secrets.token_bytes(size_bytes))
+    return _read(path, size_bytes)
+
+
+def _make(path: Path, content: bytes) -> None:
+    """Readers see the whole file or none; of several that make it, one does."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+
+
+def _read(path: Path, size_bytes: int) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        found = os.fstat(file.fileno())
+        content = file.read(size_bytes + 1)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} must be a file that belongs to you and that nobody else may read (chmod 600)")
+    if len(content) != size_bytes:
+        raise PermissionError(f"{path} is not as farcall made it: remove it")
+    return content

@@ -1,0 +1,136 @@
+"""Records in a store, each proved with a key made from the secret: a store has no doors of its own.
+
+Owns the secret of a member that was given none (`secret_of`), the proofs (`Proofs`), and a store seen through them
+(`Records`). A record is
+
+    64 hexadecimal digits     HMAC-SHA256, under a key made from the secret, of the record's key and text
+    text                      JSON
+
+so whoever reaches the store without the secret can remove records, or bring old ones back, but can neither alter one
+nor give it another key. What an old record is worth, its readers decide: everybody confirms a table that names its own
+incarnation (`static.py`), and a contact has to prove itself when it is dialled.
+
+A member that was given no secret uses its user's key: random bytes in a file that nobody else may read. So members of
+one user on one machine meet without a word about secrets, wherever their store is; and all others, who cannot prove
+that key, are told to give one.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+
+from farcall.errors import InitError
+from farcall.options import ENV_SECRET, ENV_SECRET_FILE, RpcBackendOptions
+from farcall.private_files import private_bytes, runtime_directory
+from farcall.protocol.hello import hkdf_expand, hkdf_extract
+from farcall.protocol.member import Member
+from farcall.runtime.rendezvous.store import KeyStore
+
+__all__ = ["ADD_A_SECRET", "Proofs", "Records", "Unproved", "secret_of"]
+
+ADD_A_SECRET = (
+    f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
+    "python -c 'import secrets; print(secrets.token_hex(32))' (or a file: "
+    f"{ENV_SECRET_FILE})"
+)
+_KEY_FILE = "key"
+_KEY_BYTES = 32
+_PROOF_CHARACTERS = 64
+
+
+def secret_of(options: RpcBackendOptions) -> bytes:
+    """The secret that was given, or one made from this user's key; raises ``InitError`` where there is neither."""
+    given = options.secret_bytes
+    if given is not None:
+        return given
+    directory = runtime_directory(options.observing.runtime_directory)
+    try:
+        key = private_bytes(directory, _KEY_FILE, _KEY_BYTES)
+    except OSError as error:
+        raise InitError(
+            f"no secret was given, and no key can be kept that only this user reads: {error}; {ADD_A_SECRET}"
+        ) from error
+    return hkdf_expand(hkdf_extract(b"farcall user", key), b"secret")
+
+
+class Unproved(InitError):
+    """A record that was not written with this process's secret."""
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """What the writer of a record says of itself: where it proves nothing, for the error that names it."""
+
+    member: Member
+    has_secret: bool
+
+
+class Proofs:
+    """The proofs of one member's secret at one meeting place."""
+
+    def __init__(self, secret: bytes, is_given: bool, place: str) -> None:
+        self._key = hkdf_expand(hkdf_extract(b"farcall store", secret), b"record")
+        self._is_given = is_given
+        self._place = place
+
+    def seal(self, key: str, text: str) -> str:
+        """``text`` as it goes into the store under ``key``."""
+        return self._of(key, text) + text
+
+    def open(self, key: str, data: bytes) -> bytes:
+        """The text of the record ``data`` under ``key``; raises ``Unproved``."""
+        proof, text = data[:_PROOF_CHARACTERS], data[_PROOF_CHARACTERS:]
+        if not hmac.compare_digest(proof, self._of(key, text.decode("utf-8", "replace")).encode()):
+            raise self._unproved(key, text)
+        return text
+
+    def _of(self, key: str, text: str) -> str:
+        return hmac.digest(self._key, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
+
+    def _unproved(self, key: str, text: bytes) -> Unproved:
+        who, theirs = f"whoever wrote the record {key!r}", "another secret"
+        try:
+            claim = msgspec.json.decode(text, type=_Claim)
+            who = f"rank {claim.member.rank}, which calls itself {claim.member.name!r},"
+            theirs = "another secret" if claim.has_secret else "no secret, on another machine or by another user"
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        mine = "a secret" if self._is_given else "none"
+        return Unproved(
+            f"at {self._place} {who} was given {theirs}, and this process {mine}: give every process the same secret; "
+            f"{ADD_A_SECRET}"
+        )
+
+
+class Records:
+    """A store of which only proved records are believed. Counters have no proof: they hurry or delay, and no more."""
+
+    def __init__(self, store: KeyStore, proofs: Proofs) -> None:
+        self.store = store
+        self._proofs = proofs
+
+    def read(self, key: str) -> bytes | None:
+        """The record under ``key``; None: there is none. Never waits for one, as ``get`` would."""
+        return self._proofs.open(key, self.store.get(key)) if self.store.check([key]) else None
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        """The records under ``keys``, if all of them are there."""
+        wanted = list(keys)
+        if not self.store.check(wanted):
+            return None
+        if self.store.has_extended_api():
+            found = self.store.multi_get(wanted)
+        else:
+            found = [self.store.get(key) for key in wanted]
+        return [self._proofs.open(key, data) for key, data in zip(wanted, found, strict=True)]
+
+    def write(self, key: str, text: str) -> None:
+        """Put a record under ``key``, whatever is there."""
+        self.store.set(key, self._proofs.seal(key, text))
+
+    def replace(self, key: str, before: str, text: str) -> bytes:
+        """Put a record under ``key`` where it holds ``before`` ("": nothing); what it holds afterwards."""
+        expected = self._proofs.seal(key, before) if before else ""
+        return self._proofs.open(key, self.store.compare_set(key, expected, self._proofs.seal(key, text)))

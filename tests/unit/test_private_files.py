@@ -1,0 +1,47 @@
+"""Files and directories of one user: made so that nobody else may read them, and not believed where others may."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from farcall.private_files import private_bytes
+
+
+def test_all_get_the_bytes_that_one_made(tmp_path: Path) -> None:
+    directory = tmp_path / "made"
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: private_bytes(directory, "key", 32), range(64)))
+    assert len(set(found)) == 1
+    assert len(found[0]) == 32
+    assert os.listdir(directory) == ["key"]
+    assert (directory / "key").stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_may_enter_is_not_used(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        private_bytes(tmp_path, "key", 32)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_others_could_read_or_plant_is_not_believed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "key"
+    path.write_bytes(bytes(32))
+    path.chmod(0o644)
+    with pytest.raises(PermissionError, match="chmod 600"):
+        private_bytes(tmp_path, "key", 32)
+    path.chmod(0o600)
+    path.write_bytes(bytes(31))
+    with pytest.raises(PermissionError, match="remove it"):
+        private_bytes(tmp_path, "key", 32)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        private_bytes(tmp_path, "key", 32)
