@@ -58,6 +58,10 @@ class DialRefused(DialFailed):
     """The host of an address says that nobody listens there."""
 
 
+class AcceptPostponed(TransportError):
+    """This process, or the system, is out of descriptors or memory: somebody waits at the door, and must."""
+
+
 class ListenFailed(TransportError):
     """An address could not be listened on; the message says which and why."""
 
@@ -95,6 +99,10 @@ class Transport(ABC):
     @abstractmethod
     def receive_into(self, view: memoryview) -> int | None:
         """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
+
+    def receive_bytes_into(self, view: memoryview) -> int | None:
+        """Like ``receive_into``, from a peer that has proved nothing: descriptors that come along are dropped."""
+        return self.receive_into(view)
 
     @abstractmethod
     def wait_readable(self, timeout_s: float) -> bool:
