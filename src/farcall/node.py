@@ -15,7 +15,7 @@ import torch
 from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
 from farcall.html import table
-from farcall.ids import WorkerInfo, check_worker_name
+from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observability import Observability
@@ -238,8 +238,12 @@ class Node:
         """All members, by rank; where members come and go, the present ones."""
         return self._runtime.workers()
 
+    def members(self) -> list[MemberInfo]:
+        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        return self._runtime.members_now()
+
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
+        """Have ``callback`` told, on a worker thread, of members that join, leave, fall silent, recover or die.
 
         Call what is returned to end that.
         """

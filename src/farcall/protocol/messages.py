@@ -140,7 +140,7 @@ class BlocksReleased(_Control, frozen=True, tag=13):
 
 
 class CallCancelled(_Control, frozen=True, tag=20):
-    """The caller gave up: the callee may skip the call if it has not begun."""
+    """The caller gave up: the call need not begin, and is cancelled if it has; see runtime/calls/scope.py."""
 
     call_id: int
 

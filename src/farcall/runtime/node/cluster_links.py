@@ -66,7 +66,9 @@ class ClusterLinks:
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
-        self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
+        self.myself: LoopbackPeer = LoopbackPeer(
+            info, me.incarnation, is_static, on_message, resources.memory, dispatcher.cancel
+        )
         self.peers: PeerTable = PeerTable(
             self.myself,
             membership,

@@ -27,7 +27,7 @@ import torch
 from farcall.channel.segments import host_token
 from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, UnknownWorker
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.member import Member, new_incarnation
@@ -172,9 +172,16 @@ class Runtime:
             options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
         )
         self.calls: CallTable = make_calls(
-            self.loop.timer, self.executor, options.limits.when_overloaded, on_given_up=self.something_ended
+            self.loop.timer,
+            self.executor,
+            options.limits.when_overloaded,
+            on_given_up=self.something_ended,
+            default_timeout_s=self.timeout_s if options.inherit else None,
         )
-        self.server: Server = Server(self.info, self.executor, self._own_thread)
+        self.server: Server = Server(
+            self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
+        )
+        self.hooks.peer_gone.append(self.server.on_peer_gone)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
@@ -402,6 +409,10 @@ class Runtime:
     def workers(self) -> list[WorkerInfo]:
         """All members, by rank; where members come and go, the present ones."""
         return self.links.peers.workers()
+
+    def members_now(self) -> list[MemberInfo]:
+        """The same, and who of them is unresponsive."""
+        return self.links.peers.members()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, in shared memory where that may be used."""
