@@ -94,6 +94,7 @@ class Server:
         self.event_log: event_log.EventLog = event_log.EventLog()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
+        self._computing: set[Request] = set()  # those inside their functions
         self._corked: set[Peer] = set()
         self._corked_at: float = 0.0
         self._corked_bytes: int = 0
@@ -135,7 +136,7 @@ class Server:
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
         quick = function in self.inline.quick
-        if quick or (function in self.inline.brief and self._executor.quiet):
+        if quick or (function in self.inline.brief and not self._computing and not self._executor.waiting):
             kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), quick)
             if kept is not None:
                 if not kept:
@@ -228,6 +229,7 @@ class Request:
         if frame.profile is not None or PROFILING.everywhere:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
+        server._computing.add(self)
         started = self.started_at = perf_counter()
         if self.expected_s >= QUICK_S:
             server.flush()  # this function may take long: answers that were held back go first
@@ -268,6 +270,7 @@ class Request:
             return
         finally:
             took_s = perf_counter() - started
+            server._computing.discard(self)
             try:
                 counters = self.peer.served[function]
             except KeyError:
