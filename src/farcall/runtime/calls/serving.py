@@ -32,7 +32,7 @@ from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
-from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
+from farcall.runtime.calls.run_inline import QUICK_S, Contest, InlineFunctions
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
@@ -229,6 +229,7 @@ class Request:
         if frame.profile is not None or PROFILING.everywhere:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
+        contest = Contest() if server._computing else None
         server._computing.add(self)
         started = self.started_at = perf_counter()
         if self.expected_s >= QUICK_S:
@@ -277,7 +278,8 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                self.expected_s = server.inline.ran(function, took_s)
+                own_s = took_s if contest is None else contest.own_s(took_s)
+                self.expected_s = server.inline.ran(function, own_s)
             if recording is not None:
                 RECORDING.set(outside)
         self.answer(outcome, more)

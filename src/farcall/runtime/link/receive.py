@@ -38,6 +38,9 @@ __all__ = ["Awaited", "Incoming"]
 LINGER_S = 0.001
 LINGER_AFTER = 16
 """So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
+IO_READS_S = 0.002
+"""So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
+itself."""
 SHARED_S = 1.0
 """So long after two threads were seen waiting on one link, none of them is relied on."""
 
@@ -226,22 +229,18 @@ class Incoming:
         guard = sigint.of_thread()
         guard.depth += 1
         try:
-            helping = self._descriptor is not None and loop.can_silence and self._read_lock.acquire(False)
+            may_help = self._descriptor is not None and loop.can_silence
+            helping = may_help and self._read_lock.acquire(False)
             if helping:
-                reading.link = self
-                self._silenced = True
-                try:
-                    self._lingering.pop()
-                    self._came_back += 1
-                except IndexError:
-                    self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
-                    descriptor = self._descriptor
-                    if descriptor is not None:
-                        loop.silence(descriptor)
-            elif self._silenced:
-                self._shared_until = monotonic() + SHARED_S  # another thread than the I/O thread reads
+                self._begin_helping()
             if request is not None:
                 link.outgoing.send(request, deadline)
+            if may_help and not helping:
+                if self._silenced:
+                    self._shared_until = monotonic() + SHARED_S  # another helping reader has the role
+                elif self._read_lock.acquire(True, IO_READS_S):
+                    self._begin_helping()
+                    helping = True
             if not helping or (self._frames and not self._deliver()):
                 return
             transport, decoder = link.transport, self._decoder
@@ -271,6 +270,19 @@ class Incoming:
             guard.depth -= 1
             if guard.held is not None:
                 sigint.deliver()
+
+    def _begin_helping(self) -> None:
+        """Holding the read lock: be the reader in the place of the I/O thread."""
+        reading.link = self
+        self._silenced = True
+        try:
+            self._lingering.pop()
+            self._came_back += 1
+        except IndexError:
+            self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
+            descriptor = self._descriptor
+            if descriptor is not None:
+                self._loop.silence(descriptor)
 
     def _take(self, count: int) -> bool:
         """Decode and deliver ``count`` received bytes. False: stop reading."""
