@@ -47,11 +47,14 @@ if TYPE_CHECKING:
     from farcall.rpc.handles import worker as worker
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
+    from farcall.runtime.calls.scope import CurrentCall as CurrentCall
+    from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CurrentCall": "farcall.runtime.calls.scope",
     "Future": "farcall.rpc.future",
     "LimitOptions": "farcall.options",
     "MemberEvent": "farcall.runtime.membership.events",
@@ -72,6 +75,7 @@ _HOMES = {
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
+    "current_call": "farcall.runtime.calls.scope",
     "debug": "farcall",
     "errors": "farcall",
     "functions": "farcall.rpc",
@@ -98,6 +102,7 @@ _HOMES = {
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
+    "CurrentCall",
     "Future",
     "LimitOptions",
     "MemberEvent",
@@ -114,6 +119,7 @@ __all__ = [
     "as_completed",
     "autograd",
     "barrier",
+    "current_call",
     "debug",
     "errors",
     "functions",

@@ -13,18 +13,19 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
 from farcall.errors import RpcError
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.imports import when_imported
 from farcall.node import Node, leave
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.observe.metrics import Metrics, collect
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
@@ -88,8 +89,10 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
     until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
     after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
-    `init_rpc` again afterwards.
+    `init_rpc` again afterwards. A second shutdown does nothing.
     """
+    if slot.runtime is None and slot.was_filled:
+        return
     runtime = current_runtime()
     try:
         leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)
@@ -105,13 +108,16 @@ def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
     return runtime.info if worker is None else runtime.peer(worker).info
 
 
-def members() -> list[WorkerInfo]:
-    """All workers of the cluster, by rank; in a group without a fixed size those that are there now."""
-    return current_runtime().workers()
+def members() -> list[MemberInfo]:
+    """All workers of the cluster, by rank; in a group without a fixed size those that are there now.
+
+    Each is its `WorkerInfo`, with ``unresponsive_s``: for how long it has answered nobody, or None.
+    """
+    return current_runtime().members_now()
 
 
 def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-    """Have ``callback`` told of workers that join, leave, are suspected, recover from that, or die.
+    """Have ``callback`` told of workers that join, leave, fall silent, recover from that, or die.
 
     It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
     calls. Call what is returned to end that.
@@ -129,6 +135,16 @@ def metrics() -> Metrics:
     return collect(current_runtime())
 
 
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> T: ...
+@overload
 def rpc_sync(
     to: Destination,
     func: Callable[..., T],
@@ -136,7 +152,15 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> T:
+) -> T: ...
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Any:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised.
 
     Args:
@@ -148,10 +172,20 @@ def rpc_sync(
             a function runs at most once.
     """
     if retry is not None:
-        return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
-    return call_sync(current_runtime(), to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+        return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)
+    return call_sync(current_runtime(), to, func, args, kwargs, timeout)
 
 
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Future[T]: ...
+@overload
 def rpc_async(
     to: Destination,
     func: Callable[..., T],
@@ -159,7 +193,15 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> Future[T]:
+) -> Future[T]: ...
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> Future[Any]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
     if retry is not None:
         future: Future[Any] = async_with(retry, current_runtime(), to, func, args, kwargs, timeout)
@@ -171,6 +213,16 @@ def rpc_async(
     return future
 
 
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., Awaited[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> RRef[T]: ...
+@overload
 def remote(
     to: Destination,
     func: Callable[..., T],
@@ -178,7 +230,15 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | None = UNSET_TIMEOUT,
     retry: Retry | None = None,
-) -> RRef[T]:
+) -> RRef[T]: ...
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
 
     What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`;

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
-from farcall.ids import WorkerInfo, check_worker_name
+from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observability import Observability
@@ -22,6 +22,7 @@ from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.gather import gather
 from farcall.rpc.handles import Worker, handle_of
@@ -117,6 +118,17 @@ class Node:
         """A handle of the worker ``to``, called by this node: ``node["ps"].call(function, argument)``."""
         return handle_of(self._runtime, to)
 
+    @overload
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> T: ...
+    @overload
     def rpc_sync(
         self,
         to: str | int | WorkerInfo,
@@ -125,12 +137,32 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> T:
+    ) -> T: ...
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Any:
         """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
         if retry is not None:
-            return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
-        return call_sync(self._runtime, to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+            return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)
+        return call_sync(self._runtime, to, func, args, kwargs, timeout)
 
+    @overload
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[T]: ...
+    @overload
     def rpc_async(
         self,
         to: str | int | WorkerInfo,
@@ -139,12 +171,32 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> Future[T]:
+    ) -> Future[T]: ...
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> Future[Any]:
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
         if retry is not None:
             return async_with(retry, self._runtime, to, func, args, kwargs, timeout)
         return call_async(self._runtime, to, func, args, kwargs, timeout)
 
+    @overload
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Awaited[T]],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[T]: ...
+    @overload
     def remote(
         self,
         to: str | int | WorkerInfo,
@@ -153,7 +205,16 @@ class Node:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
-    ) -> RRef[T]:
+    ) -> RRef[T]: ...
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+    ) -> RRef[Any]:
         """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
         if retry is not None:
             return remote_with(retry, self._runtime, to, func, args, kwargs, timeout)
@@ -168,8 +229,12 @@ class Node:
         """All members, by rank; where members come and go, the present ones."""
         return self._runtime.workers()
 
+    def members(self) -> list[MemberInfo]:
+        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        return self._runtime.members_now()
+
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
+        """Have ``callback`` told, on a worker thread, of members that join, leave, fall silent, recover or die.
 
         Call what is returned to end that.
         """

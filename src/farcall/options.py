@@ -84,14 +84,16 @@ class MembershipOptions(_Checked):
     """How long silent members and broken connections are borne with.
 
     Args:
-        reconnect_s: how long a broken connection is dialled again, and longer while other members hear from the peer.
-            Meanwhile calls to it wait, within their timeouts, and nothing is lost or done twice. After that, or as soon
-            as its process is certainly gone, the peer is dead. 0: a broken connection is a death.
+        reconnect_s: how long the host of a member may leave everything unanswered, connections and attempts to connect
+            again, before it counts as gone. Meanwhile calls to it wait, within their timeouts, and nothing is lost or
+            done twice. A process that is certainly gone is dead at once. 0: a broken connection is a death.
         probe_interval_s: every so often a member probes one other that has been quiet.
         probe_timeout_s: how long a probe waits for an answer before other members are asked to try.
-        suspicion_s: how long a member may answer nobody before it is declared dead. No member that answers within this
-            time is.
+        suspicion_s: how long a member may answer nobody before it is declared dead, if its host is gone, too. No member
+            that answers within this time is.
         indirect_probes: how many members are asked whether they can reach one that does not answer.
+        unresponsive_s: how long a member may answer nobody although its host answers, because it is busy or stopped,
+            before it is declared dead. None: for ever; calls to it wait within their own timeouts.
     """
 
     reconnect_s: float = 10.0
@@ -99,11 +101,14 @@ class MembershipOptions(_Checked):
     probe_timeout_s: float = 0.5
     suspicion_s: float = 10.0
     indirect_probes: int = 3
+    unresponsive_s: float | None = None
 
     def __post_init__(self) -> None:
         self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
         self._check_each(_check_some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
         self._check_each(_check_positive, "indirect_probes")
+        if self.unresponsive_s is not None:
+            self._check_each(_check_some_seconds, "unresponsive_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +172,6 @@ class ObservingOptions(_Checked):
         metrics_host: the address to serve them on; there is no password on it.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
-        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -179,7 +183,6 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
-    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 
@@ -221,6 +224,8 @@ class RpcBackendOptions(_Checked):
         automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
         busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
             itself where that does not pay. 0 means never.
+        inherit: the calls of a function have at most the time that its caller has left, carry its metadata, and are
+            cancelled with it. False: none of that, and what has begun is not cancelled, as in torch.distributed.rpc.
         membership: `MembershipOptions`, when a silent member is dead.
         memory: `MemoryOptions`, what large tensors travel through.
         limits: `LimitOptions`, how long queues may grow.
@@ -240,6 +245,7 @@ class RpcBackendOptions(_Checked):
     devices: Sequence[Any] = field(default=(), kw_only=True)
     automatic_device_maps: bool = field(default=False, kw_only=True)
     busy_wait_s: float = field(default=DEFAULT_BUSY_WAIT_S, kw_only=True)
+    inherit: bool = field(default=True, kw_only=True)
     membership: MembershipOptions = field(default_factory=MembershipOptions, kw_only=True)
     memory: MemoryOptions = field(default_factory=MemoryOptions, kw_only=True)
     limits: LimitOptions = field(default_factory=LimitOptions, kw_only=True)
@@ -257,7 +263,7 @@ class RpcBackendOptions(_Checked):
             self._set("start_timeout_s", seconds)
         self._set("init_method", _check_init_method(self.init_method))
         self._check_each(_check_positive, "num_worker_threads")
-        self._check_each(_check_flag, "automatic_device_maps")
+        self._check_each(_check_flag, "automatic_device_maps", "inherit")
         for name, kind in _GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a farcall.{kind.__name__}, not {getattr(self, name)!r}")

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kit.ports import held_port
+from tests.kit.team import team
+from tests.kit.times import LONG_S
 
 import farcall
 from farcall import api
 from farcall.errors import PeerDead, RpcTimeout
-from farcall.options import MemoryOptions
+from farcall.options import MembershipOptions, MemoryOptions
 from farcall.testing.cluster import finish, run_cluster, start_cluster
+from farcall.testing.faults import Faults
 
 values: list[tuple[float, float]] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _first_store() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 def note(tensor: torch.Tensor) -> None:
@@ -76,3 +87,48 @@ def call_the_dead(rank: int, ready: str) -> None:
 def test_calls_to_the_dead_leave_no_memory_behind(tmp_path: Path) -> None:
     members = start_cluster(2, call_the_dead, str(tmp_path / "ready"))
     finish(members, may_fail=[1])
+
+
+def nothing() -> None:
+    pass
+
+
+def give(size_bytes: int) -> torch.Tensor:
+    return torch.ones(size_bytes, dtype=torch.uint8)
+
+
+def test_a_large_message_kills_nobody_and_small_ones_pass_it() -> None:
+    """40 MiB at 20 MB/s each way, where a silence of half a second counts as a death."""
+    size_bytes = 40 << 20
+    answered: list[float] = []
+    over = threading.Event()
+    events: list[farcall.MemberEvent] = []
+    faults = Faults()
+    quick = MembershipOptions(probe_interval_s=0.1, probe_timeout_s=0.1, suspicion_s=0.5)
+    with (
+        team(faults, memory=MemoryOptions(shared_memory=False), membership=quick) as nodes,
+        faults.throttle(20e6),
+    ):
+
+        def ask() -> None:
+            while not over.is_set():
+                nodes[0].rpc_sync("w1", nothing)
+                answered.append(time.monotonic())
+
+        for node in nodes:
+            node.on_member(events.append)
+        asker = threading.Thread(target=ask)
+        asker.start()
+        began = time.monotonic()
+        assert nodes[0].rpc_sync("w1", swallow, (give(size_bytes),)) == size_bytes
+        between = time.monotonic()
+        assert nodes[0].rpc_sync("w1", give, (size_bytes,)).numel() == size_bytes
+        ended = time.monotonic()
+        over.set()
+        asker.join(LONG_S)
+    assert between - began > 1.8
+    assert ended - between > 1.8
+    # A small call waits for what is queued before it, never for a whole message.
+    assert sum(began < at < between for at in answered) > 8
+    assert sum(between < at < ended for at in answered) > 8
+    assert "dead" not in [event.kind for event in events]

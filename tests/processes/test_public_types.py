@@ -25,3 +25,51 @@ def test_pyright_knows_the_type_of_every_public_name(tmp_path: Path) -> None:
     problems = found.stdout.partition("Symbols used in public interface:")[2]
     assert found.returncode == 0, f"annotate these:\n{problems or found.stdout}\n{found.stderr}"
     assert "Type completeness score: 100%" in found.stdout
+
+
+TYPED = """
+from typing import assert_type
+
+import torch
+
+import farcall
+
+
+async def wait(x: int) -> str:
+    return str(x)
+
+
+@farcall.functions.async_execution
+def later(x: int) -> torch.futures.Future[int]:
+    return torch.futures.Future()
+
+
+def plain() -> float:
+    return 1.0
+
+
+class Table:
+    def get(self, key: str) -> bytes:
+        return key.encode()
+
+
+def use(node: farcall.Node) -> None:
+    assert_type(farcall.rpc_sync("w1", wait, (1,)), str)
+    assert_type(farcall.rpc_async("w1", wait, (1,)), farcall.Future[str])
+    assert_type(farcall.remote("w1", wait, (1,)), farcall.RRef[str])
+    assert_type(farcall.rpc_sync("w1", later, (1,)), int)
+    assert_type(farcall.rpc_sync("w1", plain), float)
+    assert_type(farcall.remote("w1", Table).rpc_sync().get("x"), bytes)
+    assert_type(node.rpc_sync("w1", wait, (1,)), str)
+"""
+
+
+def test_a_call_has_the_type_that_its_caller_gets(tmp_path: Path) -> None:
+    """Not that of a coroutine, or of a future, which only the callee sees."""
+    root = Path(__file__).parents[2]
+    program = tmp_path / "typed.py"
+    program.write_text(TYPED)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", str(program)], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert checked.returncode == 0, checked.stdout

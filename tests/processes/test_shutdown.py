@@ -38,7 +38,7 @@ def options(port: int, **more: Any) -> farcall.RpcBackendOptions:
 
 
 def is_leaving() -> bool:
-    return api.current_runtime().state == "leaving"
+    return api.current_runtime().state == "serving"
 
 
 def wait_until_leaving() -> None:
@@ -377,7 +377,7 @@ def inventory() -> dict[str, int]:
         "descriptors": len(descriptors),
         "memfds": sum("memfd:" in one for one in descriptors),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:"),
-        "abstract sockets": unix.count(f"@farcall-{os.getpid()}-"),
+        "unix sockets": unix.count(f"-{os.getpid()}-"),
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "CurrentCall",
     "Future",
     "LimitOptions",
     "MemberEvent",
@@ -29,6 +30,7 @@ PUBLIC = [
     "as_completed",
     "autograd",
     "barrier",
+    "current_call",
     "debug",
     "errors",
     "functions",
@@ -65,6 +67,7 @@ OF_NODE = [
     "dashboard_url",
     "get_worker_info",
     "member_events",
+    "members",
     "metrics",
     "metrics_port",
     "on_member",

@@ -14,7 +14,7 @@ import torch
 
 from farcall.autograd.contexts import Context, Contexts
 from farcall.autograd.recorder import Recorder
-from farcall.runtime.node import HasRuntime, current_runtime, runtime_of
+from farcall.runtime.node import HasRuntime, current_runtime
 from farcall.serialize import RECORDING
 
 __all__ = ["backward", "context", "get_gradients"]
@@ -38,7 +38,9 @@ class context:
 
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
-        self._contexts = runtime_of(self._node).part(Recorder).contexts
+        node = self._node
+        runtime = current_runtime() if node is None else node._runtime
+        self._contexts = runtime.part(Recorder).contexts
         self._context = self._contexts.new_context()
         return self._context.id
 
@@ -65,7 +67,15 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         RpcError: a backward function failed on some worker, a worker died, or the pass took longer than the timeout
             of this worker's calls (the option ``rpc_timeout``). The pass has no effect then.
     """
-    current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
+    try:
+        current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.add_note(
+                "A step of an optimizer has changed weights that this pass needed: do several trainers use one model? "
+                "Then wrap it where it lives: farcall.nn.Shared(model)"
+            )
+        raise
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ class Output:
         self._sources: list[Source] = []
         self._writing: Source | None = None
         self._last = b"\n"
-        self.is_terminal = console.is_terminal
+        self.is_terminal: bool = console.is_terminal
 
     def source(self, rank: int) -> Source:
         """The place for what one more process writes."""

@@ -40,12 +40,14 @@ def run_program(arguments: Sequence[str]) -> None:
         frames = [frame for frame in traceback.extract_tb(interrupt.__traceback__) if not _is_ours(frame.filename)]
         where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         print(f"interrupted{where}", file=sys.stderr)
+        sys.last_value = interrupt  # as the interpreter does
         sys.exit(130)
     except Exception as error:
         frames_left = error.__traceback__
         while frames_left is not None and frames_left.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM:
             frames_left = frames_left.tb_next
-        sys.excepthook(type(error), error.with_traceback(frames_left), frames_left)
+        sys.last_value = error.with_traceback(frames_left)  # as the interpreter does
+        sys.excepthook(type(error), error, frames_left)
         sys.exit(1)
 
 

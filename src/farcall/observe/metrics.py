@@ -134,8 +134,10 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     peers_lost: int
     """Members whose link is gone for good although they did not announce their leave."""
     members: dict[str, int]
-    """How often a member has joined, left, been suspected, recovered from that, or been declared dead."""
+    """How often a member has joined, left, been unresponsive, recovered from that, or been declared dead."""
     device_memory: DeviceMemory = DeviceMemory()
+    unresponsive: dict[str, float] = {}
+    """The members that answer nobody, though they are not dead, and for how many seconds."""
 
 
 def collect(node: Runtime) -> Metrics:
@@ -166,6 +168,9 @@ def collect(node: Runtime) -> Metrics:
         frames_sent_again=node.connector.frames_sent_again,
         peers_lost=node.peers_lost,
         members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
+        unresponsive={
+            member.name: member.unresponsive_s for member in node.members_now() if member.unresponsive_s is not None
+        },
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
     )
 

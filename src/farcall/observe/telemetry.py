@@ -90,10 +90,9 @@ class TracedCalls(CallTable):
         executor: Executor,
         when_overloaded: str,
         telemetry: Telemetry,
-        *,
-        on_given_up: Callable[[], None],
+        **others: Any,
     ) -> None:
-        super().__init__(timer, executor, when_overloaded, on_given_up=on_given_up)
+        super().__init__(timer, executor, when_overloaded, **others)
         self.telemetry: Telemetry = telemetry
         self._spans: dict[int, Any] = {}  # of calls that no thread waits for, by the call's identity
 

@@ -140,6 +140,11 @@ class _Steps:
         self.lock = threading.Lock()
 
 
+def steps_of(node: Runtime) -> threading.Lock:
+    """The lock under which optimizers step on a node: hold it to see weights that belong together."""
+    return node.part(_Steps).lock
+
+
 class _LocalOptimizer:
     """The optimizer of one worker's parameters."""
 
@@ -153,7 +158,7 @@ class _LocalOptimizer:
         # A worker whose parameters took no part in the loss may not know the context.
         context = recorder.contexts.find(context_id)
         gradients = {} if context is None else recorder.get_gradients(context_id)
-        with self._node.part(_Steps).lock:
+        with steps_of(self._node):
             kept = [parameter.grad for parameter in self._parameters]
             try:
                 for parameter in self._parameters:

@@ -20,6 +20,16 @@ Bytes in, frames out; no socket, thread, clock or torch. All integers are little
 
 Both ends handle a message as a `Frame`: its writer fills one in, the decoder makes one, and handlers read its fields.
 
+A large message travels in chunks, and other frames pass between them. A chunk has the same header: its kind, in the
+flags a slot that tells messages under way from each other, in the place of the call id the offset of its bytes within
+the message, and as the payload's length how many of them follow. The first chunk of a message begins with that
+message's own header. The flag ABANDONED says instead that no more of it comes. The receiver puts together MAX_SLOTS
+messages at most at a time.
+
+The order of frames: if the sending of one had ended before that of another began, it arrives first. Of two that were
+sent at the same time, by two threads, either may: small frames pass between the chunks of large ones, and large
+ones take turns. So an answer, a cancellation or a release never overtakes what its own thread sent before.
+
 Invariant: whatever the split of the stream, the same frames come out; a buffer of LARGE_BYTES or more is received
 straight into the memory that ``allocate`` gave for it, never through a joined ``bytes``.
 """
@@ -68,6 +78,14 @@ FAILURE = int(Kind.FAILURE)
 CONTROL = int(Kind.CONTROL)
 LETTER = int(Kind.LETTER)
 
+CHUNK = 6
+"""The kind of a frame that is no message but a part of one."""
+ABANDONED = 1 << 31
+"""The flag of a chunk without bytes: the rest of the message in its slot does not come."""
+MAX_SLOTS = 16
+BETWEEN_CHUNKS_BYTES = 4 * 1024
+"""How much is read at a time where a chunk's header is expected: what follows it belongs elsewhere, uncopied."""
+
 
 CARRIES_DESCRIPTOR = 1
 """The flag of a control frame with whose first byte a descriptor comes."""
@@ -115,6 +133,8 @@ class Frame(msgspec.Struct):
     """At the receiver of a request: what its caller, being profiled, wants to know."""
     telemetry: dict[str, str] | None = None
     """At the sender of a request: OpenTelemetry's context of the caller, if its user has opted into that."""
+    scope: Any = None
+    """At the receiver of a request: what the calls of its function inherit, a deadline and metadata; None: nothing."""
     handed_over: bool = False
     """Did a link take it? From then on only an error that says so means that it was not sent."""
 
@@ -182,11 +202,40 @@ class FrameDecoder:
     state      waits for                                   leaves when
     staging    a whole head (header, table, small parts)   the head is complete
     filling    the rest of one large part                  that part is complete: the next part, or staging
+    in chunk   the rest of one chunk                       that chunk is complete: staging
+
+    Each message that comes in chunks has a decoder of its own, which a chunk's bytes go to.
     """
 
-    __slots__ = ("_allocate", "_end", "_fill_view", "_filled", "_frame", "_staging", "_start", "_view")
+    __slots__ = (
+        "_allocate",
+        "_assemblies",
+        "_chunk",
+        "_chunk_left",
+        "_chunk_skip",
+        "_end",
+        "_fill_view",
+        "_filled",
+        "_frame",
+        "_max_slots",
+        "_room",
+        "_staging",
+        "_start",
+        "_taken",
+        "_view",
+        "uncounted",
+    )
 
-    def __init__(self, allocate: Allocate = allocate_plainly) -> None:
+    def __init__(self, allocate: Allocate = allocate_plainly, *, max_slots: int = MAX_SLOTS) -> None:
+        self._max_slots = max_slots
+        self._assemblies: dict[int, FrameDecoder] = {}  # by slot
+        self._chunk: int | None = None  # the slot whose chunk is being received
+        self._chunk_left = 0
+        self._chunk_skip = 0  # of these, so many came over an earlier connection
+        self._taken = 0  # as the decoder of one message: how much of it has come
+        self._room = STAGING_BYTES
+        self.uncounted: int = 0
+        """Frames of the link that came beyond those returned: chunks do not return one each. The reader resets it."""
         self._staging = bytearray(FIRST_STAGING_BYTES)
         self._view = memoryview(self._staging)
         self._start = 0
@@ -207,12 +256,14 @@ class FrameDecoder:
                 rest = self._end - self._start
                 self._view[:rest] = bytes(self._view[self._start : self._end])
                 self._start, self._end = 0, rest
-        return self._view[self._end :]
+        return self._view[self._end : self._end + self._room]
 
     def received(self, count: int) -> list[Frame]:
         """Take note of ``count`` bytes written into the last ``writable()``; return the frames now complete."""
         frames: list[Frame] = []
         if self._fill_view is not None:
+            if self._chunk is not None:
+                return self._take_chunk(count)
             self._filled += count
             if self._filled < len(self._fill_view):
                 return frames
@@ -227,7 +278,7 @@ class FrameDecoder:
                 return frames
             self._frame = None
             frames.append(done)
-        staging = self._staging
+        staging, view = self._staging, self._view
         unpack_header = HEADER.unpack_from
         while True:
             start = self._start
@@ -237,6 +288,12 @@ class FrameDecoder:
                 unpack_header(staging, start)
             )
             if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
+                if magic == MAGIC and version == VERSION and kind == CHUNK:
+                    self._start += 40
+                    frames += self._begin_chunk(flags, call_id, payload_len)
+                    if self._chunk is not None:
+                        break
+                    continue
                 raise FrameError(f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame")
             after_table = start + 40 + 24 * buffer_count
             if after_table <= self._end:
@@ -246,7 +303,7 @@ class FrameDecoder:
                 after_payload = end = after_notes + payload_len
                 buffers: list[Any] = []
                 if buffer_count:
-                    for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(self._view[start + 40 : after_table]):
+                    for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(view[start + 40 : after_table]):
                         if segment_id:
                             buffers.append(Ticket(size, segment_id, offset))
                             continue
@@ -261,13 +318,15 @@ class FrameDecoder:
                             kind,
                             flags,
                             call_id,
-                            bytes(staging[after_table:after_function]) if function_len else b"",
-                            bytes(staging[after_function:after_notes]) if notes_len else b"",
-                            bytes(staging[after_notes:after_payload]),
+                            bytes(view[after_table:after_function]) if function_len else b"",
+                            bytes(view[after_function:after_notes]) if notes_len else b"",
+                            bytes(view[after_notes:after_payload]),
                             buffers or (),
                         )
                     )
                     continue
+                if not buffer_count and payload_len < LARGE_BYTES and end - start <= len(staging) // 2:
+                    break  # the rest fits in here, too, and comes with the next read
             if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
                 raise FrameError("the peer sent a frame whose parts are larger than any real one")
             if payload_len > MAX_PART_BYTES:
@@ -280,6 +339,82 @@ class FrameDecoder:
                 break
             frames.append(done)
         return frames
+
+    # ------------------------------------------------------------------ messages in chunks
+
+    def restart(self) -> None:
+        """Another connection follows: the frame that is incomplete comes again, messages in chunks go on."""
+        self._start = self._end = 0
+        self._frame = self._fill_view = self._chunk = None
+
+    def _begin_chunk(self, flags: int, offset: int, size: int) -> list[Frame]:
+        """The header of a chunk was read: take what is here of its bytes."""
+        slot = flags & ~ABANDONED
+        if slot >= self._max_slots:
+            raise FrameError(f"the peer sent a chunk for slot {slot}, of {self._max_slots}")
+        if flags & ABANDONED:
+            self._assemblies.pop(slot, None)
+            self._end_chunk()
+            return []
+        message = self._assemblies.get(slot)
+        if message is None:
+            message = self._assemblies[slot] = FrameDecoder(self._allocate, max_slots=0)
+        # A chunk that came in part before the connection broke comes again as a whole.
+        skip = message._taken - offset
+        if not 0 <= skip <= size or not size:
+            raise FrameError(f"the peer sent bytes {offset} to {offset + size} of a message that has {message._taken}")
+        self._chunk = slot
+        self._chunk_left = size
+        self._chunk_skip = skip
+        frames: list[Frame] = []
+        while self._chunk is not None and self._start < self._end:
+            self._offer_chunk_room()
+            assert self._fill_view is not None
+            count = min(len(self._fill_view), self._end - self._start)
+            self._fill_view[:count] = self._view[self._start : self._start + count]
+            self._start += count
+            frames += self._take_chunk(count)
+        if self._chunk is not None:
+            self._offer_chunk_room()
+        return frames
+
+    def _offer_chunk_room(self) -> None:
+        """The next bytes of the chunk go where its message wants them."""
+        assert self._chunk is not None
+        if self._chunk_skip:
+            self._fill_view = memoryview(bytearray(min(self._chunk_skip, STAGING_BYTES)))
+        else:
+            self._fill_view = self._assemblies[self._chunk].writable()[: self._chunk_left]
+        self._filled = 0
+
+    def _take_chunk(self, count: int) -> list[Frame]:
+        """Take note of ``count`` bytes of the chunk."""
+        assert self._chunk is not None
+        message = self._assemblies[self._chunk]
+        self._chunk_left -= count
+        frames: list[Frame] = []
+        if self._chunk_skip:
+            self._chunk_skip -= count
+        else:
+            message._taken += count
+            frames = message.received(count)
+        if frames:
+            if len(frames) > 1 or self._chunk_left or message._start != message._end:
+                raise FrameError("the peer sent more bytes of a message than it has")
+            del self._assemblies[self._chunk]
+            self.uncounted -= 1
+        if self._chunk_left:
+            self._offer_chunk_room()
+        else:
+            self._end_chunk()
+        return frames
+
+    def _end_chunk(self) -> None:
+        self._chunk = self._fill_view = None
+        self.uncounted += 1
+        self._room = BETWEEN_CHUNKS_BYTES if self._assemblies else STAGING_BYTES
+
+    # ------------------------------------------------------------------ parts
 
     def _stage_more(self) -> None:
         """A read took all the room there was: from now on there is more. Most links of a large group never get here."""

@@ -21,6 +21,8 @@ This module must not know what a message makes anybody do.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from farcall.errors import NetworkError
@@ -83,8 +85,12 @@ class Pong(_Control, frozen=True, tag=2):
     nonce: int
 
 
+LEFT: Final = "has left"
+FORGOT_SHUTDOWN: Final = "ended without shutdown()"
+
+
 class Goodbye(_Control, frozen=True, tag=3):
-    """The sender leaves on purpose: the end of the stream that follows is not a death."""
+    """The sender leaves on purpose: the end of the stream that follows is not a death. One of the two reasons above."""
 
     reason: str
 
@@ -134,7 +140,7 @@ class BlocksReleased(_Control, frozen=True, tag=13):
 
 
 class CallCancelled(_Control, frozen=True, tag=20):
-    """The caller gave up: the callee may skip the call if it has not begun."""
+    """The caller gave up: the call need not begin, and is cancelled if it has; see runtime/calls/scope.py."""
 
     call_id: int
 

@@ -54,6 +54,8 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     profile: ProfileWanted | None = None  # of a request
     profiled: bytes = b""  # of an answer: what was recorded, see observe/spans.py
     telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
+    time_left_s: float = 0.0  # of a request: how long its caller waits, where that was chosen; else 0
+    metadata: dict[str, str] = {}  # of a request: what its caller, and its callers, sent along
 
 
 encode_notes: Callable[[Notes], bytes] = msgspec.msgpack.Encoder().encode

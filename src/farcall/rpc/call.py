@@ -17,6 +17,7 @@ from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED, decode_refusal
 from farcall.rpc.schemas import name_function
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
@@ -57,9 +58,9 @@ def call_sync(
 
 
 def check_timeout(seconds: float | None) -> float:
-    """``seconds``, if a call may take so long. None means without limit; so does 0, as in torch, and here inside."""
+    """``seconds``, if a call may take so long. None: without limit, whatever its caller's; so is 0, as in torch."""
     if seconds is None:
-        return 0.0
+        return NEVER
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
     if not seconds >= 0:

@@ -6,7 +6,7 @@ Public as ``farcall.functions``. Owns the mark on such functions; `runtime/calls
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +16,8 @@ from farcall.serialize.rebuild import find_script_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Awaited = Coroutine[Any, Any, R] | torch.futures.Future[R]
+"""What the callee awaits before it answers, so that the caller gets an R."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:

@@ -8,7 +8,7 @@ reader, under the watch of `reader.py`.)
 
 from __future__ import annotations
 
-import pickle
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from farcall.errors import Cancelled, Delivery, RpcError
+from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import LARGE_BYTES, Frame
+from farcall.protocol.frames import Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
-from farcall.rpc.outcome import DerivedFuture, Opens, Outcome, check_callable, in_present_context, profiled
+from farcall.rpc.outcome import (
+    DerivedFuture,
+    Opens,
+    Outcome,
+    check_callable,
+    in_present_context,
+    profiled,
+    running_loop,
+)
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
@@ -28,17 +36,13 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import has_devices
+from farcall.serialize import has_devices, takes_long
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
 
 T = TypeVar("T")
 S = TypeVar("S")
-# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data:
-# then a worker does what the reader could have done.)
-_NAMES_A_CLASS = pickle.STACK_GLOBAL
-
 _make_future = torch._C.Future.__init__
 
 
@@ -128,15 +132,18 @@ class Future(Outcome[T], PendingCall):
         self._has_callbacks = True
         super().add_done_callback(callback)
 
+    def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
+        return running_loop() if self._node.options.inherit else None  # torch knows no loops
+
     def cancel(self) -> bool:
         """End the call; the result is `Cancelled`. True: it had not ended before.
 
-        A function that has not begun never does. ``delivery`` of the error says what is known of that.
+        A function that has not begun never does; one that runs is told (`farcall.current_call`).
         """
         if self._node.calls.claim(self.call_id) is None:
             return False
         self.peer.cancel(self.call_id)
-        self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled", Delivery.UNKNOWN))
+        self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled"))
         return True
 
     def _end(self, error: Cancelled) -> None:
@@ -152,8 +159,7 @@ class Future(Outcome[T], PendingCall):
     def on_answer(self, frame: Frame) -> None:
         """The answer came: complete now, or on a worker if that means user code or long work."""
         self.arrived = True
-        payload = frame.payload
-        if self._has_callbacks or len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in payload:
+        if self._has_callbacks or takes_long(frame.payload):
             self._frame = frame
             self._node.executor.submit(_Completion(self))
         else:

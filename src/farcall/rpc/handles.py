@@ -7,7 +7,7 @@ functions as this module; only the types are richer here, and the arguments are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import call_remote
 from farcall.rpc.retry import Retry, async_with, check_retry, remote_with, sync_with
 from farcall.rpc.rref import RRef
+from farcall.runtime.calls.scope import CURRENT, Labelled
 from farcall.runtime.node import Runtime, current_runtime
 
 __all__ = ["Worker", "worker"]
@@ -29,7 +30,7 @@ T = TypeVar("T")
 class Worker:
     """A worker to call, by name. `farcall.worker` and ``node[name]`` make it."""
 
-    __slots__ = ("_node", "_retry", "_timeout", "name")
+    __slots__ = ("_metadata", "_node", "_retry", "_timeout", "name")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class Worker:
         *,
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
+        metadata: Mapping[str, str] | None = None,
         node: Runtime | None = None,
     ) -> None:
         """``node``: who calls; None: the current node, at each call."""
@@ -47,19 +49,28 @@ class Worker:
         self.name: str = name
         self._timeout = timeout
         self._retry = retry
+        self._metadata = None if metadata is None else _check_metadata(metadata)
         self._node = node
 
-    def options(self, *, timeout: float | None = UNSET_TIMEOUT, retry: Retry | None = None) -> Worker:
+    def options(
+        self,
+        *,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Worker:
         """The same worker, called otherwise; what is not given stays as it is.
 
         Args:
-            timeout: seconds; None for no limit.
+            timeout: seconds, and within a served call at most the time that is left of that; None for no limit at all.
             retry: for functions that may run more than once: call again where the network failed the call.
+            metadata: travels with the call and with the calls that its function makes; see `farcall.current_call`.
         """
         return Worker(
             self.name,
             timeout=self._timeout if timeout == UNSET_TIMEOUT else timeout,
             retry=self._retry if retry is None else retry,
+            metadata=self._metadata if metadata is None else {**(self._metadata or {}), **metadata},
             node=self._node,
         )
 
@@ -73,6 +84,8 @@ class Worker:
     def call(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``func(*args, **kwargs)`` there and return its result, or raise what it raised."""
+        if self._metadata is not None:
+            return self._labelled(Worker.call, func, args, kwargs)
         if self._retry is not None:
             return sync_with(self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
         return call_sync(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
@@ -85,6 +98,8 @@ class Worker:
     def start(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
     def start(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Like `call`, but return at once: a future, to be awaited or asked for its ``result()``."""
+        if self._metadata is not None:
+            return self._labelled(Worker.start, func, args, kwargs)  # type: ignore[no-any-return]
         if self._retry is not None:
             return async_with(
                 self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout
@@ -99,18 +114,31 @@ class Worker:
     def create(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
     def create(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Run ``func(*args, **kwargs)``, a class most often, there; the result stays, and the reference is for it."""
+        if self._metadata is not None:
+            return self._labelled(Worker.create, func, args, kwargs)  # type: ignore[no-any-return]
         node = self._node or current_runtime()
         if self._retry is not None:
             return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout)
         return call_remote(node, self.name, func, args, kwargs, self._timeout)
 
+    def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What ``make``, a method, makes of a call in a scope with this handle's metadata."""
+        plain = Worker(self.name, timeout=self._timeout, retry=self._retry, node=self._node)
+        token = CURRENT.set(Labelled(CURRENT.get(), self._metadata or {}))
+        try:
+            return make(plain, func, *args, **kwargs)
+        finally:
+            CURRENT.reset(token)
+
     def __repr__(self) -> str:
         timeout = "" if self._timeout == UNSET_TIMEOUT else f", timeout={self._timeout!r}"
         retry = "" if self._retry is None else f", retry={self._retry!r}"
-        return f"farcall.worker({self.name!r}{timeout}{retry})"
+        metadata = "" if self._metadata is None else f", metadata={self._metadata!r}"
+        return f"farcall.worker({self.name!r}{timeout}{retry}{metadata})"
 
     def _key(self) -> tuple[object, ...]:
-        return self.name, self._timeout, self._retry
+        metadata = None if self._metadata is None else tuple(sorted(self._metadata.items()))
+        return self.name, self._timeout, self._retry, metadata
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Worker) and self._key() == other._key()
@@ -122,8 +150,16 @@ class Worker:
         return _arrived, self._key()
 
 
-def _arrived(name: str, timeout: float | None, retry: Retry | None) -> Worker:
-    return Worker(name, timeout=timeout, retry=retry)
+def _arrived(
+    name: str, timeout: float | None, retry: Retry | None, metadata: tuple[tuple[str, str], ...] | None
+) -> Worker:
+    return Worker(name, timeout=timeout, retry=retry, metadata=None if metadata is None else dict(metadata))
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
+        raise TypeError(f"metadata must be texts by name, a dict of str to str, not {metadata!r}")
+    return dict(metadata)
 
 
 def worker(to: str | int | WorkerInfo) -> Worker:

@@ -29,6 +29,7 @@ __all__ = [
     "in_present_context",
     "profiled",
     "raise_copy",
+    "running_loop",
 ]
 
 T = TypeVar("T")
@@ -100,12 +101,16 @@ class Outcome(torch.futures.Future[T]):
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` when done; here if this one is done. Added on a running event loop, it runs there."""
         check_callable(callback)
-        entry = _Callback(callback, in_present_context(profiled(callback)), _running_loop())
+        entry = _Callback(callback, in_present_context(profiled(callback)), self._loop_for_callbacks())
         if not self.done():
             if self._added is None:
                 self._added = []
             self._added.append(entry)
         super().add_done_callback(entry)
+
+    def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
+        """Where callbacks that are added here and now run; None: where this one becomes done."""
+        return running_loop()
 
     def remove_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> int:
         """Take off a callback that has not run yet; how many of that kind there were."""
@@ -158,7 +163,7 @@ class _Callback:
         if act is None:
             return
         loop = self._loop
-        if loop is None or loop is _running_loop():
+        if loop is None or loop is running_loop():
             act(future)
         else:
             try:
@@ -280,7 +285,8 @@ def raise_copy(error: BaseException) -> NoReturn:
     raise fresh
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that the calling code runs on, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

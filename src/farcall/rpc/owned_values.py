@@ -209,6 +209,8 @@ class KeptRequest(Request):
 
     __slots__ = ("_flush_soon", "_owned")
 
+    cancellable = False  # other members may hold the reference, and wait for the value
+
     def __init__(
         self, server: Server, peer: Peer, frame: Frame, owned: Owned, flush_soon: Callable[[Peer], None]
     ) -> None:

@@ -250,9 +250,9 @@ class RRef(Generic[T]):
         """
         return Start(call_method_async, self, UNSET_TIMEOUT)
 
-    def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""
-        return Proxy(call_method, self, timeout)
+        return Proxy(call_method, self, timeout)  # type: ignore[return-value]  # as far as its methods go, it is one
 
     def rpc_async(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
         """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""

@@ -2,7 +2,8 @@
 
 Owns what may be named: module-level functions, classes, static and class methods, builtins, torch operators
 and TorchScript functions. Everything else that can be called (bound methods, ``functools.partial``,
-objects) is None here and goes with the arguments. It does not know how arguments are written.
+objects, code that is sent by value, see ``code.py``) is None here and goes with the arguments. It does not
+know how arguments are written.
 
     "p" module NUL dotted.name    a path to be walked
     "o" namespace.operator[.overload]
@@ -20,13 +21,14 @@ import functools
 import importlib
 import pickle
 import sys
+import threading
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
-from farcall.serialize import policy
+from farcall.serialize import code, policy
 from farcall.serialize.rebuild import find_operator, find_script_function
 
 __all__ = ["decode_function", "encode_function"]
@@ -84,10 +86,14 @@ def _encode_function(function: Any) -> bytes | None:
     qualified_name = getattr(function, "__qualname__", None)
     if not isinstance(qualified_name, str):
         return None
+    if code.is_of_session(module_name):
+        return None
     for name in (qualified_name, getattr(function, "__name__", qualified_name)):
         if isinstance(module_name, str) and _walk(module_name, name) is function:
             return _remember(function, module_name, name)
     if isinstance(function, FunctionType | type):
+        if code.is_available():
+            return None
         raise _not_importable(function, str(module_name), qualified_name)
     try:
         written = pickle.dumps(function, 5)
@@ -101,7 +107,7 @@ def _encode_function(function: Any) -> bytes | None:
 
 def _encode_class_method(method: MethodType) -> bytes | None:
     owner = method.__self__
-    if not isinstance(owner, type):
+    if not isinstance(owner, type) or code.goes_by_value(owner):
         return None
     name = f"{owner.__qualname__}.{method.__name__}"
     # A bound method is made anew at each access: equal, never identical, so it is not cached by identity.
@@ -139,10 +145,7 @@ def _not_importable(function: Any, module_name: str, name: str) -> Serialization
         why = "it is a lambda or was defined inside a function"
     else:
         why = f"{module_name}.{name} is not this object (missing, re-bound or wrapped)"
-    return SerializationError(
-        f"cannot send the function {function!r} by name: {why}; define it at module level, or use a "
-        "pickler that writes code, such as cloudpickle, by _use_rpc_pickler"
-    )
+    return SerializationError(f"cannot send the function {function!r} by name: {why}; {code.HINT}")
 
 
 def _decode_function(data: bytes) -> Any:
@@ -190,20 +193,35 @@ def _find_path(data: bytes, path: str) -> Any:
     except Exception as error:
         raise FunctionNotFound(
             f"the module {module_name!r} of function {qualified_name!r} cannot be imported on this worker: "
-            f"{type(error).__name__}: {error} (the RPC pickler does not serialize code: "
-            "it must exist on both sides)"
+            f"{type(error).__name__}: {error} "
+            "(the RPC pickler does not serialize code: every worker must be able to import it)"
         ) from error
     found: Any = module
     for name in qualified_name.split("."):
         found = getattr(found, name, _missing)
     if found is _missing:
-        file = getattr(module, "__file__", None) or "no file"
-        raise FunctionNotFound(
-            f"this worker's module {module.__name__!r} ({file}) has no {qualified_name!r}; "
-            "the RPC pickler does not serialize code: define the function on both sides"
-        )
+        raise FunctionNotFound(_why_missing(module, qualified_name))
     first, *further = qualified_name.split(".")
     if len(_read) >= _MOST_CACHED:
         _read.clear()
     _read[data] = (module_name, first, tuple(further))
     return found
+
+
+def _why_missing(module: ModuleType, qualified_name: str) -> str:
+    file = getattr(module, "__file__", None) or "no file"
+    told = f"this worker's module {module.__name__!r} ({file}) has no {qualified_name!r}"
+    line = _line_being_run(module, qualified_name.partition(".")[0])
+    if line is not None:
+        return f"{told} yet: it is still at line {line}. Define functions and classes before init_rpc"
+    return f"{told}; the RPC pickler does not serialize code: every worker must define or import the same functions"
+
+
+def _line_being_run(module: ModuleType, name: str) -> int | None:
+    """The line that a program has reached, if it has yet to define ``name`` further down; else None."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals is module.__dict__ and frame.f_code.co_name == "<module>":
+            return frame.f_lineno if name in frame.f_code.co_names else None
+        frame = frame.f_back
+    return None

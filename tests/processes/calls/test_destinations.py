@@ -207,13 +207,6 @@ def raise_not_again() -> None:
     raise NotAgain(1, 2)
 
 
-def raise_local_class() -> None:
-    class Local(Exception):
-        pass
-
-    raise Local("from in here")
-
-
 def raise_with_state() -> None:
     raise WithState("stateful", code=7)
 
@@ -231,10 +224,6 @@ def raise_exit() -> None:
 
 def return_lock() -> Any:
     return {"deep": [threading.Lock()]}
-
-
-def return_lambda() -> Any:
-    return lambda: None
 
 
 class ExplodesOnArrival:
@@ -262,19 +251,15 @@ def check_errors(to: str) -> None:
     with pytest.raises(KeyError) as chained:
         rpc_sync(to, raise_from)
     assert "as you wish" in chained.value.remote_traceback  # type: ignore[attr-defined]
-    for function in (raise_not_again, raise_local_class):
-        with pytest.raises(RemoteError) as unknown:
-            rpc_sync(to, function)
-        assert function.__name__ in unknown.value.remote_traceback
-        assert unknown.value.message in ("1 and 2", "from in here")
-        assert unknown.value.type_name.endswith(("NotAgain", "Local"))
+    with pytest.raises(RemoteError) as unknown:
+        rpc_sync(to, raise_not_again)
+    assert "raise_not_again" in unknown.value.remote_traceback
+    assert unknown.value.message == "1 and 2"
+    assert unknown.value.type_name.endswith("NotAgain")
     with pytest.raises(RpcError, match="SystemExit"):
         rpc_sync(to, raise_exit)
-    for function in (return_lock, return_lambda):
-        with pytest.raises(SerializationError, match=r"lock|lambda"):
-            rpc_sync(to, function)
-    with pytest.raises(SerializationError, match="lambda"):
-        rpc_sync(to, lambda: 1)
+    with pytest.raises(SerializationError, match="lock"):
+        rpc_sync(to, return_lock)
     with pytest.raises(SerializationError, match="lock"):
         rpc_sync(to, add, ({"a": [1, threading.Lock()]}, 1))
     with pytest.raises(SerializationError, match="lock"):

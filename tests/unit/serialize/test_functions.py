@@ -124,7 +124,7 @@ def test_lambdas_and_local_functions_are_refused_with_advice():
             pass
 
     for function in (lambda: 1, local, Local, Local.of_class):
-        with pytest.raises(SerializationError, match=r"module level, or use a pickler.*cloudpickle.*_use_rpc_pickler"):
+        with pytest.raises(SerializationError, match=r"module level, or install cloudpickle .*farcall\[notebook\]"):
             encode_function(function)
 
 

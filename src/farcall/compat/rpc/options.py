@@ -175,6 +175,7 @@ def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> f
         num_worker_threads=options.num_worker_threads,
         device_maps=options.device_maps,
         devices=options.devices,
+        inherit=False,
         **chosen,
     )
 

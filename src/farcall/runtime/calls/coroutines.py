@@ -24,8 +24,8 @@ class CoroutineRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
-        """Run ``coroutine`` and give its finished task to ``done``."""
+    def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> Callable[[], None]:
+        """Run ``coroutine`` and give its finished task to ``done``; what is returned cancels it, from any thread."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -34,7 +34,21 @@ class CoroutineRunner:
                     target=self._loop.run_forever, name=f"farcall-asyncio-{self._name}", daemon=True
                 )
                 self._thread.start()
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).add_done_callback(done)
+            loop = self._loop
+        tasks: list[asyncio.Task[Any]] = []
+
+        def start() -> None:
+            tasks.append(loop.create_task(coroutine))
+            tasks[0].add_done_callback(done)
+
+        def cancel() -> None:
+            try:
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # behind ``start``
+            except RuntimeError:
+                pass  # the loop was closed
+
+        loop.call_soon_threadsafe(start)
+        return cancel
 
     def stop(self, timeout_s: float) -> None:
         """End the loop, cancelling what still runs on it; wait at most ``timeout_s``."""

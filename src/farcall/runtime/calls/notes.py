@@ -5,6 +5,7 @@ from __future__ import annotations
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import Notes, ProfileWanted, encode_notes
 from farcall.protocol.references.messages import Fork
+from farcall.runtime.calls.scope import Inherited
 
 __all__ = ["write_notes"]
 
@@ -16,6 +17,7 @@ def write_notes(
     origin: str = "",
     profile: ProfileWanted | None = None,
     profiled: bytes = b"",
+    inherited: Inherited | None = None,
 ) -> None:
     """Note in ``frame`` the forks in its payload, its autograd context, and what the arguments say."""
     frame.notes = encode_notes(
@@ -28,5 +30,6 @@ def write_notes(
             profile,
             profiled,
             frame.telemetry or {},
+            *(() if inherited is None else (inherited.time_left_s, dict(inherited.metadata))),
         )
     )

@@ -24,12 +24,13 @@ from threading import get_ident
 from time import monotonic
 from typing import Any
 
-from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
+from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import REFUSABLE
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.scope import CURRENT, Inherited, Served, inherit
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
@@ -64,6 +65,8 @@ class PendingCall:
     """Where its end is counted; set when it is sent."""
     thread_id: int = 0
     """The thread that waits for it, as far as that is known."""
+    parent: Served | None = None
+    """The request whose function made it, if it is cancelled with that."""
 
     def on_answer(self, frame: Frame) -> None:
         """The answer came."""
@@ -148,8 +151,14 @@ class CallTable:
         when_overloaded: str = "wait",
         *,
         on_given_up: Callable[[], None] = lambda: None,
+        default_timeout_s: float | None = None,
     ) -> None:
-        """``on_given_up``, from any thread: a call has ended without an answer, perhaps the last one under way."""
+        """``on_given_up``, from any thread: a call has ended without an answer, perhaps the last one under way.
+
+        ``default_timeout_s``: a timeout that nobody chose. None: calls inherit nothing.
+        """
+        self._inherits = default_timeout_s is not None
+        self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
         self._on_given_up = on_given_up
         self._executor = executor
@@ -203,6 +212,15 @@ class CallTable:
             self._on_given_up()
         return nearest
 
+    def cancel(self, call: PendingCall) -> bool:
+        """End ``call``, here and at its callee; False: it has ended, or must not."""
+        if not call.cancellable or self.claim(call.call_id) is None:
+            return False
+        call.peer.cancel(call.call_id)
+        call.on_failure(Cancelled(f"{name_of(call.what)}() on {call.peer.info.name} was cancelled"))
+        self._on_given_up()
+        return True
+
     def waiting(self) -> Waiting:
         """Around every wait for a call: the thread stops being a reader or a busy worker meanwhile."""
         return Waiting(self._executor)
@@ -217,19 +235,26 @@ class CallTable:
         profile = call.profile
         worker = self._executor.current_worker()
         parked = False
+        inherited: Inherited | None = None
         try:
+            scope = CURRENT.get()
+            if (scope is not None or call.timeout_s != self._default_s) and self._inherits:
+                inherited = inherit(call, scope, self._default_s)
             if peer.full is not None:
                 self._wait_for_room(call)
             stop_reading()
             if worker is not None:
                 self._executor.park(worker)
                 parked = True
-            if profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
-                write_notes(frame, profile=None if profile is None else profile.sends(frame.payload, frame.buffers))
+            if inherited or profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+                wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
+                write_notes(frame, profile=wanted, inherited=inherited)
             frame.flags = self._flags if refusable else 0
             frame.call_id = self.register(call, frame.function)
             peer.send(frame, call.deadline, False, call)
             if not call.arrived:
+                if call.parent is not None and call.parent.cancelled:
+                    self.cancel(call)  # a moment ago, before the call was in the table
                 if peer.broken:
                     self._fail_lost(call)
                 remaining = call.deadline - monotonic()
@@ -269,15 +294,28 @@ class CallTable:
         """
         profile = call.profile
         call_id = 0
+        inherited: Inherited | None = None
         try:
+            scope = CURRENT.get()
+            if (scope is not None or call.timeout_s != self._default_s) and self._inherits:
+                inherited = inherit(call, scope, self._default_s)
             if call.peer.full is not None:
                 self._wait_for_room(call)
-            if created or profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+            if (
+                inherited
+                or created
+                or profile is not None
+                or frame.recording is not None
+                or frame.forks
+                or frame.telemetry
+            ):
                 wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
-                write_notes(frame, created=created, origin=origin, profile=wanted)
+                write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
             frame.flags |= self._flags
             frame.call_id = call_id = self.register(call, frame.function)
             call.peer.send(frame, call.deadline)
+            if call.parent is not None and call.parent.cancelled:
+                self.cancel(call)  # a moment ago, before the call was in the table
             if call.peer.broken:
                 self._fail_lost(call)
             if call.deadline < self._deadlines.due:

@@ -17,7 +17,7 @@ import itertools
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -29,11 +29,15 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
-from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
+from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
+from farcall.runtime.calls.resumption import Resumption, Told
 from farcall.runtime.calls.run_inline import QUICK_S, Contest, InlineFunctions
+from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
@@ -85,9 +89,16 @@ class Server:
     """Runs requests and answers them."""
 
     def __init__(
-        self, worker: WorkerInfo, executor: Executor, on_thread_start: Callable[[], None] = lambda: None
+        self,
+        worker: WorkerInfo,
+        executor: Executor,
+        on_thread_start: Callable[[], None] = lambda: None,
+        *,
+        nested: CallTable | None = None,
     ) -> None:
+        """``nested``: the calls that functions make, which end with them. None: what has begun is not cancelled."""
         self.worker = worker
+        self._nested = nested
         self._executor = executor
         self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
@@ -152,12 +163,25 @@ class Server:
         self._executor.submit(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
 
     def cancel(self, peer: Peer, call_id: int) -> None:
-        """The caller no longer waits: do not begin what has not begun."""
+        """The caller no longer waits: do not begin what has not begun, cancel what has."""
         request = self.unanswered.get((peer.number, call_id))
         if request is not None:
+            self._cancel(request)
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """Nobody waits for what ``peer`` has asked for."""
+        for request in self.active:
+            if request.peer is peer and request.cancellable:
+                self._cancel(request)
+
+    def _cancel(self, request: Request) -> None:
+        if self._nested is None:
             request.cancelled = True
-            if self.on_answered is not None:
-                self.on_answered()  # a shutdown may be waiting for nothing else
+        else:
+            for call in Dependents.cancel(request):
+                self._nested.cancel(call)
+        if self.on_answered is not None:
+            self.on_answered()  # a shutdown may be waiting for nothing else
 
     def hold_back(self, peer: Peer, size_bytes: int, now: float) -> None:
         """An answer of so many bytes to ``peer`` is in the outbox; send it soon, with others."""
@@ -191,6 +215,7 @@ class Request:
     __slots__ = (
         "cancelled",
         "deferred",
+        "dependents",
         "expected_s",
         "frame",
         "function_name",
@@ -201,6 +226,8 @@ class Request:
         "started_at",
         "thread_id",
     )
+
+    cancellable = True
 
     def __init__(self, server: Server, peer: Peer, frame: Frame) -> None:
         self.profile: RunProfile | None = None
@@ -215,6 +242,28 @@ class Request:
         self.queued_at: float = 0.0  # if a worker was to run it
         self.started_at: float = 0.0
         self.thread_id: int = 0
+        self.dependents: Dependents | None = None
+
+    # What its function's own calls inherit, see scope.py.
+
+    @property
+    def served(self) -> Request:
+        return self
+
+    @property
+    def caller(self) -> WorkerInfo:
+        return self.peer.info
+
+    @property
+    def deadline(self) -> float:
+        return NEVER if self.frame.scope is None else self.frame.scope[0]
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return NOTHING if self.frame.scope is None else self.frame.scope[1]
+
+    def watch(self, on_cancel: Callable[[], None]) -> None:
+        Dependents.watch(self, lambda: self.server.submit(Told(on_cancel)))
 
     def run(self, more: bool) -> None:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""
@@ -229,6 +278,7 @@ class Request:
         if frame.profile is not None or PROFILING.everywhere:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
+        outer = CURRENT.set(self)
         contest = Contest() if server._computing else None
         server._computing.add(self)
         started = self.started_at = perf_counter()
@@ -282,6 +332,7 @@ class Request:
                 self.expected_s = server.inline.ran(function, own_s)
             if recording is not None:
                 RECORDING.set(outside)
+            CURRENT.reset(outer)
         self.answer(outcome, more)
 
     def drop(self) -> None:
@@ -292,6 +343,9 @@ class Request:
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
+        if self.cancelled:
+            self.server.answered(self)  # nobody waits for it
+            return
         frame = Frame(RESPONSE, recording=self.frame.recording)
         try:
             write_value(frame, outcome[0], self.peer)
@@ -311,6 +365,9 @@ class Request:
         self._send(frame, False)
 
     def _fail(self, error: BaseException) -> None:
+        if self.cancelled:
+            self.server.answered(self)
+            return
         if type(error) is StoredFailure:
             frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
@@ -347,7 +404,7 @@ class Request:
         self.deferred = True
         if result.__class__ is Later:
             finish = result.finish
-            result.subscribe(lambda: self.server.submit(_Resumption(self, finish)))
+            result.subscribe(lambda: self.server.submit(Resumption(self, finish)))
             return
         if result.__class__ is MarkedResult:
             result = result.value
@@ -366,7 +423,7 @@ class Request:
         stream_pool, done = self.server.stream_pool, self._on_done
         call_streams = None if stream_pool is None else stream_pool.keep()
         if stream_pool is None or call_streams is None:
-            self.server.coroutines.run(coroutine, done)
+            Dependents.watch(self, self.server.coroutines.run(coroutine, done))
             return
 
         def answer(finished: Any) -> None:
@@ -376,7 +433,7 @@ class Request:
             finally:
                 stream_pool.leave(call_streams)
 
-        self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer)
+        Dependents.watch(self, self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer))
 
     def _on_done(self, future: Any) -> None:
         try:
@@ -385,36 +442,3 @@ class Request:
             self._fail(error)
             return
         self.answer([value])
-
-
-class _Resumption:
-    """A request that can be answered now; a task of the executor."""
-
-    __slots__ = ("_finish", "_request")
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
-        self._request = request
-        self._finish = finish
-
-    def run(self, more: bool) -> None:
-        request = self._request
-        recording = request.frame.recording
-        outside = None if recording is None else recording.enter()
-        try:
-            profile = request.profile
-            outcome = [self._finish() if profile is None else profile.run(self._finish)]
-            if answers_later(self._finish, outcome[0]):
-                request._answer_later(self._finish, outcome[0])
-                return
-        except BaseException as error:
-            request._fail(error)
-            return
-        finally:
-            if recording is not None:
-                RECORDING.set(outside)
-        request.answer(outcome, more)
-
-    def drop(self) -> None:
-        self._request.drop()

@@ -19,11 +19,13 @@ from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, R
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import listen
-from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
+from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 HANDSHAKE_S = 10.0
+POSTPONED_S = 0.5
+"""How long nobody is let in when descriptors ran out."""
 MAX_GUESTS = 256
 MAX_TOLD = 100
 """How many different refusals are logged and remembered: strangers choose the words in some of them."""
@@ -59,6 +61,8 @@ class PeerListener:
         self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
+        self._postponed: list[int] = []  # listeners that are not looked at now
+        self._was_short = False
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
         """Why members were turned away, by the names that they claimed: for the error that names the missing."""
@@ -112,6 +116,9 @@ class PeerListener:
         while True:
             try:
                 transport = listener.accept()
+            except AcceptPostponed as error:
+                self._postpone(listener, error)
+                return
             except TransportError as error:
                 logger.error("cannot accept connections any more: %s", error)
                 return
@@ -131,13 +138,24 @@ class PeerListener:
             else:
                 self._loop.watch(descriptor, lambda _, guest=guest: self._hear(guest))  # type: ignore[misc]
 
+    def _postpone(self, listener: Listener, error: AcceptPostponed) -> None:
+        """Do not look at who waits outside for a moment: the poller would tell of it without end."""
+        descriptor = listener.fileno()
+        if not self._was_short:
+            self._was_short = True
+            logger.warning("%s: connections wait until there is room; is a limit too low (ulimit -n)?", error)
+        if descriptor is not None:
+            self._loop.silence(descriptor)
+            self._postponed.append(descriptor)
+            self._timer.at(monotonic() + POSTPONED_S)
+
     def _hear(self, guest: _Guest) -> None:
         """On the I/O thread: a guest said something."""
         if guest not in self._guests:
             return
         buffer = bytearray(16 * 1024)
         try:
-            count = guest.transport.receive_into(memoryview(buffer))
+            count = guest.transport.receive_bytes_into(memoryview(buffer))
             if count is None:
                 return
             if count == 0:
@@ -205,6 +223,8 @@ class PeerListener:
     def _show_out_late(self, now: float) -> float:
         """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
         nearest = NEVER
+        while self._postponed:
+            self._loop.listen(self._postponed.pop())
         for guest in list(self._guests):
             if guest.deadline <= now:
                 self._dismiss(guest, f"it did not prove itself within {HANDSHAKE_S:g} s")

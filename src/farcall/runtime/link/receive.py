@@ -35,6 +35,8 @@ from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 __all__ = ["Awaited", "Incoming"]
 
+READ_BYTES = 1 << 20
+"""What the I/O thread reads at most before it looks at other links and timers."""
 LINGER_S = 0.001
 LINGER_AFTER = 16
 """So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
@@ -139,8 +141,10 @@ class Incoming:
                 chunk = first_bytes[: len(view)]
                 view[: len(chunk)] = chunk
                 first_bytes = first_bytes[len(chunk) :]
+                self.bytes_received += len(chunk)
                 frames = self._decoder.received(len(chunk))
-                self._link.session.received += len(frames)
+                self._link.session.received += len(frames) + self._decoder.uncounted
+                self._decoder.uncounted = 0
                 self._frames.extend(frames)
 
     def watch_connection(self) -> None:
@@ -170,7 +174,7 @@ class Incoming:
             wanted = sum(frame.kind == CONTROL and bool(frame.flags & CARRIES_DESCRIPTOR) for frame in self._frames)
             while len(self._descriptors) > wanted:
                 os.close(self._descriptors.pop())
-            self._decoder = FrameDecoder(self._allocate)
+            self._decoder.restart()
             transport.close()
 
     def close(self, transport: Transport) -> None:
@@ -206,13 +210,14 @@ class Incoming:
         try:
             if self._frames and not self._deliver():
                 return
+            until = self.bytes_received + READ_BYTES
             while link.up:
                 view = self._decoder.writable()
                 count = transport.receive_into(view)
                 if count is None or not self._take(count):
                     return
-                if count < len(view) and self._descriptor is not None:
-                    return  # most likely that was all; if not, the poller tells again
+                if (count < len(view) or self.bytes_received >= until) and self._descriptor is not None:
+                    return  # most likely that was all, or others have waited long; if not, the poller tells again
         except (TransportError, FrameError) as error:
             link.broke(error, transport)
         finally:
@@ -290,12 +295,14 @@ class Incoming:
             self._link.ended(self._link.transport)
             return False
         self.bytes_received += count
-        frames = self._decoder.received(count)
-        if frames:
+        decoder = self._decoder
+        frames = decoder.received(count)
+        if frames or decoder.uncounted:
             self._frames.extend(frames)
             session = self._link.session
-            session.received += len(frames)
-            if session.received >= session.due_at or self.bytes_received >= session.due_at_bytes:
+            session.received += len(frames) + decoder.uncounted
+            decoder.uncounted = 0
+            if session.received >= session.due_at or (frames and self.bytes_received >= session.due_at_bytes):
                 # An acknowledgement is due. After many small frames every other one waits for a frame to ride along
                 # with: in a dialogue it costs nothing.
                 self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes

@@ -8,7 +8,8 @@
     offer of a segment   is forgotten, and made again when the segment is next wanted
 
 Remains are what both ends count (`remains_of`). All of this runs on the I/O thread, when a link is attached to a new
-connection, and only gives bytes or leaves word; it must neither block nor call user code.
+connection, and only gives bytes or leaves word; it must neither block nor call user code. A large message whose sender
+still waits goes on instead (`protocol/chunks.py`).
 """
 
 from __future__ import annotations
@@ -17,99 +18,12 @@ from collections.abc import Callable, Sequence
 
 from farcall.errors import AnswerLost
 from farcall.ids import WorkerInfo
+from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Frame, Piece, Ticket, encode_small
 from farcall.protocol.session import Kept, Unkept, remains_of
 from farcall.serialize import encode_failure
 
-__all__ = ["NOBODYS", "LostOffer", "unkept_for"]
-
-
-class _Nobodys:
-    """A large frame that nobody misses."""
-
-    __slots__ = ()
-
-    def lost(self) -> Sequence[Kept]:
-        return ()
-
-    def pieces(self) -> Sequence[Piece]:
-        return ()
-
-
-NOBODYS: Unkept = _Nobodys()
-
-
-class _LargeRequest:
-    __slots__ = ("_call_id", "_fail_call", "_notes", "_tickets", "_withdraw")
-
-    def __init__(
-        self,
-        call_id: int,
-        notes: bytes,
-        tickets: Sequence[Ticket],
-        fail_call: Callable[[int, str], None],
-        withdraw: Callable[[], None],
-    ) -> None:
-        self._withdraw = withdraw
-        self._call_id = call_id
-        self._notes = notes
-        self._tickets = tickets
-        self._fail_call = fail_call
-
-    def lost(self) -> Sequence[Kept]:
-        self._withdraw()
-        self._fail_call(self._call_id, "the connection broke before all of the request had arrived: it did not run")
-        return (remains_of(self._notes, self._tickets),)
-
-    def pieces(self) -> Sequence[Piece]:
-        raise AssertionError("a request is never sent twice")
-
-
-class _LargeAnswer:
-    __slots__ = ("_call_id", "_here", "_notes", "_size_bytes", "_tickets", "_withdraw")
-
-    def __init__(
-        self,
-        call_id: int,
-        notes: bytes,
-        tickets: Sequence[Ticket],
-        size_bytes: int,
-        here: WorkerInfo,
-        withdraw: Callable[[], None],
-    ) -> None:
-        self._withdraw = withdraw
-        self._call_id = call_id
-        self._notes = notes
-        self._tickets = tickets
-        self._size_bytes = size_bytes
-        self._here = here
-
-    def lost(self) -> Sequence[Kept]:
-        self._withdraw()
-        error = AnswerLost(
-            f"{self._here.name} executed the function, but the connection broke before all of its answer, "
-            f"{self._size_bytes} bytes, had arrived, and it is not kept"
-        )
-        payload = bytes(encode_failure(error, self._here).payload)
-        # First what came with the answer, then its caller learns that nothing else comes.
-        remains = remains_of(self._notes, self._tickets)
-        return remains, encode_small(FAILURE, 0, self._call_id, b"", b"", payload)
-
-    def pieces(self) -> Sequence[Piece]:
-        raise AssertionError("an answer's memory is the user's again")
-
-
-class _LargeLetter:
-    __slots__ = ("_pieces",)
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-
-    def lost(self) -> Sequence[Kept]:
-        return (self,)
-
-    def pieces(self) -> Sequence[Piece]:
-        return self._pieces
+__all__ = ["NOBODYS", "LostOffer", "instead_of", "nothing_instead"]
 
 
 class LostOffer:
@@ -128,20 +42,50 @@ class LostOffer:
         raise AssertionError("an offer is made anew")
 
 
-def unkept_for(
+NOBODYS: Unkept = LostOffer(lambda: None)
+"""A frame that nobody misses."""
+
+
+def nothing_instead() -> Sequence[bytes]:
+    """In the place of a message that nobody misses."""
+    return ()
+
+
+def instead_of(
     frame: Frame,
     placed: Sequence[memoryview | Ticket],
-    pieces: Sequence[Piece],
+    size_bytes: int,
+    *,
     here: WorkerInfo,
     fail_call: Callable[[int, str], None],
     withdraw: Callable[[], None],
-) -> Unkept:
-    """What to keep in the place of a large frame. ``withdraw`` takes back what only its payload names."""
+) -> Instead | None:
+    """What to send in the place of a large message; None: itself.
+
+    ``withdraw`` takes back what only its payload names.
+    """
+    # Nothing here may hold the frame: its buffers are to die with the call.
     kind, call_id, notes = frame.kind, frame.call_id, frame.notes
     if kind == LETTER:
-        return _LargeLetter(pieces)
+        return None
     tickets = [ticket for ticket in placed if isinstance(ticket, Ticket)]
+
+    def instead_of_request() -> Sequence[bytes]:
+        withdraw()
+        fail_call(call_id, "the connection broke before all of the request had arrived: it did not run")
+        return (remains_of(notes, tickets),)
+
+    def instead_of_answer() -> Sequence[bytes]:
+        withdraw()
+        error = AnswerLost(
+            f"{here.name} executed the function, but the connection broke before all of its answer, "
+            f"{size_bytes} bytes, had arrived, and it is not kept"
+        )
+        payload = bytes(encode_failure(error, here).payload)
+        # First what came with the answer, then its caller learns that nothing else comes.
+        return remains_of(notes, tickets), encode_small(FAILURE, 0, call_id, b"", b"", payload)
+
     if kind == REQUEST:
-        return _LargeRequest(call_id, notes, tickets, fail_call, withdraw)
+        return instead_of_request
     assert kind in (RESPONSE, FAILURE)
-    return _LargeAnswer(call_id, notes, tickets, sum(map(len, pieces)), here, withdraw)
+    return instead_of_answer

@@ -5,14 +5,15 @@ wait. Knows nothing of what frames mean. Over 400 lines, since all of it is one 
 
 - Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
   Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
-- A frame with large pieces is written by its own thread, piece by piece, under the lock, until the kernel has all of
-  it: no copy is made, and the caller may change its tensors as soon as the call returns. That is also the
-  back-pressure.
+- A large message is written by its own thread, chunk by chunk (`protocol/chunks.py`), until the kernel has all of it:
+  no copy is made, and the caller may change its tensors as soon as the call returns. That is also the back-pressure.
+  Before each chunk, small frames leave; after each, it is the next large message's turn.
+- Nobody waits while holding the lock. ``_unsent`` has the bytes in their order, so whoever gets it may go on with them.
 - What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
   ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
 - An error of the transport breaks the connection: ``on_error`` is told. Until there is another one (``attach``) the
   link is *down*, which to senders looks like a kernel that takes nothing: small frames queue up, and who has a large
-  one waits. One that was being written when the connection broke cannot have arrived: it is written again as a whole.
+  one waits. One that was being written when the connection broke goes on with the first chunk that the peer lacks.
 - Every frame goes to ``kept`` of the session, in the order of the wire and before its first byte leaves.
 """
 
@@ -24,13 +25,14 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
-from farcall.protocol.frames import HEADER, REQUEST, Piece
+from farcall.protocol.chunks import Chunk, ChunkSize, Instead, LargeMessage
+from farcall.protocol.frames import HEADER, MAX_SLOTS, REQUEST, Piece
 from farcall.protocol.session import Kept, Session, Unkept
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.resend import NOBODYS
+from farcall.runtime.link.resend import NOBODYS, nothing_instead
 from farcall.runtime.link.send_queue import SendQueue, bounded
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
@@ -44,15 +46,19 @@ class Outgoing:
 
     __slots__ = (
         "_blocked",
+        "_chunk_size",
         "_dead",
         "_descriptor",
+        "_free_slots",
         "_kept",
+        "_large",
         "_loop",
         "_name",
         "_on_error",
         "_outbox",
         "_transport",
         "_unsent",
+        "_waiting",
         "_write_lock",
         "bytes_sent",
         "queue",
@@ -83,6 +89,10 @@ class Outgoing:
         self._outbox: deque[bytes] = deque()
         self._unsent: deque[memoryview] = deque()
         self._blocked = False  # the I/O thread is to write what the kernel did not take
+        self._waiting = 0  # so many threads wait for the kernel, and go on then
+        self._large: deque[LargeMessage] = deque()  # under way; the first one's turn it is
+        self._free_slots = deque(range(MAX_SLOTS))
+        self._chunk_size = ChunkSize()
         self._write_lock = threading.Lock()
 
     def send(self, data: bytes, deadline: float = NEVER, more: bool = False, urgent: bool = False) -> None:
@@ -105,7 +115,7 @@ class Outgoing:
         mine = sigint.of_thread()
         mine.depth += 1
         try:
-            while self._outbox and not self._blocked:
+            while self._outbox and not self._blocked and not self._waiting:
                 if not self._write_lock.acquire(False):
                     return  # the holder looks at the outbox again after it let go
                 try:
@@ -117,36 +127,118 @@ class Outgoing:
             if mine.held is not None:
                 sigint.deliver()
 
-    def send_pieces(self, pieces: Sequence[Piece], deadline: float = NEVER, unkept: Unkept = NOBODYS) -> None:
-        """Send one frame of large pieces, waiting until the kernel has all of it; ``unkept`` is kept in its place."""
-        mine = [memoryview(piece) for piece in pieces if len(piece)]
-        while not self._try_pieces(mine, deadline, unkept):
-            pass  # the connection broke in the middle: the peer has not got all of it, and the memory is still ours
+    def send_pieces(
+        self, pieces: Sequence[Piece], deadline: float = NEVER, instead: Instead | None = nothing_instead
+    ) -> None:
+        """Send one large message, waiting until the kernel has all of it.
 
-    def _try_pieces(self, mine: list[memoryview], deadline: float, unkept: Unkept) -> bool:
+        ``instead`` gives what is sent if it is lost later; None: it is sent again.
+        """
+        sigint.enter()  # Ctrl-C comes through only where we wait, and between chunks
+        try:
+            slot = self._take_slot(deadline)
+            message = LargeMessage(pieces, slot, instead)
+            self._large.append(message)
+            try:
+                while self._send_chunk(message, deadline):
+                    sigint.pause(sigint.of_thread())
+            except BaseException as error:
+                # Also of Ctrl-C: who catches it takes back what was to go with the message.
+                delivery = Delivery.NOT_SENT if self._give_up(message) else Delivery.UNKNOWN
+                error.delivery = delivery  # type: ignore[attr-defined]
+                raise
+            finally:
+                self._large.remove(message)
+                self._free_slots.append(slot)
+                self.queue.wake_waiting()
+        finally:
+            sigint.leave()
+
+    def _take_slot(self, deadline: float) -> int:
+        while True:
+            try:
+                return self._free_slots.popleft()
+            except IndexError:
+                stop_reading()
+                self.queue.wait_while(lambda: not self._free_slots and not self.queue.closed, deadline)
+            if self.queue.closed:
+                raise self._dead(Delivery.NOT_SENT)
+            self._check_time(deadline)
+
+    def _check_time(self, deadline: float) -> None:
+        if monotonic() >= deadline:
+            raise RpcTimeout(
+                f"{self._name} did not take the bytes queued before this message in time: it is stopped, or too busy "
+                "to read",
+                Delivery.NOT_SENT,
+            )
+
+    def _send_chunk(self, message: LargeMessage, deadline: float) -> bool:
+        """Write the next chunk once it is this message's turn. False: that was the last."""
+        if self._large[0] is not message:
+            stop_reading()
+            self.queue.wait_while(lambda: self._large[0] is not message and not self.queue.closed, deadline)
+            if self._large[0] is not message and not self.queue.closed:
+                self._check_time(deadline)
         self._lock_for_writing(deadline)
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
-            self._unsent.extend(mine)
-            self._kept.append(unkept)
+            began = monotonic()
+            if message.cut_bytes < message.size_bytes:
+                chunk = message.next_chunk(self._chunk_size.size_bytes if self._transport.takes_chunks else None)
+                self._kept.append(chunk)
+                self._unsent.extend(map(memoryview, chunk.pieces()))
             try:
                 if not self._write_out(deadline):
+                    self._return_chunk(message)
                     raise RpcTimeout(
-                        f"{self._name} did not take a message of {_size(mine)} bytes in time: it is stopped, or too "
-                        "busy to read"
+                        f"{self._name} did not take a message of {message.size_bytes} bytes in time: it is stopped, "
+                        "or too busy to read"
                     )
             except _Interrupted:
-                self._unkeep(unkept)
-                return False
-            except BaseException as error:
-                if self._take_back(mine):
-                    self._unkeep(unkept)
-                    # Also of Ctrl-C: who catches it takes back what was to go with the message.
-                    error.delivery = Delivery.NOT_SENT  # type: ignore[attr-defined]
+                return True  # the next connection begins with what the peer lacks of it
+            except BaseException:
+                self._return_chunk(message)
                 raise
+            self._chunk_size.took(monotonic() - began)
+            if message.cut_bytes == message.size_bytes:
+                message.written()
+                return False
             return True
         finally:
             self._unlock_after_writing()
+            if len(self._large) > 1 and self._large[0] is message:
+                self._large.rotate(-1)
+                self.queue.wake_waiting()
+
+    def _return_chunk(self, message: LargeMessage) -> None:
+        """Under the write lock: nobody waits for the end of the last chunk any more. Forget it if no byte has gone.
+
+        One that is partly gone is finished by the I/O thread. That needs a copy of what is left: the caller, told of a
+        timeout, may change its tensors.
+        """
+        last = self._kept[-1] if self._kept else None
+        if isinstance(last, Chunk) and last.message is message:
+            pieces = last.pieces()
+            count = len(pieces)
+            if len(self._unsent) >= count and _size(self._unsent) >= sum(map(len, pieces)):
+                for _ in range(count):
+                    self._unsent.pop()
+                self._kept.pop()
+                message.return_chunk(last)
+        self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
+
+    def _give_up(self, message: LargeMessage) -> bool:
+        """Its sender wants the message back. False: all of it has gone, or will."""
+        with self._write_lock:
+            if message.cut_bytes == message.size_bytes:
+                message.written()
+                return False
+            farewell = message.give_up()
+        if farewell is not None:
+            self._outbox.append(farewell)
+            self.flush()
+        return True
 
     def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> None:
         """Send one small frame and, with its first byte, a descriptor.
@@ -155,52 +247,37 @@ class Outgoing:
         caller's, who may close it.
         """
         self._lock_for_writing(deadline)
+        taken = 0
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
-            self._kept.append(unkept)
-            taken = 0
-            while not taken and self._write_out(deadline):
+            while self._write_out(deadline):
+                self._kept.append(unkept)
                 taken = self._transport.send((data,), (descriptor,))
                 self.bytes_sent += taken
-                if 0 < taken < len(data):
-                    self._unsent.append(memoryview(data)[taken:])
-                if not taken:
-                    if monotonic() >= deadline:
-                        break
-                    self._wait_writable(WAIT_SLICE_S)
-            if not taken:
-                self._unkeep(unkept)
-                raise RpcTimeout(
-                    f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
-                )
+                if taken:
+                    if taken < len(data):
+                        self._unsent.append(memoryview(data)[taken:])
+                    return
+                self._kept.pop()
+                if monotonic() >= deadline:
+                    break
+                self._wait_writable(WAIT_SLICE_S)
+            raise RpcTimeout(
+                f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
+            )
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:
-            pass
+            unkept.lost()  # nothing of it has left, and nobody else knows of it
         finally:
             self._unlock_after_writing()
 
-    def _unkeep(self, unkept: Unkept) -> None:
-        """Under the write lock: the frame kept last was not sent."""
-        if self._kept and self._kept[-1] is unkept:
-            self._kept.pop()
-
     def _lock_for_writing(self, deadline: float) -> None:
         """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
-        mine = sigint.of_thread()
-        mine.depth += 1
+        sigint.enter()
         try:
             while True:
-                if not self._write_lock.acquire(False):
-                    stop_reading()  # a reader that waits for a writer: the peer may be waiting for us to read
-                    while not self._write_lock.acquire(True, bounded(min(WAIT_SLICE_S, deadline - monotonic()))):
-                        if monotonic() >= deadline:
-                            raise RpcTimeout(
-                                f"{self._name} did not take the bytes queued before this message in time: it is "
-                                "stopped, or too busy to read",
-                                Delivery.NOT_SENT,
-                            )
-                        sigint.pause(mine)
+                self._write_lock.acquire()
                 if self.queue.closed:
                     self._write_lock.release()
                     raise self._dead(Delivery.NOT_SENT)
@@ -239,7 +316,6 @@ class Outgoing:
                     remaining = deadline - monotonic()
                     if remaining <= 0:
                         return False
-                    self.queue.full = True  # who queues small frames meanwhile must not do so without bound
                     self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
             self._on_error(error, self._transport)
@@ -247,28 +323,24 @@ class Outgoing:
         return True
 
     def _wait_writable(self, timeout_s: float) -> None:
-        """Inside a shielded section: wait for the kernel; Ctrl-C may end this wait."""
+        """Under the write lock, and shielded: wait for the kernel, without the lock; Ctrl-C may end this wait."""
         stop_reading()
+        transport = self._transport
+        self.queue.full = True  # who queues small frames meanwhile must not do so without bound
+        self._waiting += 1  # and leaves them to us: we take them along
+        self._write_lock.release()
         mine = sigint.of_thread()
         depth, mine.depth = mine.depth, 0
         try:
             if mine.held is not None:
                 sigint.deliver()
-            self._transport.wait_writable(timeout_s)
+            transport.wait_writable(timeout_s)
         finally:
             mine.depth = depth
-
-    def _take_back(self, mine: list[memoryview]) -> bool:
-        """Forget a frame of which no byte has gone; one that is partly gone must be finished by the I/O thread.
-
-        That one needs a copy of what is left: the caller, told of a timeout, may change its tensors.
-        """
-        if len(self._unsent) >= len(mine) and _size(self._unsent) >= _size(mine):
-            for _ in mine:
-                self._unsent.pop()
-            return True
-        self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
-        return False
+            self._write_lock.acquire()
+            self._waiting -= 1
+        if self._transport is not transport or self.queue.down:
+            raise _Interrupted
 
     def _send_some(self) -> bool:
         """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
@@ -387,6 +459,7 @@ class Outgoing:
 
     def end_sending(self, deadline: float) -> None:
         """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
+        self.queue.wait_while(lambda: bool(self._large) and not self.queue.down and not self.queue.closed, deadline)
         if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 self._unsent.extend(map(memoryview, self._take_outbox()))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from farcall.errors import Delivery, NetworkError, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member, incarnation_text
+from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor
 from farcall.runtime.calls.pending import CallTable, PendingCall
@@ -36,13 +37,13 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
-MEMBER_EVENTS = ("joined", "left", "suspected", "recovered", "dead")
+MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead")
 
 
 class MemberEvent(NamedTuple):
     """What became of a member.
 
-    ``kind`` is ``"joined"``, ``"left"``, ``"suspected"``, ``"recovered"`` (from suspicion) or ``"dead"``;
+    ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion) or ``"dead"``;
     ``incarnation`` says which start of the worker; ``why`` is for people.
     """
 
@@ -209,9 +210,9 @@ class MemberChanges:
             hook(peer)
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
-        """A member joined, left, died, is suspected, or recovered."""
-        level = logging.WARNING if kind in ("suspected", "dead") else logging.INFO
-        logger.log(level, "%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
+        """A member joined, left, died, is unresponsive, or recovered."""
+        # One warning for a death: that of `on_gone`.
+        logger.info("%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
         self._event_log.note(kind, member.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
             self._entry.on_change()
@@ -232,11 +233,12 @@ class MemberChanges:
         peer.close()
         self._admission.forget(peer)
         if peer.leaving:
-            logger.info("%s: %s has left", self._name, peer.info.name)
+            level = logging.INFO if peer.farewell == LEFT else logging.WARNING
+            logger.log(level, "%s: %s %s", self._name, peer.info.name, peer.farewell)
         elif not self._is_over():
             self.peers_lost += 1
             logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
-        how = "has left" if peer.leaving else f"is gone: {reason}"
+        how = peer.farewell if peer.leaving else f"is gone: {reason}"
 
         def lost(call: PendingCall) -> PeerDead:
             sent = call.call_id not in peer.link.never_sent

@@ -78,6 +78,7 @@ class Leaving:
         self._local_state = local_state
         self._send = send
         self._told: tuple[int, int] | None = None
+        self._said_serving = False
         self._done = Gate()
         self.entered = False
         self.late: tuple[str, ...] = ()
@@ -153,10 +154,12 @@ class Leaving:
                 case departure.Finished():
                     self._done.open()
                 case departure.LogWaiting(late, more):
-                    # Workers that only serve call shutdown() first and wait for the others: nothing to warn of.
-                    serving = all(one.why == departure.NOT_CALLED for one in late)
-                    level = logging.INFO if serving else logging.WARNING
-                    logger.log(level, "%s: shutdown waits: %s", self._name, _named(late, more))
+                    # A worker that only serves calls shutdown() first, and waits there for the others: all is well.
+                    if all(one.why != departure.NOT_CALLED for one in late):
+                        logger.warning("%s: shutdown waits: %s", self._name, _named(late, more))
+                    elif not self._said_serving:
+                        self._said_serving = True
+                        logger.info("%s serves in shutdown(): %s", self._name, _named(late, more))
                 case departure.TimedOut(late, more):
                     self.late_names = tuple(one.name for one in late)
                     self.late = tuple(str(one) for one in late) + ((f"{more} more",) if more else ())

@@ -66,7 +66,9 @@ class ClusterLinks:
         if self._interference is not None:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
-        self.myself: LoopbackPeer = LoopbackPeer(info, me.incarnation, is_static, on_message, resources.memory)
+        self.myself: LoopbackPeer = LoopbackPeer(
+            info, me.incarnation, is_static, on_message, resources.memory, dispatcher.cancel
+        )
         self.peers: PeerTable = PeerTable(
             self.myself,
             membership,
@@ -130,14 +132,14 @@ class ClusterLinks:
             if peer.devices is not None:
                 peer.devices.forget_segments()
 
-    def say_goodbye(self, linger_s: float) -> None:
+    def say_goodbye(self, reason: str, linger_s: float) -> None:
         """Tell all that this is no accident, and give them ``linger_s`` to read what was sent to them."""
         self._left = self.peers.everyone()
         for peer in self._left:
             peer.leaving = True
         self.connector.stop()
         for peer in self._left:
-            peer.control(messages.Goodbye("shutdown"))
+            peer.control(messages.Goodbye(reason))
         if linger_s:
             deadline = monotonic() + linger_s
             for peer in self._left:

@@ -26,11 +26,12 @@ class Slot:
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self.runtime: Runtime | None = None
+        self.was_filled: bool = False
         self.why_none: str = "init_rpc has not been called in this process"
 
     def clear(self, why: str) -> None:
         """Hold no runtime any more, because of ``why``."""
-        self.runtime, self.why_none = None, why
+        self.runtime, self.was_filled, self.why_none = None, True, why
 
 
 class _Thread(threading.local):

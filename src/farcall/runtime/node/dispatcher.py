@@ -27,6 +27,7 @@ from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED
@@ -105,7 +106,7 @@ class Dispatcher:
             messages.BlocksReleased: RemotePeer.on_blocks_released,
             messages.QueueFull: RemotePeer.on_queue_full,
             messages.QueueHasRoom: RemotePeer.on_queue_has_room,
-            messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
+            messages.CallCancelled: lambda peer, message: self.cancel(peer, message.call_id),
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
@@ -184,7 +185,13 @@ class Dispatcher:
         if notes.context_id:
             self.find_recording(frame, notes)
         frame.profile = notes.profile
+        if notes.time_left_s or notes.metadata:
+            frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         return True
+
+    def cancel(self, peer: Peer, call_id: int) -> None:
+        """The caller of a request, ``peer``, no longer waits for it."""
+        self._server.cancel(peer, call_id)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
@@ -223,7 +230,7 @@ class Dispatcher:
             self._loop.call_soon(lambda: handle(peer, message))
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
-        peer.leaving = True
+        peer.leaving, peer.farewell = True, message.reason
         if peer.known:
             self._watch().on_goodbye(peer.incarnation)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
@@ -26,10 +27,11 @@ import torch
 from farcall.channel.segments import host_token
 from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, UnknownWorker
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.member import Member, new_incarnation
+from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor
 from farcall.runtime.calls.pending import CallTable
@@ -170,9 +172,16 @@ class Runtime:
             options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
         )
         self.calls: CallTable = make_calls(
-            self.loop.timer, self.executor, options.limits.when_overloaded, on_given_up=self.something_ended
+            self.loop.timer,
+            self.executor,
+            options.limits.when_overloaded,
+            on_given_up=self.something_ended,
+            default_timeout_s=self.timeout_s if options.inherit else None,
         )
-        self.server: Server = Server(self.info, self.executor, self._own_thread)
+        self.server: Server = Server(
+            self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
+        )
+        self.hooks.peer_gone.append(self.server.on_peer_gone)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
@@ -317,8 +326,9 @@ class Runtime:
 
     @property
     def state(self) -> str:
-        """One of the states in `lifecycle.py`."""
-        return self._lifecycle.state
+        """One of the states in `lifecycle.py`, for people: a worker that waits in shutdown() for others serves them."""
+        state = self._lifecycle.state
+        return "serving" if state == "leaving" and isinstance(self.leaving, Leaving) else state
 
     @property
     def running(self) -> bool:
@@ -400,6 +410,10 @@ class Runtime:
         """All members, by rank; where members come and go, the present ones."""
         return self.links.peers.workers()
 
+    def members_now(self) -> list[MemberInfo]:
+        """The same, and who of them is unresponsive."""
+        return self.links.peers.members()
+
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, in shared memory where that may be used."""
         return torch.empty(shape, dtype=dtype) if self.pool is None else self.pool.empty(shape, dtype)
@@ -478,6 +492,10 @@ class Runtime:
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
+        if not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
+            logger.warning(
+                "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
+            )
         self.shutdown(graceful=False)
 
     def _on_expelled(self, why: str) -> None:
@@ -506,7 +524,7 @@ class Runtime:
                 self._entry.close()
             links.watch.stop()
             self.member_events.end()
-            links.say_goodbye(LINGER_S if linger else 0.0)
+            links.say_goodbye(FORGOT_SHUTDOWN if self._exiting else LEFT, LINGER_S if linger else 0.0)
             self.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"
             links.cut(why)
             self.membership.close()
@@ -518,7 +536,7 @@ class Runtime:
                 self.executor.interrupt()
             stuck = self.executor.stop(STOP_S if linger else 1.0)
             if stuck:
-                logger.warning("%s leaves %d threads inside user functions behind", name, len(stuck))
+                logger.warning("%s ends although functions still run on %d of its threads", name, len(stuck))
             self.server.coroutines.stop(STOP_S)
             self.loop.stop()
             self._observers.close()

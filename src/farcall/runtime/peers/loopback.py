@@ -24,7 +24,7 @@ __all__ = ["LoopbackPeer"]
 class LoopbackPeer(Peer):
     """This node, as the target of its own calls."""
 
-    __slots__ = ("_memory", "_on_message", "ended")
+    __slots__ = ("_memory", "_on_cancelled", "_on_message", "ended")
 
     def __init__(
         self,
@@ -33,10 +33,12 @@ class LoopbackPeer(Peer):
         is_static: bool,
         on_message: Callable[[Peer, Frame], None],
         memory: ReceivePool,
+        on_cancelled: Callable[[Peer, int], None],
     ) -> None:
         super().__init__(info, incarnation, is_static)
         self._on_message = on_message
         self._memory = memory
+        self._on_cancelled = on_cancelled
         self.ended: RpcError | None = None
 
     def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
@@ -65,6 +67,9 @@ class LoopbackPeer(Peer):
 
     def flush(self) -> None:
         pass
+
+    def cancel(self, call_id: int) -> None:
+        self._on_cancelled(self, call_id)
 
     def tell_full(self, queued: int, limit: int) -> None:
         self.on_queue_full(messages.QueueFull(queued, limit))

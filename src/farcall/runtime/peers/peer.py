@@ -21,6 +21,7 @@ from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
+from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import (
     CONTROL,
     LARGE_BYTES,
@@ -35,14 +36,14 @@ from farcall.protocol.frames import (
     encode_small,
 )
 from farcall.protocol.member import incarnation_text
-from farcall.protocol.session import Unkept
+from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
 from farcall.runtime.io.reader import reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
-from farcall.runtime.link.resend import unkept_for
+from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SHARED_BYTES, SharedMemorySender
 from farcall.serialize import has_devices, withdraw_lent
@@ -114,7 +115,7 @@ class Peer:
         return None
 
     def cancel(self, call_id: int) -> None:
-        """Nobody waits for the answer to this call any more: it need not begin."""
+        """Nobody waits for the answer to this call any more."""
 
     def watch(self) -> None:
         """The thread that reads this peer's link is about to run what may take long."""
@@ -155,6 +156,7 @@ class RemotePeer(Peer):
         "_fail_call",
         "_here",
         "_write_later",
+        "farewell",
         "held",
         "known",
         "leaving",
@@ -186,6 +188,8 @@ class RemotePeer(Peer):
         """What a stranger has sent that may only be read once it is a member."""
         self.leaving: bool = False
         """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
+        self.farewell: str = LEFT
+        """How it left, in the words of its Goodbye."""
         self.lending: SharedMemorySender | None = None
         """The memory of this node that it may look into; None: shared memory is not in use."""
         self.segments: SegmentMap | None = None
@@ -200,7 +204,7 @@ class RemotePeer(Peer):
         kind = frame.kind
         if self.leaving and kind == REQUEST:
             raise PeerDead(
-                f"{self.info.name} has left", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
+                f"{self.info.name} {self.farewell}", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
             )
         if self.segments is not None and self.segments.released:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
@@ -239,19 +243,15 @@ class RemotePeer(Peer):
                     self.link.incoming.help_until(awaited, deadline, bytes(pieces[0]))
                 return
             lent = self.devices is not None and has_devices(frame.payload)
-            self._send_pieces(
-                pieces,
-                deadline,
-                kind == REQUEST,
-                unkept_for(
-                    frame,
-                    buffers,
-                    pieces,
-                    self._here,
-                    self._fail_call,
-                    partial(withdraw_lent, frame.payload, self) if lent else _nothing,
-                ),
+            instead = instead_of(
+                frame,
+                buffers,
+                sum(map(len, pieces)),
+                here=self._here,
+                fail_call=self._fail_call,
+                withdraw=partial(withdraw_lent, frame.payload, self) if lent else _nothing,
             )
+            self._send_pieces(pieces, deadline, kind == REQUEST, instead)
         except BaseException as error:
             unsent = not frame.handed_over or getattr(error, "delivery", None) is Delivery.NOT_SENT
             if unsent and lending is not None:
@@ -260,14 +260,14 @@ class RemotePeer(Peer):
         if awaited is not None:
             self.link.incoming.help_until(awaited, deadline)
 
-    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, unkept: Unkept) -> None:
+    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, instead: Instead | None) -> None:
         """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
         if self.link.on_io_thread():
             if is_request:
                 pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
-            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, unkept))
+            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, instead))
         else:
-            self.link.outgoing.send_pieces(pieces, deadline, unkept)
+            self.link.outgoing.send_pieces(pieces, deadline, instead)
 
     def flush(self) -> None:
         self.link.outgoing.flush()
@@ -276,9 +276,7 @@ class RemotePeer(Peer):
         self.link.incoming.help_until(awaited, deadline)
 
     def cancel(self, call_id: int) -> None:
-        # Who does not read is not helped by more to read; but who cannot be reached gets the request later.
-        if not self.link.outgoing.queue.full or self.link.outgoing.queue.down:
-            self.control(messages.CallCancelled(call_id))
+        self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:
         if reading.link is self.link.incoming:

@@ -10,7 +10,8 @@ A message has the name of its frame's kind and one or more of its own; a rule th
     control    the class of the message, of `protocol/messages.py` or `protocol/references`: "CallCancelled", "Release"
 
 Messages about shared memory have no name: both ends count descriptors and leases, so losing or repeating one would
-corrupt memory, which no network does. Only faults of whole connections touch them.
+corrupt memory, which no network does. Only faults of whole connections touch them. Nor has a chunk of a large message:
+while there are rules about messages, those are sent whole.
 
 A lost message must not take along its leases of shared memory, references and recorded gradients: both ends count
 those, and over a real connection they never get lost alone. So its `remains` still arrive, as an answer to a call that
@@ -28,6 +29,7 @@ import msgspec
 from farcall.protocol import gradients, messages
 from farcall.protocol.frames import (
     BUFFER_ENTRY,
+    CHUNK,
     CONTROL,
     HEADER,
     LETTER,
@@ -130,6 +132,8 @@ class Message:
 
 def _names_of(message: Frame) -> frozenset[str]:
     """The names of a message; no name at all: rules must leave it alone."""
+    if message.kind == CHUNK:
+        return frozenset()
     kind = _FRAMES[message.kind]
     if message.kind == REQUEST:
         narrower = "create" if message.flags & KEEP else "fetch" if message.function == _FETCH else "call"
@@ -172,7 +176,7 @@ class Splitter:
         magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _ = (
             HEADER.unpack_from(buffer)
         )
-        if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
+        if magic != MAGIC or version != VERSION or not REQUEST <= kind <= CHUNK:
             raise FrameError(f"{bytes(buffer[:8])!r} starts no frame")
         table_end = HEADER.size + buffer_count * BUFFER_ENTRY.size
         if len(buffer) < table_end:

@@ -71,6 +71,7 @@ class FaultyTransport(UnixTransport):
         self.peer_host: str = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
+        self._far = far
         # A descriptor that came behind the handshake belongs to a frame that the link already has.
         self._untaken = far.take_descriptors()
 
@@ -78,6 +79,15 @@ class FaultyTransport(UnixTransport):
     def resumable(self) -> bool:  # type: ignore[override]
         """Whether both ends still count the same frames: not after some were repeated, or overtook others."""
         return not self._relay.disordered
+
+    def silent_s(self) -> float:
+        """As long as a rule lets nothing through, no kernel answers either."""
+        return max(self._relay.silent_s(), self._far.silent_s())
+
+    @property
+    def takes_chunks(self) -> bool:  # type: ignore[override]
+        """Whether large messages may come in parts: not where rules look at messages."""
+        return self._relay.leaves_messages_alone
 
     def close(self) -> None:
         super().close()
@@ -114,7 +124,7 @@ class Relay:
         self.disordered: bool = False
         self._refused = False  # the other side takes no more bytes
         self._close_by = NEVER
-        self._silent_until = 0.0
+        self._silent_since = self._silent_until = 0.0
         self._silenced_by: object = None
         self._begun: set[int] = set()  # faults of this connection that wait for no message
         self._tokens = 0.0
@@ -126,6 +136,11 @@ class Relay:
             target=self._run, name=f"farcall-faults-{direction.sender}-{direction.receiver}", daemon=True
         )
 
+    @property
+    def leaves_messages_alone(self) -> bool:
+        """Do all rules concern the connection as a whole?"""
+        return all(isinstance(rule.fault, Throttle) for rule in self._faults.rules)
+
     def start(self) -> None:
         self._faults.add_relay(self)
         self._thread.start()
@@ -136,6 +151,11 @@ class Relay:
             os.write(self._wake_write, b"\0")
         except OSError:
             pass  # full, and so awake soon; or ended
+
+    def silent_s(self) -> float:
+        """For how long nothing has been let through; from any thread."""
+        now = monotonic()
+        return now - self._silent_since if self._silent_until > now else 0.0
 
     def end(self, timeout_s: float) -> None:
         """After the node has closed its end: wait, for a bounded time, until its written bytes have left."""
@@ -338,6 +358,7 @@ class Relay:
 
     def _silence(self, fault: HalfOpen, now: float) -> None:
         self._silenced_by = fault
+        self._silent_since = now
         self._silent_until = NEVER if fault.seconds is None else now + fault.seconds
 
 

@@ -33,7 +33,7 @@ class Watch:
     def feed(self, event: object) -> None:
         """Nobody is told of anything."""
 
-    def is_trusted(self, incarnation: int) -> bool:
+    def is_member(self, incarnation: int) -> bool:
         return False
 
 

@@ -142,7 +142,7 @@ def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) 
     assert [right.next() for _ in range(300)] == list(range(300))
 
 
-def test_a_large_frame_in_the_middle_is_written_again_from_its_start(ends: tuple[End, End]) -> None:
+def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tuple[End, End]) -> None:
     left, right = ends
     right.link.incoming._read_lock.acquire()
     writer = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(7),))

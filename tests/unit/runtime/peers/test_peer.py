@@ -11,8 +11,8 @@ from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
+from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame, FrameDecoder
-from farcall.protocol.session import Unkept
 from farcall.runtime.peers.peer import RemotePeer
 
 SIZE_BYTES = 4096
@@ -119,15 +119,15 @@ class LostDevices:
 
 @pytest.mark.parametrize("kind", [REQUEST, RESPONSE])
 def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(kind: int) -> None:
-    kept: list[Unkept] = []
+    kept: list[Instead] = []
     peer, link = peer_with(None, [])
     link.on_io_thread = lambda: False  # type: ignore[attr-defined]
-    link.send_pieces = lambda pieces, deadline, unkept: kept.append(unkept)  # type: ignore[attr-defined]
+    link.send_pieces = lambda pieces, deadline, instead: kept.append(instead)  # type: ignore[attr-defined]
     peer.devices = devices = LostDevices()
     ticket = (0, 7, 512, 100, (), b"event")
     table = pickle.dumps([("cuda:0", [(0, False, 0, ticket), (100, False, 2, b"bytes")])], 5)
     payload = b"any" + table + len(table).to_bytes(4, "little") + b"D"
     peer.send(Frame(kind, 0, 1, payload=payload, buffers=[memoryview(bytes(1 << 20))]))
     assert devices.taken_back == []
-    kept[0].lost()
+    kept[0]()
     assert devices.taken_back == [ticket]

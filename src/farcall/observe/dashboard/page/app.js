@@ -79,7 +79,8 @@ function showTiles() {
   find("tiles").replaceChildren(...tiles.map(([title, value, bad]) => make("div", { class: bad ? "tile bad" : "tile" }, make("span", {}, title), make("strong", {}, value))));
 }
 
-const isBad = (worker) => worker.state === "gone" || worker.state === "silent" || worker.state === "expelled";
+const isWell = (name) => name === "running" || name === "serving"; // it waits in shutdown() for the others
+const isBad = (worker) => worker.state === "gone" || worker.state === "unresponsive" || worker.state === "expelled";
 
 // Calls wait while every thread is in a function that does not wait for a call itself.
 const isFull = (worker) => worker.queued > 0 && worker.busy - worker.parked >= worker.threads;
@@ -88,7 +89,7 @@ function showHealth() {
   const by = new Map();
   for (const worker of state.workers) by.set(worker.state, (by.get(worker.state) ?? 0) + 1);
   const chips = [...by].map(([name, number]) => {
-    const kind = name === "running" ? "good" : isBad({ state: name }) ? "bad" : "warn";
+    const kind = isWell(name) ? "good" : isBad({ state: name }) ? "bad" : "warn";
     return make("span", { class: `chip ${kind}` }, `${number} ${name}`);
   });
   find("health").replaceChildren(...chips);
@@ -118,7 +119,7 @@ function workerTitle(worker) {
 const COLUMNS = [
   ["rank", "rank", (worker) => worker.rank],
   ["name", "worker", (worker) => worker.name, "name"],
-  ["state", "state", (worker) => worker.state, "text", (worker) => (isBad(worker) ? "bad" : worker.state === "running" ? "" : "warn")],
+  ["state", "state", (worker) => worker.state, "text", (worker) => (isBad(worker) ? "bad" : isWell(worker.state) ? "" : "warn")],
   ["calls", "calls/s", (worker) => count(worker.calls)],
   ["served", "served/s", (worker) => count(worker.served)],
   ["p50", "median", (worker) => duration(worker.p50)],
@@ -232,7 +233,7 @@ function showShortWaiting() {
 }
 
 const KINDS = {
-  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], suspected: ["members", "warn"],
+  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], unresponsive: ["members", "warn"],
   recovered: ["members", "good"], joined: ["members", "good"], left: ["members", ""], interrupted: ["links", "warn"], reconnected: ["links", "good"],
 };
 

@@ -1,0 +1,92 @@
+"""Functions and classes that no other worker can import: sent by value, where cloudpickle is installed.
+
+    a function or class                                       travels
+    its module and name lead to it                            by name
+    the same, of a ``__main__`` that is no file               by value: nobody else has run this session
+    a lambda, a closure, something re-bound, a local class    by value
+
+A ``__main__`` without a file is a REPL, a notebook or ``python -c``. Where ``__main__`` is a file, every worker is
+taken to run that file: names are quick, and mean the same code everywhere. Without cloudpickle all goes by name, or not
+at all. What goes by value is written anew for each call, so a redefinition counts from the next call on.
+
+Owns that decision, and the bytes of code. It does not know messages: tensors and references that a closure holds are
+written by the reducers of the message that the code is part of.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import sys
+from functools import cache
+from typing import Any
+
+from farcall.errors import FunctionNotFound
+from farcall.serialize.context import Encoding
+from farcall.serialize.policy import REDUCERS
+
+__all__ = ["HINT", "goes_by_value", "is_available", "is_of_session", "load_code", "reduce_code"]
+
+HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
+_missing = object()
+
+
+@cache
+def is_available() -> bool:
+    """Is cloudpickle installed here?"""
+    return importlib.util.find_spec("cloudpickle") is not None
+
+
+def is_of_session(module_name: object) -> bool:
+    """Is this the ``__main__`` of a session that no other worker has, and can its code be sent?"""
+    return module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__") and is_available()
+
+
+def goes_by_value(code: Any) -> bool:
+    """Does its name lead nowhere, or elsewhere, and can it be sent otherwise?"""
+    module_name, qualified_name = code.__module__, code.__qualname__
+    if not is_of_session(module_name):
+        found: Any = sys.modules.get(module_name, _missing)
+        for name in qualified_name.split("."):
+            found = getattr(found, name, _missing)
+        if found is code:
+            return False
+    return is_available()
+
+
+def reduce_code(code: Any, encoding: Encoding) -> Any:
+    """Write a function or class by name, as pickle does, or by value."""
+    if not goes_by_value(code):
+        return NotImplemented
+    return load_code, (_dump(code, encoding),)
+
+
+def _dump(code: Any, encoding: Encoding) -> bytes:
+    cloudpickle: Any = importlib.import_module("cloudpickle")
+
+    class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+        """cloudpickle, with the reducers of the message for all that is not code."""
+
+        def reducer_override(self, value: Any) -> Any:
+            reducer = REDUCERS.get(type(value))
+            if reducer is None:
+                return super().reducer_override(value)
+            encoding.contextual = True
+            return reducer(value, encoding)
+
+    file = io.BytesIO()
+    CodePickler(file, 5).dump(code)
+    return file.getvalue()
+
+
+def load_code(data: bytes) -> Any:
+    """The function or class that the caller wrote by value."""
+    try:
+        cloudpickle: Any = importlib.import_module("cloudpickle")
+    except ModuleNotFoundError:
+        raise FunctionNotFound(
+            "the caller sent code by value (of a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
+            "pip install 'farcall[notebook]'"
+        ) from None
+    return cloudpickle.loads(data)

@@ -1,0 +1,186 @@
+"""Large messages in chunks: cut, put together again, gone on with, given up; and what a peer may not send."""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.protocol.chunks import LARGEST_CHUNK_BYTES, QUICK_S, SLOW_S, SMALLEST_CHUNK_BYTES, ChunkSize, LargeMessage
+from farcall.protocol.frames import (
+    BETWEEN_CHUNKS_BYTES,
+    CHUNK,
+    HEADER,
+    LARGE_BYTES,
+    MAGIC,
+    MAX_SLOTS,
+    REQUEST,
+    VERSION,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    Piece,
+    encode_frame,
+    encode_small,
+)
+
+CONTENT = bytes(range(256)) * (LARGE_BYTES // 256) + b"and a little more"
+SIZE = len(CONTENT)
+
+
+def pieces(number: int = 1) -> list[Piece]:
+    return encode_frame(REQUEST, 0, number, b"f", b"n", b"payload", [memoryview(CONTENT), memoryview(b"tail")])
+
+
+def chunks(slot: int = 0, limit: int = 10_000, number: int = 1) -> list[bytes]:
+    message = LargeMessage(pieces(number), slot, None)
+    found = []
+    while message.cut_bytes < message.size_bytes:
+        found.append(b"".join(message.next_chunk(limit).pieces()))
+    return found
+
+
+def feed(decoder: FrameDecoder, data: bytes, step: int = 1 << 30) -> list[Frame]:
+    frames: list[Frame] = []
+    while data:
+        view = decoder.writable()
+        chunk = data[: min(len(view), step)]
+        view[: len(chunk)] = chunk
+        frames += decoder.received(len(chunk))
+        data = data[len(chunk) :]
+    return frames
+
+
+def is_whole(frame: Frame) -> bool:
+    return [bytes(buffer) for buffer in frame.buffers] == [CONTENT, b"tail"] and bytes(frame.payload) == b"payload"
+
+
+def chunk(slot: int, offset: int, size: int, flags: int = 0) -> bytes:
+    return HEADER.pack(MAGIC, VERSION, CHUNK, slot | flags, offset, size, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("limit", [1000, 10_000, LARGE_BYTES, SIZE])
+@pytest.mark.parametrize("step", [7, 4096, 1 << 30])
+def test_chunks_become_the_message(limit: int, step: int) -> None:
+    decoder = FrameDecoder()
+    parts = chunks(limit=limit)
+    (frame,) = feed(decoder, b"".join(parts), step)
+    assert is_whole(frame)
+    assert decoder.uncounted + 1 == len(parts)
+
+
+def test_a_message_that_fits_into_one_chunk_is_a_plain_frame() -> None:
+    assert chunks(limit=1 << 30) == [b"".join(pieces())]
+
+
+def test_others_pass_between_the_chunks() -> None:
+    first, second = chunks(0, number=1), chunks(1, 20_000, number=2)
+    stream = b""
+    for index in range(max(len(first), len(second))):
+        stream += encode_small(REQUEST, 0, 100 + index, b"", b"", b"")
+        stream += b"".join(first[index : index + 1]) + b"".join(second[index : index + 1])
+    frames = feed(FrameDecoder(), stream, 999)
+    large = [frame for frame in frames if frame.call_id < 100]
+    assert sorted(frame.call_id for frame in large) == [1, 2]
+    assert all(map(is_whole, large))
+    assert [frame.call_id for frame in frames if frame.call_id >= 100] == [100 + n for n in range(len(first))]
+    assert [frame.call_id for frame in frames].index(101) < [frame.call_id for frame in frames].index(1)
+
+
+def test_bytes_go_straight_to_their_memory() -> None:
+    given: list[memoryview] = []
+
+    def allocate(size: int) -> memoryview:
+        given.append(memoryview(bytearray(size)))
+        return given[-1]
+
+    decoder = FrameDecoder(allocate)
+    copied = 0
+    data = b"".join(chunks(limit=20_000))
+    while data:
+        view = decoder.writable()
+        part = data[: len(view)]
+        view[: len(part)] = part
+        copied += len(part) if view.obj not in [memory.obj for memory in given] else 0
+        decoder.received(len(part))
+        data = data[len(part) :]
+    assert given[0] == CONTENT
+    # But for what came with the headers: the first read, and one at the beginning of each chunk.
+    assert copied < 3 * 16 * 1024 + len(chunks(limit=20_000)) * BETWEEN_CHUNKS_BYTES
+
+
+def test_a_connection_may_break_at_any_byte_of_a_chunk() -> None:
+    parts = chunks(limit=30_000)
+    for lost in range(len(parts)):
+        for cut in (0, 1, 39, 40, 41, 5000, len(parts[lost]) - 1):
+            decoder = FrameDecoder()
+            assert not feed(decoder, b"".join(parts[:lost]) + parts[lost][:cut])
+            assert decoder.uncounted == lost
+            decoder.restart()
+            (frame,) = feed(decoder, b"".join(parts[lost:]))
+            assert is_whole(frame)
+
+
+def test_a_message_that_is_given_up_leaves_nothing_and_its_slot_is_free() -> None:
+    message = LargeMessage(pieces(), 3, lambda: (b"never",))
+    assert message.give_up() is None  # nothing has left
+    message = LargeMessage(pieces(), 3, lambda: (b"never",))
+    first = message.next_chunk(10_000)
+    farewell = message.give_up()
+    assert farewell is not None
+    assert first.lost() == ()  # what the peer is told comes behind
+    decoder = FrameDecoder()
+    assert not feed(decoder, b"".join(first.pieces()) + farewell)
+    assert decoder.uncounted == 2
+    (frame,) = feed(decoder, b"".join(chunks(slot=3)))
+    assert is_whole(frame)
+
+
+def test_what_is_lost_while_its_sender_waits_is_written_again() -> None:
+    message = LargeMessage(pieces(), 0, lambda: (b"instead",))
+    first = message.next_chunk(10_000)
+    assert first.lost() == (first,)
+    last = message.next_chunk(None)
+    message.written()
+    farewell, instead = first.lost()
+    assert isinstance(farewell, bytes)
+    assert instead == b"instead"
+    assert last.lost() == ()  # told once
+    decoder = FrameDecoder()
+    feed(decoder, b"".join(first.pieces()))
+    assert not feed(decoder, farewell)
+    assert not decoder._assemblies
+
+
+def test_a_repeatable_message_is_written_again_for_good() -> None:
+    message = LargeMessage(pieces(), 0, None)
+    only = message.next_chunk(None)
+    message.written()
+    assert only.lost() == (only,)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (chunk(MAX_SLOTS, 0, 10), "slot 16"),
+        (chunk(0, 0, 0), "bytes 0 to 0"),
+        (chunk(0, 5, 10), "bytes 5 to 15"),
+        (chunk(0, 0, 50) + chunk(0, 0, 10), "slot 0, of 0"),
+        (chunk(0, 0, 81) + encode_small(REQUEST, 0, 1, b"", b"", b"") * 2, "more bytes"),
+        (chunk(0, 0, 80) + encode_small(REQUEST, 0, 1, b"", b"", b"") * 2, "more bytes"),
+        (chunk(0, 0, 41) + encode_small(REQUEST, 0, 1, b"", b"", b"") + b"x", "more bytes"),
+    ],
+)
+def test_what_makes_no_message_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(FrameError, match=why):
+        feed(FrameDecoder(), data + bytes(100))
+
+
+def test_chunks_are_as_large_as_they_leave_quickly() -> None:
+    size = ChunkSize()
+    for _ in range(10):
+        size.took(SLOW_S * 2)
+    assert size.size_bytes == SMALLEST_CHUNK_BYTES
+    size.took((QUICK_S + SLOW_S) / 2)
+    assert size.size_bytes == SMALLEST_CHUNK_BYTES
+    for _ in range(10):
+        size.took(QUICK_S / 2)
+    assert size.size_bytes == LARGEST_CHUNK_BYTES
