@@ -18,6 +18,7 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.dialler import sealed
 from farcall.transport.address import listen
 from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
 
@@ -46,8 +47,8 @@ class _Guest:
 class Returning(Protocol):
     """The decision about members that come back to a session (`connector.py`)."""
 
-    def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """The bytes to send behind our proof; raises ``HandshakeRefused``."""
+    def admit(self, peer: Hello, arrived_at: float) -> int | None:
+        """The count of frames to tell the peer, if any; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """That is on its way; the connection is yours."""
@@ -179,12 +180,13 @@ class PeerListener:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
+            transport, established = sealed(guest.transport, established, Side.LISTENER)
             if isinstance(established.peer.purpose, Observe):
-                self.on_observer(guest.transport, established)
+                self.on_observer(transport, established)
             elif not isinstance(established.peer.purpose, (Resume, Remind)):
-                self._on_member(guest.transport, established)
+                self._on_member(transport, established)
             elif self._returning is not None:
-                self._returning.on_resumed(guest.transport, established)
+                self._returning.on_resumed(transport, established)
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
         """The bytes to send behind our proof to a proven ``peer``; raises ``HandshakeRefused``."""
@@ -197,7 +199,8 @@ class PeerListener:
             return b""
         if self._returning is None:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.member.name} comes back, and nobody is expected to")
-        return self._returning.admit(peer, guest.arrived_at)
+        received = self._returning.admit(peer, guest.arrived_at)
+        return b"" if received is None else guest.handshake.resumed(received)
 
     def _let_go(self, transport: Transport) -> None:
         descriptor = transport.fileno()

@@ -104,6 +104,8 @@ class ObserverConnection:
             self._loop.watch(self._descriptor, self._on_event)
         if first_bytes:
             self._take(first_bytes)
+        elif self._transport.buffered:
+            self._read()
 
     def tell(self, message: Message) -> None:
         """Send a message, if the observer is still there."""
