@@ -19,13 +19,14 @@ From any thread, without a lock: each entry is written as a whole, and a lost up
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 from farcall.runtime.calls.executor import BRIEF_S, UNKNOWN_S
 
-__all__ = ["QUICK_S", "InlineFunctions"]
+__all__ = ["QUICK_S", "Contest", "InlineFunctions"]
 
 QUICK_S = 150e-6
+BUSY_SHARE = 0.8
 _STILL_QUICK_S = 2 * QUICK_S
 """One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""
 MOST_COUNTED_S = 2 * BRIEF_S
@@ -37,6 +38,24 @@ MOST_FUNCTIONS = 4096
 """So many names are remembered."""
 FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
+
+
+class Contest:
+    """A function's run beside others, which may have been in its way."""
+
+    __slots__ = ("_process_s", "_thread_s")
+
+    def __init__(self) -> None:
+        self._thread_s = thread_time()
+        self._process_s = process_time()
+
+    def own_s(self, took_s: float) -> float:
+        """What the function itself took: all the time, or, where a processor was busy throughout, its share of that.
+
+        Functions that fight for the interpreter would else pass for long ones, be run side by side, and fight on.
+        """
+        busy = process_time() - self._process_s > BUSY_SHARE * took_s
+        return thread_time() - self._thread_s if busy else took_s
 
 
 class InlineFunctions:

@@ -121,12 +121,12 @@ class Loop:
         """May the I/O thread do something that takes a while? Not where that has kept others waiting, lately."""
         return monotonic() >= self._in_demand_until
 
-    def look_who_waits(self) -> None:
-        """On the I/O thread, which has done something that took a while: does anything wait for it now?
+    def look_who_waits(self, served: int | None) -> None:
+        """On the I/O thread, which has done something for ``served`` that took a while: does another one wait now?
 
-        Once may be chance: the next request of the same caller, if it is quick. Twice is a crowd.
+        Once may be chance; twice in a row is a crowd.
         """
-        if not self._poller.poll(0.0):
+        if all(descriptor == served for descriptor, _ in self._poller.poll(0.0)):
             self._waited_for = 0
             return
         self._waited_for += 1
