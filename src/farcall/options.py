@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -172,7 +173,6 @@ class ObservingOptions(_Checked):
         metrics_host: the address to serve them on; there is no password on it.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
-        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -184,7 +184,6 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
-    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 
@@ -339,7 +338,7 @@ def _check_seconds(name: str, value: object, remedy: str) -> float:
         raise TypeError(f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
-    seconds = float(value)
+    seconds = float(value) if abs(value) < sys.float_info.max else math.inf
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r} ({remedy})")
     return seconds

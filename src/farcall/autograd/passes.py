@@ -162,8 +162,7 @@ class LocalPass:
             Roots() if roots is None else roots,
             sends,
             context.receives.values(),
-            context_id=context.id,
-            keep_graph=begin.retain_graph,
+            begin.retain_graph,
         )
         # At the origin the profiler, if there is one, is that of the thread that called `backward`.
         self.profile: RunProfile | None = None
@@ -204,7 +203,8 @@ class LocalPass:
                 if event is None:
                     self._apply(self.machine.handle_deadline(self._port.now()), RpcTimeout)
                 self._handle(event)
-            self.flush()
+            if self._outbox:
+                self.flush()
         except BaseException:
             # Ctrl-C ended the wait. The other workers must not wait for this one: another thread tells them.
             self.working.release()

@@ -157,11 +157,17 @@ class Recorder:
     def take_frame(self, peer: Peer, frame: Frame) -> None:
         """On the thread that reads: hand the messages to the contexts, then see to the passes that they set off."""
         devices = self.node.devices
-        if devices is None:
-            passes = self._deliver(peer, frame)
-        else:
-            passes = []
-            devices.on_default_streams(lambda: passes.extend(self._deliver(peer, frame)))
+        passes: list[LocalPass] = []
+        try:
+            if devices is None:
+                passes = self.contexts.deliver(peer.number, decode_messages(frame, peer))
+            else:
+                devices.on_default_streams(
+                    lambda: passes.extend(self.contexts.deliver(peer.number, decode_messages(frame, peer)))
+                )
+        except RpcError as error:
+            name = self.node.info.name
+            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
@@ -170,14 +176,6 @@ class Recorder:
                 self.node.executor.submit(work)
             elif not kept:
                 self._quick[peer.number] = False
-
-    def _deliver(self, peer: Peer, frame: Frame) -> list[LocalPass]:
-        try:
-            return self.contexts.deliver(peer.number, decode_messages(frame, peer))
-        except RpcError as error:
-            name = self.node.info.name
-            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
-            return []
 
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send messages, and waits for nobody.
@@ -245,9 +243,10 @@ class Recorder:
             if len(others) == 1 and monotonic() < deadline:
                 # All that is to come comes over one link: reading it here saves a hop between threads.
                 local.flush(awaited=local)
-                peer = node.numbered(*others)
-                if peer is not None and local.inbox.empty():
-                    peer.help_until(local, deadline)
+                if local.inbox.empty():
+                    peer = node.numbered(*others)
+                    if peer is not None:
+                        peer.help_until(local, deadline)
             else:
                 local.flush()
             try:
