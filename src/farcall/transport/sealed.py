@@ -103,9 +103,6 @@ class SealedTransport(Transport):
         self._end = len(first_bytes)
         self._body: memoryview | None = None
 
-    def silent_s(self) -> float:
-        return self._inner.silent_s()
-
     # ------------------------------------------------------------------ sending
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:

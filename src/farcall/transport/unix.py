@@ -40,7 +40,7 @@ _BACKLOG = 1024
 _SEND_BUFFER_BYTES = 1 << 19
 _LONGEST_PATH = 100  # of about 108 that the system takes
 _SUFFIX = ".socket"
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -48,8 +48,6 @@ _RIGHTS = getattr(socket, "SCM_RIGHTS", -1)
 _ANCILLARY_BYTES = (
     socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * _DESCRIPTOR_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 )
-_PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 # Plain ints: the arithmetic of enum flags costs microseconds.
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
