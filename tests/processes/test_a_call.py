@@ -54,7 +54,7 @@ def test_every_file_on_the_page_exists() -> None:
         ("call", 100, 25),
         ("operator", 128, 26),
         ("reference", 197, 36),
-        ("backward", 340, 35),
+        ("backward", 328, 35),
     ],
 )
 def test_an_operation_does_not_travel_further_than_it_did(

@@ -140,9 +140,9 @@ class LocalGraph:
         """Run what is ready; return the answers of the receives that this decides."""
         answers: Answers = {}
         if self._front is None and not self._buffers and not self.unheard and not self._undefined:
-            answers, self.unanswered = dict.fromkeys(self.unanswered, {}), {}  # at most leaves were left
-            return answers
-        if self._front is not None or self._undefined or not self._run_apart(answers):
+            for node in self.unanswered:
+                answers[node] = {}  # nothing is left to run: gradients of leaves at most
+        elif self._front is not None or self._undefined or not self._run_apart(answers):
             self._run_front(answers)
         for node in answers:
             del self.unanswered[node]
