@@ -172,7 +172,6 @@ class ObservingOptions(_Checked):
         metrics_host: the address to serve them on; there is no password on it.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
-        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -184,7 +183,6 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
-    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 

@@ -48,13 +48,13 @@ class Observability:
         from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
 
         runtime = self._runtime
-        membership, options = runtime.membership, runtime.options
+        membership = runtime.membership
         key = observer_key(membership.secret)
 
         def connect() -> Observer:
             return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
 
-        dashboard = Dashboard(connect, options.observing.dashboard_host, port, options.secret_bytes)
+        dashboard = Dashboard(connect, port)
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import (
+    AcceptPostponed,
     Buffer,
     DialFailed,
     DialRefused,
@@ -36,10 +37,9 @@ _LONGEST_LIST = 1024
 if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
     _LONGEST_LIST = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 
-# accept() reports these for connections that died in the queue, or for a passing shortage: try again later.
-_PASSING_ACCEPT_ERRORS = frozenset(
-    {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-)
+# accept() reports these for connections that died in the queue.
+_PASSING_ACCEPT_ERRORS = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM})
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
@@ -180,6 +180,8 @@ class SocketListener(Listener):
                 raise TransportClosed(f"{self.address} no longer listens") from error
             if error.errno in _PASSING_ACCEPT_ERRORS:
                 return None
+            if error.errno in _SHORTAGES:
+                raise AcceptPostponed(f"{self.address} cannot accept now: {error}") from error
             raise TransportBroken(f"{self.address} cannot accept: {error}") from error
         try:
             return self.transport_class(stream)

@@ -35,7 +35,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import ANSWERS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Answer, Bond, Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
@@ -314,8 +314,8 @@ class Connector:
 
     # ------------------------------------------------------------------ the member comes back by itself
 
-    def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """A proven member at our listener speaks of a session: what to answer behind our proof, or ``Refused``.
+    def admit(self, peer: Hello, arrived_at: float) -> int | None:
+        """A proven member at our listener speaks of a session: the count to tell it, if any, or ``Refused``.
 
         ``arrived_at``: when it connected.
         """
@@ -324,7 +324,7 @@ class Connector:
         tie = self._ties.get(incarnation)
         dialling = self.starting or self.is_dialling(incarnation)
         if tie is None and isinstance(purpose, Remind) and dialling and not self._stopped:
-            return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
+            return None  # it has our proof, and we gave up waiting for its own: we are about to dial again
         if tie is None or tie.bond.session_id != purpose.session_id or tie.peer.broken or self._stopped:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
         link, bond = tie.peer.link, tie.bond
@@ -334,7 +334,7 @@ class Connector:
                 tie.dialler.hasten()
             elif arrived_at > bond.since:  # else it asked for the connection that we have made since
                 link.interrupt("the other end has lost it")
-            return b""
+            return None
         if answer is not Answer.RESUME or not isinstance(purpose, Resume):
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} {answer.value}")
         if purpose.received < link.session.acknowledged:
@@ -343,7 +343,7 @@ class Connector:
             # It may be that we hear of the break from the other end first.
             bond.lose(link.session.received, monotonic(), self._reconnect_s)
         link.break_off("the other end has made a new one")
-        return resumed(link.session.resume())
+        return link.session.resume()
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """What `admit` answered is on its way."""

@@ -32,9 +32,10 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
+from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
 
-__all__ = ["Dialler", "Found", "Target", "prove", "usable_ways"]
+__all__ = ["Dialler", "Found", "Target", "prove", "sealed", "usable_ways"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -225,10 +226,11 @@ class Dialler:
                     return Found(Outcome.SILENT)
                 # Without a name, all that is known of the target is an address, by whatever name its user knows it.
                 me = self._me if target.name is None else self._me.dialling(way)
-                established = prove(transport, target.name, me, self._secret, min(deadline, monotonic() + prove_s))
+                until = min(deadline, monotonic() + prove_s)
+                way_in, established = prove(transport, target.name, me, self._secret, until)
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
-                found = Found(Outcome.PROVEN, "it lives, but did not come back", transport, established)
+                found = Found(Outcome.PROVEN, "it lives, but did not come back", way_in, established)
                 return found
             except HandshakeRefused as error:
                 reason = error.reason if isinstance(error, Refused) else None
@@ -252,8 +254,26 @@ class Dialler:
             logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
 
 
-def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
-    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
+def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:
+    """What to speak over from now on: where others may write to the connection, everything is proved."""
+    if not transport.needs_sealing:
+        return transport, established
+    sealing = SealedTransport(
+        transport,
+        send_key=established.frame_key(side),
+        receive_key=established.frame_key(side.other),
+        first_bytes=established.leftover,
+    )
+    return sealing, established._replace(leftover=b"")
+
+
+def prove(
+    transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float
+) -> tuple[Transport, Established]:
+    """Run the dialler's side of the handshake; what to speak over from then on, and with whom.
+
+    Without a ``name``, any member of the cluster will do.
+    """
     handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
     name = name or "the peer"
     outgoing = handshake.start()
@@ -273,7 +293,7 @@ def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, dead
             raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
         outgoing, established = handshake.receive(memoryview(buffer)[:count])
         if established is not None:
-            return established
+            return sealed(transport, established, Side.DIALER)
 
 
 def _wait_readable(transport: Transport, deadline: float) -> bool:

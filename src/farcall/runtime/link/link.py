@@ -108,8 +108,8 @@ class Link:
 
     @property
     def heard_bytes(self) -> int:
-        """Grows with every byte that comes, over whatever connection: the sign of life."""
-        return self.incoming.bytes_received
+        """Changes with every byte that comes, over whatever connection: the sign of life."""
+        return self.incoming.bytes_received + self.transport.held_bytes
 
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""

@@ -131,7 +131,7 @@ class Incoming:
             link.transport.watch(lambda: loop.call_soon(self._read), lambda: loop.call_soon(link.outgoing.write))
         else:
             loop.watch(self._descriptor, self._on_event)
-        if self._frames:
+        if self._frames or link.transport.buffered:
             # Not before: where the peer has gone already, reading closes the descriptor.
             loop.call_soon(self._read)
 
@@ -309,7 +309,7 @@ class Incoming:
                 if self._descriptor is not None and self._link.up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
-            if self._frames:
+            if self._frames or (self._link.transport.buffered and self._link.up):
                 self._loop.call_soon(self._read)
 
     def look_for(self, limit_s: float) -> None:
@@ -350,7 +350,7 @@ class Incoming:
         if was_helping and self._descriptor is not None and self._link.up:
             self._loop.listen(self._descriptor)
         self._read_lock.release()
-        if self._frames:
+        if self._frames or (self._link.transport.buffered and self._link.up):
             self._loop.call_soon(self._read)
         if not was_helping:
             self._loop.hand_over()

@@ -220,6 +220,9 @@ class Relay:
             if wants:
                 poll.register(far, wants)
         until = min(self._line.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
+        read_far = not silent and not self._far_ended and not self._back and not self._node_closed
+        if read_far and self._far.buffered:
+            until = 0.0  # no poll tells of that
         events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
         if wake in events:
             os.read(wake, 4096)
@@ -229,7 +232,7 @@ class Relay:
             self._read_near()
         if events.get(near, 0) & select.POLLOUT:
             self._write_near()
-        if events.get(far, 0) & ~select.POLLOUT:
+        if events.get(far, 0) & ~select.POLLOUT or (read_far and self._far.buffered):
             self._read_far()
         if events.get(far, 0) & select.POLLOUT:
             self._write_far(allowance)
