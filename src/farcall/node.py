@@ -14,6 +14,7 @@ import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
+from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
@@ -66,6 +67,14 @@ class Node:
         self._world_size = world_size
         self._options = options or RpcBackendOptions()
         self._started: Runtime | None = None
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [("state", self._lifecycle.state)]
+        if self._started is not None and self._started.running:
+            node = self._started
+            rows += [("rank", node.info.id), ("members", ", ".join(worker.name for worker in node.workers()))]
+            rows += [("live page", self.dashboard_url)] if self.dashboard_url else []
+        return table(f"Node {self._lifecycle.name}", rows)
 
     def __repr__(self) -> str:
         if self._started is not None:
