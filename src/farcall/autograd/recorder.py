@@ -73,10 +73,11 @@ def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
             # As a plain tuple: naming a class costs more than all the rest of a small gradient.
             pass_id, gradients = message.pass_id, message.gradients
             for place, gradient in gradients.items():
-                if gradient is not None and gradient.layout is torch.strided and not gradient.is_contiguous():
+                if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+                    continue
+                if gradient.nbytes <= SMALL_BYTES:
                     # That of a sum is one number, expanded. A copy here is cheaper than a description of the strides.
-                    if gradient.nbytes <= SMALL_BYTES:
-                        gradients[place] = gradient.contiguous()
+                    gradients[place] = gradient.contiguous()
             carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, gradients))
         else:
             steering.append(message)  # type: ignore[arg-type]
