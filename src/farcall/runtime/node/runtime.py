@@ -493,7 +493,7 @@ class Runtime:
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
-        if not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
+        if self.others() and not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
             logger.warning(
                 "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
             )
