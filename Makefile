@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CODEC  := $(VENV)/.codec
 # What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
 export FARCALL_CACHE := $(abspath $(VENV))/cache
 
@@ -29,7 +30,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)
+# The install above builds it as well; this is for a change of its source. Without a compiler there is none.
+$(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c
+	@$(BIN)/python hatch_build.py
+	@touch $@
+
+demo: $(CODEC)
 	$(BIN)/farcall demo $(ARGS)
 
 lint: $(READY)
@@ -38,14 +44,14 @@ lint: $(READY)
 	$(BIN)/mypy --strict src
 	$(BIN)/lint-imports
 
-check: $(READY)
+check: $(CODEC)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-tests lint
 
-check-tests: $(READY)
+check-tests: $(CODEC)
 	$(BIN)/pytest -q -n 2 --dist worksteal tests/unit tests/property tests/simulation $(ARGS)
 
 # loadgroup: PyTorch's suite has processes of its own that run two tests at a time, and stays with one worker.
-test: lint
+test: lint $(CODEC)
 	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
@@ -62,7 +68,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/python tools/draw_layers.py
 
-bench: $(READY)
+bench: $(CODEC)
 	$(BIN)/farcall bench $(ARGS)
 
 docs: $(READY)
@@ -71,4 +77,5 @@ docs: $(READY)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg farcall-demo farcall-demo-*
+	rm -f src/farcall/serialize/*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

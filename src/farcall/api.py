@@ -18,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from farcall.errors import RpcError
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.imports import when_imported
 from farcall.node import Node, leave
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
@@ -108,13 +108,16 @@ def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
     return runtime.info if worker is None else runtime.peer(worker).info
 
 
-def members() -> list[WorkerInfo]:
-    """All workers of the cluster, by rank; in a group without a fixed size those that are there now."""
-    return current_runtime().workers()
+def members() -> list[MemberInfo]:
+    """All workers of the cluster, by rank; in a group without a fixed size those that are there now.
+
+    Each is its `WorkerInfo`, with ``unresponsive_s``: for how long it has answered nobody, or None.
+    """
+    return current_runtime().members_now()
 
 
 def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-    """Have ``callback`` told of workers that join, leave, are suspected, recover from that, or die.
+    """Have ``callback`` told of workers that join, leave, fall silent, recover from that, or die.
 
     It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
     calls. Call what is returned to end that.

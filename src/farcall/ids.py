@@ -24,6 +24,13 @@ class WorkerInfo(NamedTuple):
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 
+class MemberInfo(WorkerInfo):
+    """A worker as a member: equal to its `WorkerInfo`, and how it is doing."""
+
+    unresponsive_s: float | None = None
+    """For how long it has answered nobody, though it is not dead: it is busy, or stopped. None: it answers."""
+
+
 # Structs without garbage collection: there may be a million of these, and none can be part of a cycle.
 
 

@@ -14,7 +14,8 @@ import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
-from farcall.ids import WorkerInfo, check_worker_name
+from farcall.html import table
+from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observability import Observability
@@ -67,6 +68,14 @@ class Node:
         self._world_size = world_size
         self._options = options or RpcBackendOptions()
         self._started: Runtime | None = None
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [("state", self._lifecycle.state)]
+        if self._started is not None and self._started.running:
+            node = self._started
+            rows += [("rank", node.info.id), ("members", ", ".join(worker.name for worker in node.workers()))]
+            rows += [("live page", self.dashboard_url)] if self.dashboard_url else []
+        return table(f"Node {self._lifecycle.name}", rows)
 
     def __repr__(self) -> str:
         if self._started is not None:
@@ -230,8 +239,12 @@ class Node:
         """All members, by rank; where members come and go, the present ones."""
         return self._runtime.workers()
 
+    def members(self) -> list[MemberInfo]:
+        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        return self._runtime.members_now()
+
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told, on a worker thread, of members that join, leave, are suspected, recover or die.
+        """Have ``callback`` told, on a worker thread, of members that join, leave, fall silent, recover or die.
 
         Call what is returned to end that.
         """

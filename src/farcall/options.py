@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -84,14 +85,16 @@ class MembershipOptions(_Checked):
     """How long silent members and broken connections are borne with.
 
     Args:
-        reconnect_s: how long a broken connection is dialled again, and longer while other members hear from the peer.
-            Meanwhile calls to it wait, within their timeouts, and nothing is lost or done twice. After that, or as soon
-            as its process is certainly gone, the peer is dead. 0: a broken connection is a death.
+        reconnect_s: how long the host of a member may leave everything unanswered, connections and attempts to connect
+            again, before it counts as gone. Meanwhile calls to it wait, within their timeouts, and nothing is lost or
+            done twice. A process that is certainly gone is dead at once. 0: a broken connection is a death.
         probe_interval_s: every so often a member probes one other that has been quiet.
         probe_timeout_s: how long a probe waits for an answer before other members are asked to try.
-        suspicion_s: how long a member may answer nobody before it is declared dead. No member that answers within this
-            time is.
+        suspicion_s: how long a member may answer nobody before it is declared dead, if its host is gone, too. No member
+            that answers within this time is.
         indirect_probes: how many members are asked whether they can reach one that does not answer.
+        unresponsive_s: how long a member may answer nobody although its host answers, because it is busy or stopped,
+            before it is declared dead. None: for ever; calls to it wait within their own timeouts.
     """
 
     reconnect_s: float = 10.0
@@ -99,11 +102,14 @@ class MembershipOptions(_Checked):
     probe_timeout_s: float = 0.5
     suspicion_s: float = 10.0
     indirect_probes: int = 3
+    unresponsive_s: float | None = None
 
     def __post_init__(self) -> None:
         self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
         self._check_each(_check_some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
         self._check_each(_check_positive, "indirect_probes")
+        if self.unresponsive_s is not None:
+            self._check_each(_check_some_seconds, "unresponsive_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +173,6 @@ class ObservingOptions(_Checked):
         metrics_host: the address to serve them on; there is no password on it.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
-        dashboard_host: the address to serve it on. Anything but loopback asks for the secret, which must be set then.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -179,7 +184,6 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
-    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 
@@ -334,7 +338,7 @@ def _check_seconds(name: str, value: object, remedy: str) -> float:
         raise TypeError(f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
-    seconds = float(value)
+    seconds = float(value) if abs(value) < sys.float_info.max else math.inf
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r} ({remedy})")
     return seconds

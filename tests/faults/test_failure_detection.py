@@ -25,7 +25,7 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
-QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0)
+QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0, unresponsive_s=1.0)
 
 
 def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], report: str) -> None:
@@ -120,11 +120,16 @@ def _wait_for_death(name: str) -> str:
 
 
 @both
-def test_a_stopped_member_that_comes_back_in_time_was_never_dead(is_static: bool, tmp_path: Any) -> None:
-    with cluster(3, is_static, str(tmp_path), membership=replace(QUICK, suspicion_s=20.0)) as found:
+def test_a_stopped_member_is_not_dead(is_static: bool, tmp_path: Any) -> None:
+    """However long: its suspicion is over twice before it comes back."""
+    with cluster(3, is_static, str(tmp_path), membership=replace(QUICK, unresponsive_s=None)) as found:
         found.signal("w2", signal.SIGSTOP)
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
-        wait_until(lambda: ("suspected", "w2") in found.events)
+        wait_until(lambda: ("unresponsive", "w2") in found.events)
+        wait_until(lambda: (found.node.members()[2].unresponsive_s or 0.0) > 3 * QUICK.suspicion_s)
+        assert [member.unresponsive_s for member in found.node.members()[:2]] == [None, None]
+        assert found.node.metrics().unresponsive.keys() == {"w2"}
+        assert not call.done()
         found.signal("w2", signal.SIGCONT)
         assert call.wait() == 7
         wait_until(lambda: ("recovered", "w2") in found.events)
@@ -132,14 +137,16 @@ def test_a_stopped_member_that_comes_back_in_time_was_never_dead(is_static: bool
 
 
 @both
-def test_a_stopped_member_is_declared_dead_and_learns_it(is_static: bool, tmp_path: Any) -> None:
+def test_a_stopped_member_is_declared_dead_and_learns_it_where_the_user_wants_that(
+    is_static: bool, tmp_path: Any
+) -> None:
     with cluster(3, is_static, str(tmp_path), membership=QUICK) as found:
         found.signal("w2", signal.SIGSTOP)
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
         with pytest.raises(PeerDead):
             call.wait()
         wait_until(lambda: ("dead", "w2") in found.events)
-        assert found.events.index(("suspected", "w2")) < found.events.index(("dead", "w2"))
+        assert found.events.index(("unresponsive", "w2")) < found.events.index(("dead", "w2"))
         assert found.node.rpc_sync("w1", int, ("7",)) == 7
         found.signal("w2", signal.SIGCONT)
         wait_until(lambda: os.path.exists(f"{found.report}/expelled-2"))
@@ -198,7 +205,7 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     wait_until(lambda: runtime_of(nodes[0]).is_gone("w1", runtime_of(nodes[1]).me.incarnation))
     record = runtime_of(nodes[0]).watch.member_of(incarnation)
     assert record is not None
-    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.peers.on_suspected(record, False))
+    runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).links.peers.on_unresponsive(record, False))
     wait_until(lambda: ("dead", "w1") in events)
     wait_until(lambda: not runtime_of(nodes[1]).running)
     with pytest.raises(Expelled, match="w0 could not reach it"):

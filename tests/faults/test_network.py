@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -33,6 +34,12 @@ def execute(call_id: str) -> str:
     return call_id
 
 
+def hold(seconds: int) -> str:
+    """Keep the interpreter: no thread of this process runs meanwhile."""
+    ctypes.PyDLL(None).sleep(seconds)
+    return "held"
+
+
 class Ended(NamedTuple):
     """How a call ended: its result, or the class of its error and what that says of its delivery; after how long."""
 
@@ -54,6 +61,12 @@ class Seat:
 
     def begin(self, call_id: str, to: str, timeout_s: float) -> None:
         self.calls[call_id] = (self.node.rpc_async(to, execute, (call_id,), timeout=timeout_s), monotonic())
+
+    def begin_holding(self, call_id: str, to: str, seconds: int) -> None:
+        """Have ``to`` keep its interpreter, and send it more than kernels take."""
+        self.calls[call_id] = (self.node.rpc_async(to, hold, (seconds,), timeout=CALL_S), monotonic())
+        sent = self.node.rpc_async(to, len, (bytes(64 << 20),), timeout=CALL_S)
+        self.calls[call_id + " and more"] = (sent.then(lambda done: str(done.wait())), monotonic())
 
     def end(self, call_id: str) -> Ended:
         future, since = self.calls.pop(call_id)
@@ -218,6 +231,20 @@ def test_a_host_that_nobody_reaches_is_dead_and_learns_it(is_static: bool) -> No
         assert found.ask(1, "running")
         assert found.ask(2, "ran").count("to the lost") <= 1
         assert "from the lost" not in found.ask(0, "ran")
+
+
+def test_a_busy_member_on_another_host_is_not_dead() -> None:
+    """Its kernel answers, also when it has no room for more: for longer than any verdict takes."""
+    with cluster(3) as found:
+        found.ask(0, "begin_holding", "busy", "w1", round(4 * LONG_S))
+        for rank in (0, 2):
+            found.wait_for(rank, "unresponsive", "w1")
+        assert Ended(*found.ask(0, "end", "busy")).result == "held"
+        assert Ended(*found.ask(0, "end", "busy and more")).result == str(64 << 20)
+        for rank in (0, 2):
+            found.wait_for(rank, "recovered", "w1")
+        assert found.deaths(3) == []
+        assert not any(kind == "interrupted" for kind, _ in found.ask(0, "events"))
 
 
 def test_of_two_that_lost_each_other_one_stays() -> None:

@@ -57,7 +57,7 @@ def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
                 assert asked.wait(10.0)
         return prove(transport, name, me, *args)
 
-    def admitting(self: Connector, peer: Any, arrived_at: float) -> bytes:
+    def admitting(self: Connector, peer: Any, arrived_at: float) -> int | None:
         try:
             return admit(self, peer, arrived_at)
         finally:

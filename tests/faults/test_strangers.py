@@ -28,9 +28,9 @@ def guests() -> int:
 
 
 def connect(address: str) -> socket.socket:
-    if address.startswith("unix:@"):
+    if address.startswith("unix:"):
         stream = socket.socket(socket.AF_UNIX)
-        stream.connect("\0" + address.removeprefix("unix:@"))
+        stream.connect(address.removeprefix("unix:"))
         return stream
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return socket.create_connection((host.strip("[]*") or "127.0.0.1", int(port)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
-from farcall.serialize import read_value, write_call, write_value
+from farcall.serialize import flat, pickler, read_value, write_call, write_value
 
 Encoded = tuple[bytes | memoryview, Sequence[Any]]
 
@@ -54,3 +57,21 @@ def decode(
     if tensors is not None:
         frame.recording, frame.message_id = _Tensors(tensors), 1
     return read_value(frame, peer)
+
+
+ROADS = ("pickle", "flat", "compiled")
+"""The ways of a plain value: pickle has to know all of them, for the sake of those that are not."""
+
+
+@contextmanager
+def on_road(road: str) -> Iterator[None]:
+    """Write and read by one of `ROADS`."""
+    if road == "compiled" and flat.speedups:
+        pytest.skip(f"there is no compiled codec here: {flat.speedups}")
+    write, read = {
+        "pickle": (lambda value, tensors, out_of_band_bytes: None, flat.read_in_python),
+        "flat": (flat.write_in_python, flat.read_in_python),
+        "compiled": (flat.write_flat, flat.read_flat),
+    }[road]
+    with patch.object(pickler, "write_flat", write), patch.object(pickler, "read_flat", read):
+        yield

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import sysconfig
 import tarfile
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import torch
 from tests.kit.wheel import ROOT, Installed
 
 import farcall
@@ -20,8 +25,11 @@ def told(installed: Installed, *command: str | Path, **more: str) -> str:
 
 def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
     [wheel] = installed.dist.glob("*.whl")
-    assert wheel.name.startswith(f"farcall-{farcall.__version__}-")
     names = zipfile.ZipFile(wheel).namelist()
+    is_compiled = "farcall/serialize/_speedups.abi3.so" in names
+    assert is_compiled == can_compile()
+    tags = "cp311-abi3-*" if is_compiled else "py3-none-any"
+    assert fnmatch(wheel.name, f"farcall-{farcall.__version__}-{tags}.whl")
     tops = {name.partition("/")[0] for name in names}
     assert tops == {"farcall", "farcall.pth", f"farcall-{farcall.__version__}.dist-info"}
     assert "farcall/py.typed" in names
@@ -30,12 +38,33 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
     assert sources <= set(names)
 
 
+def can_compile() -> bool:
+    """Whether this machine has a compiler and Python's headers."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    return Path(sysconfig.get_path("include"), "Python.h").exists() and shutil.which(compiler) is not None
+
+
+def test_calls_use_the_compiled_codec_of_the_wheel(installed: Installed) -> None:
+    program = "from farcall.serialize.flat import speedups; print(speedups)"
+    why_not = told(installed, installed.python, "-c", program).strip()
+    assert (not why_not) == (can_compile() and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
+
+
+def test_without_a_compiler_the_wheel_is_pure(installed: Installed, tmp_path: Path) -> None:
+    [archive] = installed.dist.glob("*.tar.gz")
+    command = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
+    told(installed, *command, "--wheel-dir", tmp_path, archive, CC="no-such-compiler")
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name == f"farcall-{farcall.__version__}-py3-none-any.whl"
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
 def test_the_source_distribution_can_be_worked_on(installed: Installed) -> None:
     [archive] = installed.dist.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ("Makefile", "constraints.txt", "mkdocs.yml", "examples/pipeline.py", "tests/conftest.py", "docs/index.md")
-    assert set(wanted) <= names
+    assert {*wanted, "hatch_build.py", "src/farcall/serialize/_speedups.c"} <= names
 
 
 def test_the_wheel_is_what_is_tested(installed: Installed) -> None:

@@ -377,7 +377,7 @@ def inventory() -> dict[str, int]:
         "descriptors": len(descriptors),
         "memfds": sum("memfd:" in one for one in descriptors),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:"),
-        "abstract sockets": unix.count(f"@farcall-{os.getpid()}-"),
+        "unix sockets": unix.count(f"-{os.getpid()}-"),
     }
 
 

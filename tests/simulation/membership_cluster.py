@@ -22,13 +22,14 @@ from farcall.protocol.membership.events import (
     Effect,
     Event,
     Expelled,
+    HostSeen,
     LinkLost,
     LinkRefused,
     LocalJoin,
     LocalLeave,
     MemberDied,
     MembershipOptions,
-    MemberSuspected,
+    MemberUnresponsive,
     Received,
     Refused,
     Send,
@@ -87,7 +88,7 @@ class Cluster:
         self.mute: set[int] = set()
         self.messages = 0
         self.most_updates = 0
-        self.suspected = 0
+        self.unresponsive = 0
         self.false_deaths: list[str] = []
         records = [self.new_member(f"worker{rank}", rank) for rank in range(count)]
         self.nodes: dict[int, Node] = {}
@@ -127,7 +128,23 @@ class Cluster:
         if self.now < node.sleeps_until:
             return  # ``wake`` sees to it
         node.wakes_at = NEVER
+        self.look_at_hosts(node)
         self.carry_out(node, node.machine.handle_deadline(self.now))
+
+    def look_at_hosts(self, node: Node) -> None:
+        """What the driver tells of those who do not answer: do their kernels?"""
+        for incarnation in node.machine.unresponsive(self.now):
+            self.carry_out(
+                node, node.machine.handle(HostSeen(incarnation, self.host_answers(node, incarnation)), self.now)
+            )
+
+    def host_answers(self, node: Node, incarnation: int) -> bool:
+        other = self.nodes[incarnation]
+        if other.process is Process.SILENT or other.side != node.side:
+            return False
+        if frozenset((node.incarnation, incarnation)) in self.cut_pairs:
+            return False
+        return not {node.incarnation, incarnation} & (self.deaf | self.mute)
 
     # --- the network -----------------------------------------------------------------------------------
 
@@ -145,8 +162,8 @@ class Cluster:
                 self.send(node, effect.to, effect.message)
             elif isinstance(effect, MemberDied):
                 self.judge_death(node, effect)
-            elif isinstance(effect, MemberSuspected):
-                self.suspected += 1
+            elif isinstance(effect, MemberUnresponsive):
+                self.unresponsive += 1
             elif isinstance(effect, Admitted):
                 node.admitted_at = self.now
                 self.at(self.now + self.options.news_bound_s(len(self.nodes)), lambda: self.check_known(node))
@@ -247,6 +264,7 @@ class Cluster:
     def run_overdue(self, node: Node) -> None:
         if node.process is Process.RUNNING:
             node.wakes_at = NEVER
+            self.look_at_hosts(node)
             self.carry_out(node, node.machine.handle_deadline(self.now))
 
     def split(self, minority: Iterable[Node]) -> None:
@@ -261,7 +279,7 @@ class Cluster:
 
     def judge_death(self, node: Node, death: MemberDied) -> None:
         victim = self.nodes[death.member.incarnation]
-        if victim.is_member and victim.longest_sleep_s < self.options.suspicion_s:
+        if victim.is_member and victim.longest_sleep_s < (self.options.unresponsive_s or NEVER):
             self.false_deaths.append(
                 f"at {self.now:.2f} s {node.member.name} declared {victim.member.name} dead: {death.why}"
             )

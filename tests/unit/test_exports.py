@@ -69,6 +69,7 @@ OF_NODE = [
     "dashboard_url",
     "get_worker_info",
     "member_events",
+    "members",
     "metrics",
     "metrics_port",
     "on_member",

@@ -19,6 +19,7 @@ Over 400 lines: a context and the table share the rules above, and a cut between
 from __future__ import annotations
 
 import threading
+from _thread import RLock  # the type: threading.RLock is a function around it
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -67,7 +68,7 @@ class Context:
         self.id = context_id
         self.contexts = contexts
         self.released: bool = False
-        self.lock: threading.RLock = threading.RLock()
+        self.lock: threading.RLock = RLock()
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Node] = {}
         self.declined: list[tuple[int, int]] = []  # (sender, message id) of messages that arrived and are not used
@@ -140,7 +141,7 @@ class Context:
         if not needing:
             self.decline_receive(peer, message_id)
             return
-        node = make_receive(self.id, peer.number, message_id, needing)
+        node = make_receive(peer.number, message_id, needing)
         with self.lock:
             if self.released:
                 return
@@ -192,7 +193,7 @@ class Context:
         pass_id = message.pass_id
         with self.lock:
             local = self.passes.get(pass_id)
-            if local is not None:
+            if local is not None:  # made a moment ago, by another thread
                 local.inbox.put((message, sender))
                 return local
             if pass_id in self._given_up or pass_id.number < self._over_below.get(pass_id.origin, 0):
@@ -227,20 +228,14 @@ class Context:
                 self._given_up.discard(pass_id)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add a pass's leaf gradients."""
+        """Add a pass's leaf gradients; the dictionary is the context's from now on."""
         with self.lock:
+            if not self.gradients:
+                self.gradients = gradients
+                return
             for leaf, gradient in gradients.items():
                 known = self.gradients.get(leaf)
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
-
-    def clear(self) -> dict[PassId, LocalPass]:
-        """Let go of the graph and of everything else; return the passes, of which those that run must be ended."""
-        with self.lock:
-            self.released = True
-            dropped = self.passes, self.sends, self.receives, self._early, self.gradients
-            self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
-        # The graph dies when this returns, not under the lock: its destructors may take long.
-        return dropped[0]
 
 
 class Contexts:
@@ -254,6 +249,8 @@ class Contexts:
         self.port = port
         self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
+        self.find: Callable[[int], Context | None] = self._contexts.get
+        """The context of that id, if there is one here."""
         self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: messages may still be on their way
         self._first_id = port.origin << _ID_BITS
         first = self._first_id + first_number + 1  # 0 is no context, and no message
@@ -269,15 +266,22 @@ class Contexts:
 
     def new_context(self) -> Context:
         """Open a context and put this thread into it."""
-        if self.current_or_none() is not None:
+        current = RECORDING.get()
+        if type(current) is Context and current.contexts is self:
             raise RpcError(
                 "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
                 "work in it"
             )
-        context = self.admit(self._next_context_id())
-        assert context is not None, "a new id was released before"
+        if not self._watches_replicas:
+            self._watch_replicas()
+        context_id = self._next_context_id()
+        context = self._contexts[context_id] = Context(context_id, self)
         RECORDING.set(context)
         return context
+
+    def _watch_replicas(self) -> None:
+        watch_replicas()  # not before the first context: most programs have neither
+        self._watches_replicas = True
 
     def current_or_none(self) -> Context | None:
         """The context that this thread is in."""
@@ -299,17 +303,12 @@ class Contexts:
             )
         return context
 
-    def find(self, context_id: int) -> Context | None:
-        """The context of that id, if there is one here."""
-        return self._contexts.get(context_id)
-
     def admit(self, context_id: int) -> Context | None:
         """The context of that id, made if need be; None if it was released already, or its opener is gone."""
         context = self._contexts.get(context_id)
         if context is None:
             if not self._watches_replicas:
-                watch_replicas()  # not before the first context: most programs have neither
-                self._watches_replicas = True
+                self._watch_replicas()
             with self._lock:
                 if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None
@@ -336,7 +335,12 @@ class Contexts:
         if RECORDING.get() is context:
             RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
-        for local in context.clear().values():
+        with context.lock:
+            context.released = True
+            dropped = context.passes, context.sends, context.receives, context._early, context.gradients
+            context.passes, context.sends, context.receives, context._early, context.gradients = {}, {}, {}, {}, {}
+        # The graph dies when this returns, not under the lock: its destructors may take long.
+        for local in dropped[0].values():
             if not local.machine.ended:
                 reason = f"Could not find autograd context with id: {context_id}; its `with` block has ended"
                 local.post(PartFailed(reason))
@@ -376,7 +380,7 @@ class Contexts:
         touched: dict[LocalPass, None] = {}
         for message in messages:
             context_id = message.context_id
-            if type(message) is ReleaseContext:
+            if isinstance(message, ReleaseContext):
                 self.release_everywhere(context_id, from_worker)
                 continue
             context = self._contexts.get(context_id)
@@ -391,7 +395,11 @@ class Contexts:
                 else:  # the call that will bring the context here has not arrived yet
                     context = self.admit(context_id)
             if context is not None:
-                local = context.take(message, from_worker)
+                local = context.passes.get(message.pass_id)
+                if local is None:
+                    local = context.take(message, from_worker)
+                else:
+                    local.inbox.put((message, from_worker))
                 if local is not None:
                     touched[local] = None
         # Only now: a pass that is claimed with its start alone would run before its gradients are in the inbox.
@@ -423,7 +431,7 @@ class Contexts:
     # --- backward -----------------------------------------------------------------------------------------
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        context = self.retrieve(context_id)
+        context = self._contexts.get(context_id) or self.retrieve(context_id)
         with context.lock:
             return dict(context.gradients)
 
@@ -436,7 +444,7 @@ class Contexts:
     ) -> None:
         """Run a pass from ``roots``; returns when all workers have their gradients in place."""
         edges = root_edges(context_id, roots)
-        context = self.retrieve(context_id)
+        context = self._contexts.get(context_id) or self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s
         local = context.originate(edges, retain_graph, deadline)
         self.running.add(local)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from weakref import ref
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -31,7 +30,6 @@ __all__ = [
     "SendFunction",
     "gradient_edge",
     "hooks_of",
-    "is_watched",
     "make_receive",
     "root_edges",
 ]
@@ -59,7 +57,11 @@ class SendFunction:
     def __init__(self, message_id: int, to_worker: int, needing: Sequence[torch.Tensor]) -> None:
         self.message_id: int = message_id
         self.to_worker: int = to_worker
-        self.next_functions: tuple[Edge, ...] = tuple(map(gradient_edge, needing))
+        edges: list[Edge] = []
+        for tensor in needing:
+            node = tensor.grad_fn
+            edges.append(gradient_edge(tensor) if node is None else (node, tensor.output_nr))
+        self.next_functions: tuple[Edge, ...] = tuple(edges)
         self._owners = None if _NODES_LIVE_ALONE else [_owner(tensor) for tensor in needing]
 
     def name(self) -> str:
@@ -76,6 +78,8 @@ def gradient_edge(tensor: torch.Tensor) -> Edge:
     if node is not None:
         return node, tensor.output_nr
     # A leaf's accumulator cannot be asked for, but it is what a view of the leaf leads to.
+    if torch.is_grad_enabled() and tensor.layout is torch.strided:
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0], 0  # type: ignore[union-attr]
     return _above(tensor).next_functions[0][0], 0
 
 
@@ -136,13 +140,13 @@ def root_edges(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
 
 
 def _receive_forward(
-    ctx: Any, anchor: torch.Tensor, place: tuple[int, int, int], *tensors: torch.Tensor
+    ctx: Any, anchor: torch.Tensor, from_worker: int, message_id: int, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    ctx.context_id, ctx.from_worker, ctx.message_id = place
-    ctx.output_count = len(tensors)
+    ctx.from_worker = from_worker
+    ctx.message_id = message_id
     # "Dirty" makes torch hang the node on these very tensors; returned as they are they would come out as
-    # views, on which torch forbids in-place operations.
-    ctx.mark_dirty(*tensors)
+    # views, on which torch forbids in-place operations. (`mark_dirty` does the same.)
+    ctx.dirty_tensors = tensors
     return tensors
 
 
@@ -172,7 +176,7 @@ ACCUMULATE: Final[Any] = type(gradient_edge(_ANCHOR)[0])
 
 
 class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
-    """The hooks of a tensor that arrived.
+    """The hooks of a tensor that arrived together with others.
 
     torch runs the hooks of all outputs of a node, with None for those that got nothing. A program cannot know which
     tensors came with the same message, so such calls are left out.
@@ -182,30 +186,18 @@ class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
         super().__setitem__(number, lambda gradient: None if gradient is None else hook(gradient))
 
 
-def make_receive(context_id: int, from_worker: int, message_id: int, tensors: Sequence[torch.Tensor]) -> Node:
+def make_receive(from_worker: int, message_id: int, tensors: Sequence[torch.Tensor]) -> Node:
     """Turn newly arrived ``tensors`` (leaves, not views), in place, into outputs of one receive node."""
     for tensor in tensors:
         tensor.requires_grad_(False)
     if torch.is_grad_enabled():
-        _apply_receive(_ANCHOR, (context_id, from_worker, message_id), *tensors)
+        _apply_receive(_ANCHOR, from_worker, message_id, *tensors)
     else:
         with torch.enable_grad():
-            _apply_receive(_ANCHOR, (context_id, from_worker, message_id), *tensors)
+            _apply_receive(_ANCHOR, from_worker, message_id, *tensors)
     node: Node = tensors[0].grad_fn
-    node.outputs = []
-    for tensor in tensors:
-        hooks = tensor._backward_hooks = _ReceivedHooks()
-        node._register_hook_dict(tensor)
-        node.outputs.append((hooks, ref(tensor)))
+    if len(tensors) > 1:
+        for tensor in tensors:
+            tensor._backward_hooks = _ReceivedHooks()
+            node._register_hook_dict(tensor)
     return node
-
-
-def is_watched(receive: Node) -> bool:
-    """Whether a hook is to see the gradients of this receive, or a tensor is to keep one."""
-    for hooks, weak_tensor in receive.outputs:
-        if hooks:
-            return True
-        tensor = weak_tensor()
-        if tensor is not None and tensor.retains_grad:
-            return True
-    return False

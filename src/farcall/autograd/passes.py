@@ -162,8 +162,7 @@ class LocalPass:
             Roots() if roots is None else roots,
             sends,
             context.receives.values(),
-            context_id=context.id,
-            keep_graph=begin.retain_graph,
+            begin.retain_graph,
         )
         # At the origin the profiler, if there is one, is that of the thread that called `backward`.
         self.profile: RunProfile | None = None
@@ -171,7 +170,9 @@ class LocalPass:
         if roots is None and (profile is not None or PROFILING.everywhere):
             self.profile = port.profile_run(profile)
         self._profiled_calls: dict[int, CallProfile] = {}
-        self._apply(machine.handle(begin, 0.0))  # the peers are told with the first bundle
+        effects = machine.handle(begin, 0.0)
+        if effects:
+            self._apply(effects)  # the peers are told with the first bundle
 
     @property
     def arrived(self) -> bool:
@@ -204,7 +205,8 @@ class LocalPass:
                 if event is None:
                     self._apply(self.machine.handle_deadline(self._port.now()), RpcTimeout)
                 self._handle(event)
-            self.flush()
+            if self._outbox:
+                self.flush()
         except BaseException:
             # Ctrl-C ended the wait. The other workers must not wait for this one: another thread tells them.
             self.working.release()

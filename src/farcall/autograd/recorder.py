@@ -57,6 +57,9 @@ QUICK_S: Final = 1e-3
 HELD_BACK_S: Final = 0.05
 """The longest that a message waits for another one to travel with."""
 
+SMALL_BYTES: Final = 1 << 16
+"""Gradients up to this size are laid out densely before they travel."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
 
@@ -68,8 +71,14 @@ def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
     for message in messages:
         if type(message) is Gradient:
             # As a plain tuple: naming a class costs more than all the rest of a small gradient.
-            pass_id = message.pass_id
-            carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, message.gradients))
+            pass_id, gradients = message.pass_id, message.gradients
+            for place, gradient in gradients.items():
+                if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+                    continue
+                if gradient.nbytes <= SMALL_BYTES:
+                    # That of a sum is one number, expanded. A copy here is cheaper than a description of the strides.
+                    gradients[place] = gradient.contiguous()
+            carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, gradients))
         else:
             steering.append(message)  # type: ignore[arg-type]
     written = _encoder.encode(steering) if steering else b""
@@ -157,11 +166,17 @@ class Recorder:
     def take_frame(self, peer: Peer, frame: Frame) -> None:
         """On the thread that reads: hand the messages to the contexts, then see to the passes that they set off."""
         devices = self.node.devices
-        if devices is None:
-            passes = self._deliver(peer, frame)
-        else:
-            passes = []
-            devices.on_default_streams(lambda: passes.extend(self._deliver(peer, frame)))
+        passes: list[LocalPass] = []
+        try:
+            if devices is None:
+                passes = self.contexts.deliver(peer.number, decode_messages(frame, peer))
+            else:
+                devices.on_default_streams(
+                    lambda: passes.extend(self.contexts.deliver(peer.number, decode_messages(frame, peer)))
+                )
+        except RpcError as error:
+            name = self.node.info.name
+            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
@@ -170,14 +185,6 @@ class Recorder:
                 self.node.executor.submit(work)
             elif not kept:
                 self._quick[peer.number] = False
-
-    def _deliver(self, peer: Peer, frame: Frame) -> list[LocalPass]:
-        try:
-            return self.contexts.deliver(peer.number, decode_messages(frame, peer))
-        except RpcError as error:
-            name = self.node.info.name
-            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
-            return []
 
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread; what follows may send messages, and waits for nobody.
@@ -245,9 +252,10 @@ class Recorder:
             if len(others) == 1 and monotonic() < deadline:
                 # All that is to come comes over one link: reading it here saves a hop between threads.
                 local.flush(awaited=local)
-                peer = node.numbered(*others)
-                if peer is not None and local.inbox.empty():
-                    peer.help_until(local, deadline)
+                if local.inbox.empty():
+                    peer = node.numbered(*others)
+                    if peer is not None:
+                        peer.help_until(local, deadline)
             else:
                 local.flush()
             try:

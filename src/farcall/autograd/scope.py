@@ -14,7 +14,7 @@ import torch
 
 from farcall.autograd.contexts import Context, Contexts
 from farcall.autograd.recorder import Recorder
-from farcall.runtime.node import HasRuntime, current_runtime, runtime_of
+from farcall.runtime.node import HasRuntime, current_runtime
 from farcall.serialize import RECORDING
 
 __all__ = ["backward", "context", "get_gradients"]
@@ -38,7 +38,9 @@ class context:
 
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
-        self._contexts = runtime_of(self._node).part(Recorder).contexts
+        node = self._node
+        runtime = current_runtime() if node is None else node._runtime
+        self._contexts = runtime.part(Recorder).contexts
         self._context = self._contexts.new_context()
         return self._context.id
 

@@ -321,11 +321,10 @@ def segments_work() -> bool:
 
 
 def host_token() -> str:
-    """Equal on nodes that run on one kernel and can reach each other's abstract unix sockets; "" for never.
+    """Equal on nodes that run on one kernel and in one network; "" for never.
 
-    The boot id tells kernels apart. Abstract socket names belong to a network namespace, so containers with
-    their own differ. The process namespace does not matter: descriptors are passed, never looked up by
-    process id.
+    The boot id tells kernels apart. Containers with a network namespace of their own count as other hosts. The
+    process namespace does not matter: descriptors are passed, never looked up by process id.
     """
     if why_not_shared():
         return ""

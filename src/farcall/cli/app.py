@@ -149,16 +149,13 @@ def top(
 def dashboard(
     connect: _Connect = "",
     cluster: _Cluster = "",
-    host: Annotated[
-        str, typer.Option(help="Address to serve on; all but loopback ask for FARCALL_SECRET.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of loopback to serve on; 0: any free one.")] = 0,
 ) -> None:
     """Serve a live page for the browser: workers, calls, latencies, callers and callees, waiting calls and errors."""
     from farcall.cli.live import serve_dashboard
 
     with _observer(connect, cluster) as observer:
-        serve_dashboard(_console(), observer, connect, host, port)
+        serve_dashboard(_console(), observer, connect, port)
 
 
 @app.command()

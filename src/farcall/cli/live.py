@@ -22,7 +22,6 @@ from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
 from farcall.observe.rates import Row, busiest, rows
 from farcall.observe.trace import chrome_trace, write_json
-from farcall.options import RpcBackendOptions
 
 _BUSIEST = 5
 
@@ -61,7 +60,9 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
         state = Text(row.now.state, style="green" if row.now.state in ("running", "serving") else "yellow")
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
-        table.add_row(Text(worker.name), Text("gone" if worker.gone else "silent", style="bold red"))
+        since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found), default=0.0)
+        how = "gone" if worker.gone else f"unresponsive {since_s:.0f} s" if since_s else "unresponsive"
+        table.add_row(Text(worker.name), Text(how, style="bold red"))
     return table
 
 
@@ -130,7 +131,7 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.3g} GiB"
 
 
-def serve_dashboard(console: Console, observer: Observer, address: str, host: str, port: int) -> None:
+def serve_dashboard(console: Console, observer: Observer, address: str, port: int) -> None:
     """Serve the live page until Ctrl-C. ``observer`` is connected; to ``address``, unless that is empty."""
     cluster_id = observer.metrics().cluster_id
     first: list[Observer] = [observer]
@@ -140,7 +141,7 @@ def serve_dashboard(console: Console, observer: Observer, address: str, host: st
             return first.pop()
         return Observer.connect_with_secret(address) if address else Observer.find(cluster_id)
 
-    served = Dashboard(connect, host, port, RpcBackendOptions().secret_bytes)
+    served = Dashboard(connect, port)
     served.start()
     try:
         console.print(f"the dashboard of cluster {cluster_id} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 
 from farcall.observe.cluster import Tracing
@@ -48,17 +49,18 @@ class Observability:
         from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
 
         runtime = self._runtime
-        membership, options = runtime.membership, runtime.options
+        membership = runtime.membership
         key = observer_key(membership.secret)
 
         def connect() -> Observer:
             return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
 
-        dashboard = Dashboard(connect, options.observing.dashboard_host, port, options.secret_bytes)
+        dashboard = Dashboard(connect, port)
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
-        logger.info("%s: the dashboard is at %s", runtime.info.name, dashboard.url)
+        # Whoever asks for a page wants to open it, whatever is logged.
+        print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:
         """Leave a file by which commands find this node."""

@@ -137,7 +137,7 @@ class Observer:
         transport = dial(address, DIAL_S)
         try:
             me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
-            return cls(transport, prove(transport, member, me, key, deadline))
+            return cls(*prove(transport, member, me, key, deadline))
         except BaseException:
             transport.close()
             raise

@@ -12,13 +12,12 @@ from typing import Any
 
 from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
+from farcall.observe.web_server import Answer, Request, WebServer
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
-from farcall.transport.descriptors import close_in_children
 
 __all__ = ["MetricsServer"]
 
-_STOP_S = 2.0
 _EVERY = 8
 """So many fine buckets make one here: two octaves, 16 buckets for each function and peer."""
 
@@ -28,30 +27,30 @@ class MetricsServer:
 
     def __init__(self, node: Runtime, host: str, port: int) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import choose_encoder
         except ImportError:
             raise InitError(
                 "metrics_port needs prometheus-client: pip install 'farcall[metrics]', or leave the option out"
             ) from None
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(node))
+
+        def answer(request: Request) -> Answer:
+            encode, kind = choose_encoder(request.accept)
+            return Answer(encode(registry), kind)
+
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = WebServer("farcall-metrics", host, port, answer)
         except OSError as error:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
-        self.port: int = int(self._server.server_port)
+        self._server.start()
+        self.port: int = self._server.port
         """The port that was asked for, or chosen."""
-        close_in_children(self)
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_STOP_S)
-
-    def close_after_fork(self) -> None:
-        """In a forked child: the port is the parent's."""
-        self._server.socket.close()
+        self._server.close()
 
 
 class _Collector:
@@ -121,6 +120,12 @@ def families(metrics: Metrics) -> list[Any]:
     for event, count in metrics.members.items():
         changes.add_metric([worker, event], count)
     found.append(changes)
+    silent = gauge(
+        "farcall_unresponsive_seconds", "Members that answer nobody, and for how long.", labels=["worker", "peer"]
+    )
+    for peer, seconds in metrics.unresponsive.items():
+        silent.add_metric([worker, peer], seconds)
+    found.append(silent)
     return found
 
 

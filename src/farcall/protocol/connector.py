@@ -13,8 +13,8 @@ their connections. Deadlines go by the ``now`` that is passed in. Must not know 
 STEPS below is the transition table: the outcome of an attempt and the goal name the next step. Three of its cells
 decide deaths. *Nobody listens* within the host is certain at once, since the kernel speaks. A *refused* TCP port is
 believed the second time in a row, 50 ms later: its host answers, and a process that is being restarted in place gets
-those. *No answer* never says anything: the dial goes on until its time is up, and longer while other members hear from
-the peer (``Due.is_trusted``).
+those. *No answer* ends nothing by itself: the dial goes on until its time is up, and longer while the peer is a member
+(``Due.is_member``): whether it is dead is decided among the members, and only where its host does not answer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Outcome(Enum):
     ANOTHER = "another process has its address"
     FOREIGN = "what answers does not speak farcall"
     REJECTED = "it answered, and refused us"
-    SILENT = "no answer"
+    UNANSWERED = "its host does not answer"
+    SILENT = "its host answers, and it does not"
 
 
 class Step(Enum):
@@ -98,6 +99,7 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
         (Outcome.ANOTHER,       _ENDS,   _GONE,   _GONE,   _GONE,   _GONE),
         (Outcome.FOREIGN,       _ENDS,   _GONE,   _ENDS,   _ENDS,   _ENDS),
         (Outcome.REJECTED,      _ENDS,   _ENDS,   _ENDS,   _ENDS,   _ENDS),
+        (Outcome.UNANSWERED,    _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
         (Outcome.SILENT,        _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
     )
 }
@@ -106,9 +108,9 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The pause is over. ``is_trusted``: others hear from the member."""
+    """The pause is over. ``is_member``: the peer is neither dead nor gone, as far as the members know."""
 
-    is_trusted: bool = False
+    is_member: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,9 @@ class Dial:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Due(is_trusted):
+            case Due(is_member):
                 self._next = None
-                if now >= self._until and not is_trusted and not self._must_try:
+                if now >= self._until and not is_member and not self._must_try:
                     return [Ended(Step.OUT_OF_TIME, self._why)]
                 self._must_try = False
                 return [Attempt(self._remaining_s(now))]
@@ -187,7 +189,7 @@ class Dial:
         self._next = now + min(pause_s, self._remaining_s(now))
 
     def _remaining_s(self, now: float) -> float:
-        """Until the end; past it, as long as the member is trusted, the longest pause."""
+        """Until the end; past it, as long as the peer is a member, the longest pause."""
         return self._until - now if self._until > now else LONGEST_PAUSE_S
 
 

@@ -278,7 +278,7 @@ class FrameDecoder:
                 return frames
             self._frame = None
             frames.append(done)
-        staging = self._staging
+        staging, view = self._staging, self._view
         unpack_header = HEADER.unpack_from
         while True:
             start = self._start
@@ -303,7 +303,7 @@ class FrameDecoder:
                 after_payload = end = after_notes + payload_len
                 buffers: list[Any] = []
                 if buffer_count:
-                    for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(self._view[start + 40 : after_table]):
+                    for size, segment_id, offset in BUFFER_ENTRY.iter_unpack(view[start + 40 : after_table]):
                         if segment_id:
                             buffers.append(Ticket(size, segment_id, offset))
                             continue
@@ -318,13 +318,15 @@ class FrameDecoder:
                             kind,
                             flags,
                             call_id,
-                            bytes(staging[after_table:after_function]) if function_len else b"",
-                            bytes(staging[after_function:after_notes]) if notes_len else b"",
-                            bytes(staging[after_notes:after_payload]),
+                            bytes(view[after_table:after_function]) if function_len else b"",
+                            bytes(view[after_function:after_notes]) if notes_len else b"",
+                            bytes(view[after_notes:after_payload]),
                             buffers or (),
                         )
                     )
                     continue
+                if not buffer_count and payload_len < LARGE_BYTES and end - start <= len(staging) // 2:
+                    break  # the rest fits in here, too, and comes with the next read
             if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
                 raise FrameError("the peer sent a frame whose parts are larger than any real one")
             if payload_len > MAX_PART_BYTES:

@@ -92,6 +92,10 @@ class Established(NamedTuple):
         """The name, at both ends, of the session that begins with this connection."""
         return hashlib.sha256(b"session id" + self.session_key).hexdigest()[:32]
 
+    def frame_key(self, sender: Side) -> bytes:
+        """The key that proves what ``sender`` says over this connection from now on."""
+        return hkdf_expand(self.session_key, b"frames of the " + sender.value.encode())
+
 
 class Handshake:
     """One end of one connection's handshake.
@@ -170,7 +174,7 @@ class Handshake:
             assert self._peer is not None
             if self._state is HandshakeState.AWAITING_COUNT:
                 self._state = HandshakeState.ESTABLISHED
-                (received,) = COUNT.unpack(body)
+                received = self._on_count(body)
                 return replies, Established(self._peer, self._session_key, self._take_leftover(), received)
             reply, self._session_key = self._on_proof(body)
             if self._resumes:
@@ -215,7 +219,7 @@ class Handshake:
         if self._state is HandshakeState.AWAITING_GREETING:
             due, fits = GREETING[self._side.other], True
         elif self._state is HandshakeState.AWAITING_COUNT:
-            due, fits = Kind.RESUMED, body_bytes == COUNT.size
+            due, fits = Kind.RESUMED, body_bytes == COUNT.size + PROOF_BYTES
         else:
             due, fits = PROOF[self._side.other], body_bytes == PROOF_BYTES
         if kind_number != due or not fits:
@@ -278,6 +282,22 @@ class Handshake:
         if self._side is Side.LISTENER:
             return message_of(Kind.LISTENER_PROOF, self._proof_of(Side.LISTENER)), session_key
         return b"", session_key
+
+    def resumed(self, received: int) -> bytes:
+        """What a listener sends behind its proof where a session is resumed: the frames that it has of the dialer."""
+        count = COUNT.pack(received)
+        return message_of(Kind.RESUMED, count + self._proof_of_count(count))
+
+    def _on_count(self, body: bytes) -> int:
+        count, proof = body[: COUNT.size], body[COUNT.size :]
+        if not hmac.compare_digest(proof, self._proof_of_count(count)):
+            raise malformed("a count of frames that the listener did not send")
+        (received,) = COUNT.unpack(count)
+        return int(received)
+
+    def _proof_of_count(self, count: bytes) -> bytes:
+        # Whoever could change it had frames sent twice.
+        return hmac.digest(hkdf_expand(self._session_key, b"count"), count, "sha256")
 
     def _proof_of(self, side: Side) -> bytes:
         """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""

@@ -150,11 +150,6 @@ def read_greeting(body: bytes) -> Greeting:
     return greeting
 
 
-def resumed(received: int) -> bytes:
-    """What a listener sends behind its proof where a session is resumed: the frames that it has of the dialer."""
-    return message_of(Kind.RESUMED, COUNT.pack(received))
-
-
 # ---------------------------------------------------------------------- keys
 
 

@@ -9,7 +9,6 @@ reader, under the watch of `reader.py`.)
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from time import monotonic
@@ -19,7 +18,7 @@ import torch
 
 from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import LARGE_BYTES, Frame
+from farcall.protocol.frames import Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
 from farcall.rpc.outcome import (
     DerivedFuture,
@@ -37,17 +36,13 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import has_devices
+from farcall.serialize import has_devices, takes_long
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
 
 T = TypeVar("T")
 S = TypeVar("S")
-# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data:
-# then a worker does what the reader could have done.)
-_NAMES_A_CLASS = pickle.STACK_GLOBAL
-
 _make_future = torch._C.Future.__init__
 
 
@@ -164,8 +159,7 @@ class Future(Outcome[T], PendingCall):
     def on_answer(self, frame: Frame) -> None:
         """The answer came: complete now, or on a worker if that means user code or long work."""
         self.arrived = True
-        payload = frame.payload
-        if self._has_callbacks or len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in payload:
+        if self._has_callbacks or takes_long(frame.payload):
             self._frame = frame
             self._node.executor.submit(_Completion(self))
         else:

@@ -30,6 +30,7 @@ from farcall.errors import (
     RpcError,
     SerializationError,
 )
+from farcall.html import table
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
@@ -170,17 +171,13 @@ class RRef(Generic[T]):
         return True
 
     def __repr__(self) -> str:
-        ref, fork_id = self._fork.ref, self._fork.fork_id
-        name = "OwnerRRef" if self.is_owner() else "UserRRef"
-        return (
-            f"{name}(owner={self.owner_name()}, id={ref.created_on}:{ref.local_id}, "
-            f"fork={fork_id.created_on}:{fork_id.local_id})"
-        )
+        ref = self._fork.ref
+        return f"<RRef {ref.created_on}:{ref.local_id} to a value of {self.owner_name()!r}>"
 
-    def __str__(self) -> str:
-        # As programs that were written for torch.distributed.rpc know it.
-        ref, fork_id = (f"GloballyUniqueId({_numbers(number)})" for number in (self._fork.ref, self._fork.fork_id))
-        return f"OwnerRRef({ref})" if self.is_owner() else f"UserRRef(RRefId = {ref}, ForkId = {fork_id})"
+    def _repr_html_(self) -> str:
+        ref, owner = self._fork.ref, self.owner()
+        rows = [("owner", f"{owner.name} (rank {owner.id})"), ("id", f"{ref.created_on}:{ref.local_id}")]
+        return table("RRef", [*rows, ("here", "the value itself" if self.is_owner() else "a reference")])
 
     # ------------------------------------------------------------------ the value
 

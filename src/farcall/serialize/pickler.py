@@ -7,6 +7,7 @@ Owns the form of a payload. Pickle ends with b"." and ignores what follows, so t
     prelude  pickle  "."  table  u32  "S"   the same, and a pickled segment table of that length
     one of the two  table  u32  "D"         and a pickled table of storages on devices (``devices.py``)
     one of the above, of (data, tensors)  "C"   ``data`` was written by a pickler that the user installed
+    description  data  u32  "F"             plain values and plain tensors, without pickle (``flat.py``)
 
 Buffers: first pickle's own (numpy) in its order, then those of devices, then the storages' in reverse.
 It does not know sockets or peers. Invariant: a failed ``write_value`` leaves nothing behind.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from farcall.errors import FunctionNotFound, RpcError, SerializationError
-from farcall.protocol.frames import REQUEST, Frame
+from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
 from farcall.serialize.code import HINT
 from farcall.serialize.context import (
@@ -37,17 +38,21 @@ from farcall.serialize.context import (
 )
 from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
 from farcall.serialize.diagnosis import find_culprit
+from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_flat
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
-from farcall.serialize.tensors import reduce_other
+from farcall.serialize.tensors import reduce_mapped, reduce_other, reduce_tensor
 
-__all__ = ["TablePickler", "is_custom", "read_value", "write_call", "write_value"]
+__all__ = ["TablePickler", "is_custom", "read_value", "takes_long", "write_call", "write_value"]
 
 _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
 _SEGMENTED = b"S"
 _CUSTOM = b"C"
+_FLAT = bytes([FLAT])
+# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data.)
+_NAMES_A_CLASS = pickle.STACK_GLOBAL
 _table_length = struct.Struct("<I")
 
 _PRELUDE = SEEDS.prelude
@@ -62,14 +67,24 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
     The buffers keep what they show alive. If the frame belongs to a distributed autograd context, its tensors are
     recorded there, in the order in which the reader meets them.
     """
+    recording = frame.recording
+    tensors: list[torch.Tensor] | None = None if recording is None else []
+    reducer = REDUCERS[torch.Tensor]
+    if reducer is reduce_tensor or (reducer is reduce_mapped and getattr(peer, "devices", None) is None):
+        written = write_flat(value, tensors, OUT_OF_BAND_BYTES)
+        if written is not None:
+            frame.payload, frame.buffers = written
+            if tensors is not None:
+                frame.message_id = recording.record_send(peer, tensors)
+            return
+        if tensors:
+            tensors = []
     try:
         # Taken out while in use, so that a reducer may write another message.
         encoding = _idle.pop()
     except IndexError:
         encoding = Encoding(reduce_other)
-    recording = frame.recording
     encoding.peer = peer
-    tensors: list[torch.Tensor] | None = None if recording is None else []
     encoding.tensors = tensors
     encoding.is_request = frame.kind == REQUEST
     try:
@@ -132,6 +147,13 @@ def is_custom(payload: bytes | memoryview) -> bool:
     return payload[-1] == _CUSTOM[0]
 
 
+def takes_long(payload: bytes | memoryview) -> bool:
+    """Whether reading this payload may take long, or run code of the user's."""
+    if payload[-1:] == _FLAT:
+        return False
+    return len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in bytes(payload)
+
+
 def read_value(frame: Frame, peer: Any = None) -> Any:
     """Rebuild the value that `write_value` wrote.
 
@@ -162,6 +184,8 @@ def _read(
     devices = None
     try:
         form = payload[-1]
+        if form == FLAT:
+            return read_flat(payload, buffers, tensors)
         if form == _PLAIN:
             return _loads(payload, buffers=map(_owning, buffers)) if buffers else _loads(payload)
         if form == _CUSTOM[0]:

@@ -45,21 +45,30 @@ class Recording(Protocol):
 
 
 class _Present:
-    """Which context the running code is in. Inside it is a context variable: a coroutine keeps its own."""
+    """Which context the running code is in. Inside it is a context variable: a coroutine keeps its own.
 
-    __slots__ = ("_set", "get", "on_set")
+    ``get`` and ``set`` are those of the variable itself, since every recorded call uses them.
+    """
+
+    __slots__ = ("_set", "get", "set")
 
     def __init__(self) -> None:
         variable: ContextVar[Recording | None] = ContextVar("farcall_autograd_context", default=None)
         self.get: Callable[[], Recording | None] = variable.get
         self._set = variable.set
-        self.on_set: Callable[[Recording | None], object] | None = None
-        """Told of each change: TorchScript takes the context along to threads of its own."""
+        self.set: Callable[[Recording | None], object] = variable.set
 
-    def set(self, recording: Recording | None) -> None:
-        self._set(recording)
-        if self.on_set is not None:
-            self.on_set(recording)
+    def watch(self, on_set: Callable[[Recording | None], object] | None) -> None:
+        """Tell ``on_set`` of each change from now on: TorchScript takes the context along to threads of its own."""
+        if on_set is None:
+            self.set = self._set
+            return
+
+        def set_and_tell(recording: Recording | None) -> None:
+            self._set(recording)
+            on_set(recording)
+
+        self.set = set_and_tell
 
 
 RECORDING: Final = _Present()

@@ -43,7 +43,7 @@ from farcall.serialize.rebuild import (
 )
 from farcall.serialize.spans import StorageRecord, copy_of
 
-__all__ = ["map_cpu_tensors", "reduce_other", "reduce_tensor"]
+__all__ = ["map_cpu_tensors", "reduce_mapped", "reduce_other", "reduce_tensor"]
 
 _strided = torch.strided
 _state_of: Any = torch._utils._get_obj_state
@@ -255,11 +255,12 @@ def reduce_other(value: Any, encoding: Encoding) -> Any:
 
 def map_cpu_tensors() -> None:
     """From now on, see for each CPU tensor whether the peer's map sends it to a device: some node has such a map."""
-    register_reducer(torch.Tensor, _reduce_mapped)
-    register_reducer(torch.nn.Parameter, _reduce_mapped)
+    register_reducer(torch.Tensor, reduce_mapped)
+    register_reducer(torch.nn.Parameter, reduce_mapped)
 
 
-def _reduce_mapped(tensor: torch.Tensor, encoding: Encoding) -> Any:
+def reduce_mapped(tensor: torch.Tensor, encoding: Encoding) -> Any:
+    """Describe a CPU tensor by the peer's device map, where it has one."""
     devices: PeerDevices | None = getattr(encoding.peer, "devices", None)
     is_plain = type(tensor) is torch.Tensor
     if devices is not None and tensor.is_cpu and tensor.layout is _strided and tensor.dtype in CODES:

@@ -65,9 +65,9 @@ def enable() -> None:
         def on_set(recording: Recording | None) -> None:
             enter(-1 if recording is None else recording.id)
 
-        RECORDING.on_set = on_set
+        RECORDING.watch(on_set)
         on_set(RECORDING.get())
-        _undo.append(lambda: setattr(RECORDING, "on_set", None))
+        _undo.append(lambda: RECORDING.watch(None))
 
 
 def disable() -> None:

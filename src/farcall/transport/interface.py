@@ -1,8 +1,8 @@
 """The whole I/O contract: what a way for bytes must do, and nothing about what the bytes mean.
 
 A transport is an ordered, connected, duplex stream of bytes between two nodes. It never buffers: what the
-kernel (or the in-memory pipe) does not take stays with the caller. It knows nothing of frames, tensors or
-threads.
+kernel (or the in-memory pipe) does not take stays with the caller, who offers the same bytes again. It knows nothing of
+frames, tensors or threads.
 
 =================  ======================================  ==========================================
 method             result                                  would block
@@ -46,12 +46,24 @@ class TransportBroken(TransportError):
     """The peer, or something between, broke the connection; the message says how."""
 
 
+class TransportForged(TransportBroken):
+    """Bytes came that the other end has not sent, or not so: somebody is in between."""
+
+
 class DialFailed(TransportError):
     """No connection could be made to an address; the message says which and why."""
 
 
+class DialUnanswered(DialFailed):
+    """The host of an address does not answer, or no way leads there."""
+
+
 class DialRefused(DialFailed):
     """The host of an address says that nobody listens there."""
+
+
+class AcceptPostponed(TransportError):
+    """This process, or the system, is out of descriptors or memory: somebody waits at the door, and must."""
 
 
 class ListenFailed(TransportError):
@@ -69,6 +81,14 @@ class Transport(ABC):
     carries_descriptors: bool = False
     #: the numeric address of the other end's host, where there is a network between; else empty
     peer_host: str = ""
+    #: True where a network is between the two ends, and others may write to the connection
+    needs_sealing: bool = False
+    #: bytes that were offered, not taken, and will leave all the same: they are part of something that has begun
+    pending_bytes: int = 0
+    #: bytes that came and cannot be given out before more do
+    held_bytes: int = 0
+    #: True where ``receive_into`` has bytes of which a poll of the descriptor says nothing
+    buffered: bool = False
     #: False where a test looks at whole messages: then large ones do not travel in chunks
     takes_chunks: bool = True
     #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
@@ -91,6 +111,10 @@ class Transport(ABC):
     @abstractmethod
     def receive_into(self, view: memoryview) -> int | None:
         """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
+
+    def receive_bytes_into(self, view: memoryview) -> int | None:
+        """Like ``receive_into``, from a peer that has proved nothing: descriptors that come along are dropped."""
+        return self.receive_into(view)
 
     @abstractmethod
     def wait_readable(self, timeout_s: float) -> bool:
@@ -122,6 +146,13 @@ class Transport(ABC):
         are allowed.
         """
         raise NotImplementedError(f"a {self.kind} transport is polled by its descriptor")
+
+    def silent_s(self) -> float:
+        """How long the host at the other end has left unanswered what was sent to it, as seen since the first look.
+
+        Its kernel answers, whatever its processes do. 0 where it has nothing to answer, or one kernel has both ends.
+        """
+        return 0.0
 
     @abstractmethod
     def end_sending(self) -> None:

@@ -15,9 +15,11 @@ from typing import ClassVar
 
 from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import (
+    AcceptPostponed,
     Buffer,
     DialFailed,
     DialRefused,
+    DialUnanswered,
     Listener,
     Transport,
     TransportBroken,
@@ -35,10 +37,12 @@ _LONGEST_LIST = 1024
 if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
     _LONGEST_LIST = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 
-# accept() reports these for connections that died in the queue, or for a passing shortage: try again later.
-_PASSING_ACCEPT_ERRORS = frozenset(
-    {errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-)
+# accept() reports these for connections that died in the queue.
+_PASSING_ACCEPT_ERRORS = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM})
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 class SocketTransport(Transport):
@@ -176,6 +180,8 @@ class SocketListener(Listener):
                 raise TransportClosed(f"{self.address} no longer listens") from error
             if error.errno in _PASSING_ACCEPT_ERRORS:
                 return None
+            if error.errno in _SHORTAGES:
+                raise AcceptPostponed(f"{self.address} cannot accept now: {error}") from error
             raise TransportBroken(f"{self.address} cannot accept: {error}") from error
         try:
             return self.transport_class(stream)
@@ -206,7 +212,11 @@ def connect(stream: socket.socket, target: object, timeout_s: float, address: st
         stream.close()
         why = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else error
         # A unix name that is gone with its socket's process is either refused or, if it was a file, not there.
-        kind = DialRefused if isinstance(error, ConnectionRefusedError | FileNotFoundError) else DialFailed
+        kind: type[DialFailed] = DialFailed
+        if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+            kind = DialRefused
+        elif isinstance(error, TimeoutError) or error.errno in _NO_WAY:
+            kind = DialUnanswered
         raise kind(f"cannot connect to {address}: {why}") from error
     except BaseException:
         stream.close()

@@ -2,27 +2,37 @@
 
 Addresses: ``tcp://host:port``, ``tcp://[v6]:port``; to listen also ``tcp://*:port`` (every interface, IPv4
 and IPv6 through one socket where the system can) and port 0 (any free one). Small frames leave at once (no
-Nagle), a silent peer is noticed by keepalive. Knows nothing of frames.
+Nagle), and a vanished host is noticed, by keepalive or by ``silent_s``. Knows nothing of frames.
+
+Whether the other host is there, its kernel tells, in what it acknowledges (``TCP_INFO``): it does that for a process
+that is busy or stopped, too. ``TCP_USER_TIMEOUT`` would not do: it also ends connections whose other end
+acknowledges all, but has no room, as a busy process has none.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+import struct
 import sys
 import time
 from typing import ClassVar
 
-from farcall.transport.interface import DialFailed, DialRefused, ListenFailed
+from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, ListenFailed
 from farcall.transport.stream_socket import SocketListener, SocketTransport, connect
 
 _BACKLOG = 1024
 _NOT_SENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _MOST_NOT_SENT_BYTES = 128 * 1024
 
-# An idle peer whose host vanished is noticed after 30 + 3 * 10 s; the heartbeat of the protocol is quicker,
-# this is the net below it.
+# An idle peer whose host vanished is noticed after 30 + 3 * 10 s; the probes of the membership protocol are quicker,
+# this is the net below them.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+# Of struct tcp_info, in linux/tcp.h: tcpi_probes, tcpi_unacked, tcpi_last_ack_recv.
+_INFO = struct.Struct("=3xB20xI28xI")
+_HAS_INFO = sys.platform.startswith("linux") and hasattr(socket, "TCP_INFO")
 
 
 def parse_tcp(address: str) -> tuple[str, int]:
@@ -63,13 +73,15 @@ def leads_to(address: str, host: str) -> bool:
 class TcpTransport(SocketTransport):
     """A TCP connection."""
 
-    __slots__ = ("peer_host",)
+    __slots__ = ("_asked_at", "peer_host")
 
     kind = "tcp"
+    needs_sealing = True
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
         self.peer_host: str = _plain(stream.getpeername()[0])
+        self._asked_at: float | None = None  # since when something was seen to be unanswered
         # Buffer sizes are left to the kernel, which adapts them: fixed ones were no quicker on loopback (0.25
         # to 4 MiB tried) and would be wrong for a long way. But what it has not sent yet, small messages wait behind.
         if _NOT_SENT is not None:
@@ -80,6 +92,25 @@ class TcpTransport(SocketTransport):
             option = getattr(socket, name, None)
             if option is not None:
                 stream.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def silent_s(self) -> float:
+        if not _HAS_INFO:
+            return 0.0
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        except OSError:
+            return 0.0  # closed, or about to say why it is broken
+        if len(info) < _INFO.size:
+            return 0.0
+        window_probes, unacknowledged, since_answer_ms = _INFO.unpack(info)
+        now = time.monotonic()
+        # Of probes of a full window, one may be on its way; two in a row have not been answered.
+        if not unacknowledged and window_probes < 2:
+            self._asked_at = None
+            return 0.0
+        if self._asked_at is None or self._asked_at < now - since_answer_ms / 1000.0:
+            self._asked_at = now  # what is unanswered may just have been sent
+        return now - self._asked_at
 
     @staticmethod
     def _name(address: object) -> str:
@@ -154,7 +185,7 @@ def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
     except OSError as error:
         raise DialFailed(f"cannot resolve {host!r} of {address}: {error}") from error
     failures: list[str] = []
-    refused = 0
+    refused = unanswered = 0
     for position, (family, _, _, _, target) in enumerate(found):
         # What is left is shared among the addresses still to try: one black hole must not eat it all.
         left_s = (deadline - time.monotonic()) / (len(found) - position)
@@ -174,5 +205,10 @@ def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
             stream.close()
             failures.append(str(error))
             refused += isinstance(error, DialRefused)
-    kind = DialRefused if refused == len(found) else DialFailed
+            unanswered += isinstance(error, DialUnanswered)
+    kind: type[DialFailed] = DialFailed
+    if refused == len(found):
+        kind = DialRefused
+    elif unanswered and refused + unanswered == len(found):
+        kind = DialUnanswered
     raise kind(f"cannot connect to {address}: {'; '.join(failures)}")

@@ -1,11 +1,13 @@
 """Unix stream sockets: within one host, quicker than TCP, and able to carry descriptors.
 
-Addresses: ``unix:@name`` (Linux's abstract namespace: no file, gone with its socket, reachable within one
-network namespace) and ``unix:/path``. ``unix:`` alone asks a listener for a fresh private name.
+Addresses: ``unix:/path`` and ``unix:@name`` (Linux's abstract namespace). ``unix:`` alone asks a listener for a fresh
+name in a directory that only its user may enter: whoever can connect can pass descriptors, and closing some of those
+takes as long as their sender wishes (SO_LINGER), so nobody else may. An abstract name has no permissions; there the
+kernel is asked who connects (SO_PEERCRED), and all but this user and root are shown out unheard.
 
 Receiving always looks for descriptors: a plain ``recv`` would throw away, unseen, those that came with its
 bytes. That costs 0.3 us per call; a second socket or a flag in the stream would cost more in descriptors or
-in care.
+in care. Before the peer is proven nothing but bytes is received (``receive_bytes_into``).
 """
 
 from __future__ import annotations
@@ -15,24 +17,31 @@ import os
 import secrets
 import shutil
 import socket
-import sys
+import struct
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
+from farcall.private_files import private_directory, runtime_directory
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
     MAX_DESCRIPTORS_UNTAKEN,
     Buffer,
     DialFailed,
+    DialRefused,
     ListenFailed,
+    Transport,
     TransportBroken,
 )
 from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW, SocketListener, SocketTransport, connect
 
 _BACKLOG = 1024
 _SEND_BUFFER_BYTES = 1 << 19
-_HAS_ABSTRACT_NAMES = sys.platform.startswith("linux")
+_LONGEST_PATH = 100  # of about 108 that the system takes
+_SUFFIX = ".socket"
+_CREDENTIALS = struct.Struct("3i")
+_PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _RIGHTS = getattr(socket, "SCM_RIGHTS", -1)
@@ -100,6 +109,17 @@ class UnixTransport(SocketTransport):
             self._keep(ancillary, result_flags)
         return size or self._ended()
 
+    @property
+    def user(self) -> int | None:
+        """The number of the user at the other end; None where the system does not tell."""
+        if _PEER_CREDENTIALS is None:
+            return None
+        found = self._socket.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(found)[1])
+
+    def receive_bytes_into(self, view: memoryview) -> int | None:
+        return super().receive_into(view)
+
     def _keep(self, ancillary: list[tuple[int, int, bytes]], result_flags: int) -> None:
         """Store what came; a peer that sends more than agreed is cut off, and costs no descriptor."""
         for level, kind, data in ancillary:
@@ -125,9 +145,10 @@ class UnixTransport(SocketTransport):
 
     @staticmethod
     def _name(address: object) -> str:
+        # The peer's end chose its name, and it goes into logs: no line breaks, no escape sequences.
         if isinstance(address, bytes):
-            return "@" + address[1:].decode(errors="replace")
-        return str(address) or "(unnamed)"
+            return "@" + ascii(address[1:])[2:-1]
+        return ascii(address)[1:-1] or "(unnamed)"
 
 
 class UnixListener(SocketListener):
@@ -157,12 +178,23 @@ class UnixListener(SocketListener):
             raise ListenFailed(f"cannot listen on {address}: {error}") from error
         super().__init__(listening, address)
 
+    def accept(self) -> Transport | None:
+        found = super().accept()
+        if isinstance(found, UnixTransport) and found.user not in (None, os.geteuid(), 0):
+            found.close()
+            return None  # the poller tells again if there are more
+        return found
+
     def _fresh_address(self) -> str:
-        token = secrets.token_hex(16)
-        if _HAS_ABSTRACT_NAMES:
-            return f"unix:@farcall-{os.getpid()}-{token}"
-        # mkdtemp makes it 0700; the path must stay short (a unix path has about 100 characters).
-        self._directory = tempfile.mkdtemp(prefix="farcall-")
+        try:
+            directory = private_directory(runtime_directory())
+            path = directory / f"{_namespace()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+            if len(os.fsencode(path)) <= _LONGEST_PATH:
+                _remove_stale(directory)
+                return f"unix:{path}"
+        except OSError:
+            pass
+        self._directory = tempfile.mkdtemp(prefix="farcall-", dir="/tmp")  # 0700
         return f"unix:{self._directory}/socket"
 
     def close(self) -> None:
@@ -181,6 +213,29 @@ class UnixListener(SocketListener):
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _namespace() -> int:
+    """The namespace of process ids: the directory may be shared between containers."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+_cleaned: set[Path] = set()
+
+
+def _remove_stale(directory: Path) -> None:
+    """Once for each process: remove the names of killed processes, which nobody else will."""
+    if directory in _cleaned:
+        return
+    _cleaned.add(directory)
+    mine = str(_namespace())
+    for path in directory.glob(f"{mine}-*{_SUFFIX}"):
+        number = path.name.split("-")[1]
+        if number.isdecimal() and not os.path.exists(f"/proc/{number}") and os.path.isdir("/proc/self"):
+            path.unlink(missing_ok=True)
+
+
 def dial_unix(address: str, timeout_s: float) -> UnixTransport:
     """Connect to ``address``; there is no network to wait for, only a full backlog."""
     if not unix_sockets_work():
@@ -189,6 +244,11 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connect(stream, name, timeout_s, address)
+    except DialRefused as error:
+        if not name.startswith("\0") and not os.path.isdir(os.path.dirname(name)):
+            # Somebody cleaned up, as at the end of a session: that says nothing of the one who listens there.
+            raise DialFailed(f"cannot connect to {address}: its directory is gone") from error
+        raise
     except ValueError as error:
         raise DialFailed(f"cannot connect to {address}: {error}") from error
     return UnixTransport(stream)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import re
 import time
 from bisect import bisect_right
 
 from farcall.observe.answering import WorkerEvents
-from farcall.observe.dashboard.access import REALM
 from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
 from farcall.observe.observer import Answers
 from farcall.observe.snapshot import OutgoingCall, PoolView, ServedCall, StackLine, ThreadView, WorkerSnapshot
@@ -121,7 +118,7 @@ class SimulatedObserver:
             LoggedEvent(now - 300, "joined", self.names[1]),
             LoggedEvent(now - 120, "interrupted", self.names[2], text="connection reset by peer"),
             LoggedEvent(now - 119, "reconnected", self.names[2]),
-            LoggedEvent(now - 60, "suspected", last),
+            LoggedEvent(now - 60, "unresponsive", last),
             LoggedEvent(now - 57, "dead", last, text="nobody has heard of it for 5 s"),
             LoggedEvent(now - 20, "failed", self.names[3], "forward", "ValueError: <b>bad batch</b> & more", 17),
             LoggedEvent(now - 4, "timed out", self.names[4], "ParameterServer.fetch_parameters", "after 30 s"),
@@ -133,19 +130,3 @@ class SimulatedObserver:
 
     def close(self) -> None:
         pass
-
-
-def proof_of(challenge: str, secret: bytes, target: str = "/", method: str = "GET", count: str = "00000001") -> str:
-    """What a browser sends that was told the password."""
-    nonce = re.findall(r'nonce="([^"]*)"', challenge)[0]
-
-    def hashed(data: bytes) -> str:
-        return hashlib.sha256(data).hexdigest()
-
-    who = hashed(b"me:" + REALM.encode() + b":" + secret)
-    what = hashed(f"{method}:{target}".encode())
-    response = hashed(f"{who}:{nonce}:{count}:abc:auth:{what}".encode())
-    return (
-        f'Digest username="me", realm="{REALM}", nonce="{nonce}", uri="{target}", algorithm=SHA-256, '
-        f'response="{response}", qop=auth, nc={count}, cnonce="abc"'
-    )

@@ -99,7 +99,7 @@ def test_time_that_is_up_is_an_end_that_names_the_last_failure() -> None:
 def test_a_member_that_others_hear_is_tried_beyond_its_time() -> None:
     machine = dial(Goal.RESUME, until=1.0)
     attempt(machine, Outcome.SILENT, 0.5)
-    (begun,) = machine.handle(Due(is_trusted=True), 2.0)
+    (begun,) = machine.handle(Due(is_member=True), 2.0)
     assert isinstance(begun, Attempt)
     assert begun.bound_s > 0
     assert machine.handle(Tried(Outcome.SILENT, "no answer"), 2.5) == []

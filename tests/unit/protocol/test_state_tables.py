@@ -39,7 +39,7 @@ def test_every_claim_that_can_be_later_has_its_change() -> None:
 def test_what_is_written_of_others_is_what_the_table_does() -> None:
     statuses: dict[str, list[Status | None]] = {status.name.lower(): [status] for status in Status}
     statuses["unknown"] = [None]
-    statuses["alive, su."] = [Status.ALIVE, Status.SUSPECTED]
+    statuses["a member"] = [Status.ALIVE, Status.UNRESPONSIVE]
     for row in rows(membership.__doc__, "What a member holds of another incarnation:")[1:]:
         if row[2] in statuses:
             (after,) = statuses[row[2]]

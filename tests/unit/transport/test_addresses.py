@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.times import LONG_S
 
 from farcall.transport import unix
 from farcall.transport.address import dial, listen
@@ -15,6 +20,7 @@ from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
     MAX_DESCRIPTORS_UNTAKEN,
     DialFailed,
+    DialRefused,
     ListenFailed,
     TransportBroken,
     TransportClosed,
@@ -23,6 +29,13 @@ from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp
 from farcall.transport.unix import UnixListener, UnixTransport
 
 PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """The name of a socket has about a hundred characters."""
+    with tempfile.TemporaryDirectory(prefix="f", dir="/tmp") as directory:
+        yield Path(directory)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +135,105 @@ def test_a_file_in_the_way_is_not_removed(tmp_path: Path) -> None:
     assert path.read_text() == "data"
 
 
-def test_without_abstract_names_a_private_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(unix, "_HAS_ABSTRACT_NAMES", False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_sockets_lie_where_only_their_user_may_enter(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     listener = UnixListener()
-    (directory,) = tmp_path.iterdir()
+    (directory,) = short_path.iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert listener.address.startswith(f"unix:{directory}/")
     dial(listener.address, PATIENCE_S).close()
     listener.close()
-    assert not list(tmp_path.iterdir())
+    assert not list(directory.iterdir())
+
+
+def test_a_directory_that_others_may_enter_or_whose_name_is_long_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "farcall").mkdir(mode=0o755)
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    for root in (tmp_path, long):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(root))
+        listener = UnixListener()
+        home = Path(listener.address.removeprefix("unix:")).parent
+        assert not home.is_relative_to(tmp_path)
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        dial(listener.address, PATIENCE_S).close()
+        listener.close()
+        assert not home.exists()
+
+
+def test_names_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    directory = short_path / "farcall"
+    directory.mkdir(mode=0o700)
+    ours, elsewhere = unix._namespace(), unix._namespace() + 1
+    living, dead = os.getpid(), 2**22 + 1
+    for name in (f"{ours}-{living}-aa", f"{ours}-{dead}-bb", f"{elsewhere}-{dead}-cc"):
+        (directory / f"{name}.socket").touch()
+    listener = UnixListener()
+    left = {path.name for path in directory.iterdir()} - {Path(listener.address).name}
+    listener.close()
+    assert left == {f"{ours}-{living}-aa.socket", f"{elsewhere}-{dead}-cc.socket"}
+
+
+def test_a_directory_that_is_gone_says_nothing_of_who_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(DialFailed) as caught:
+        dial(f"unix:{tmp_path}/gone/socket", PATIENCE_S)
+    assert not isinstance(caught.value, DialRefused)
+    with pytest.raises(DialRefused):
+        dial(f"unix:{tmp_path}/socket", PATIENCE_S)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("address", ["unix:", "unix:@farcall-test-of-users"])
+def test_another_user_gets_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str) -> None:
+    """Whoever connects could pass a descriptor whose closing takes as long as its sender wishes."""
+    listener = UnixListener(address)
+    nobody = 65534
+    code = (
+        f"import os, socket; os.setuid({nobody}); stream = socket.socket(socket.AF_UNIX);\n"
+        f"stream.connect({unix._socket_name(listener.address)!r}); print('connected'); print(stream.recv(1))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if address == "unix:":
+        assert "PermissionError" in process.communicate(timeout=LONG_S)[1]
+    else:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "connected\n"
+        assert listener.accept() is None
+        assert process.communicate(timeout=LONG_S)[0] == "b''\n"
+    listener.close()
+
+
+def test_a_name_that_a_peer_chose_is_quoted(tmp_path: Path) -> None:
+    listener = UnixListener(f"unix:{tmp_path}/socket")
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.bind(f"{tmp_path}/a\nb\x1b[2J")
+        stream.connect(f"{tmp_path}/socket")
+        guest = listener.accept()
+        assert guest is not None
+        assert guest.describe().isprintable()
+        guest.close()
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.bind("\0farcall test\nof names \x1b[2J")
+        stream.connect(f"{tmp_path}/socket")
+        guest = listener.accept()
+        assert guest is not None
+        assert guest.describe().isprintable()
+        guest.close()
+    listener.close()
+
+
+def test_before_proof_no_descriptor_is_received() -> None:
+    ours, theirs = unix_pair()
+    before = open_descriptors()
+    theirs.send((b"x",), [0, 1, 2])
+    assert ours.receive_bytes_into(memoryview(bytearray(16))) == 1
+    assert ours.take_descriptors() == []
+    assert open_descriptors() == before
+    ours.close()
+    theirs.close()
 
 
 def test_a_path_too_long() -> None:

@@ -11,6 +11,7 @@ from farcall.testing.transports import TRANSPORT_CHECKS, Check, MakePair, check_
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Buffer, Transport
 from farcall.transport.memory import MemoryTransport, memory_pair
+from farcall.transport.sealed import SealedTransport
 
 PATIENCE_S = 10.0
 
@@ -34,6 +35,15 @@ def stuttering_pair() -> tuple[Transport, Transport]:
     return left, right
 
 
+def sealed_pair(make_pair: MakePair) -> tuple[Transport, Transport]:
+    left, right = make_pair()
+    one, other = b"1" * 32, b"2" * 32
+    return (
+        SealedTransport(left, send_key=one, receive_key=other),
+        SealedTransport(right, send_key=other, receive_key=one),
+    )
+
+
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
@@ -55,6 +65,7 @@ WAYS = [
     pytest.param(over("unix:"), id="unix"),
     pytest.param(over("memory:"), id="memory"),
     pytest.param(stuttering_pair, id="memory-stuttering"),
+    pytest.param(lambda: sealed_pair(over("tcp://127.0.0.1:0")), id="sealed"),
 ]
 
 

@@ -34,7 +34,7 @@ from farcall.options import ENV_ADVERTISE
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
 from farcall.protocol.member import Member, new_incarnation
-from farcall.runtime.link.dialler import prove
+from farcall.runtime.link.dialler import prove, sealed
 from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
@@ -103,10 +103,10 @@ class Host:
             listener.close()
 
     def _welcome(self, guest: Transport, deadline: float) -> Hello:
-        established = _admit(guest, self._secret, self.unix, deadline)
+        transport, established = _admit(guest, self._secret, self.unix, deadline)
         back = _facts(established.peer).get("back", "")
         if back:
-            conversation = _Conversation(guest, deadline, established.leftover)
+            conversation = _Conversation(transport, deadline, established.leftover)
             conversation.send(conversation.take(BLOB_BYTES))
             conversation.send(self._dial_back(back).encode()[:MAX_LINE_BYTES] + b"\n")
         return established.peer
@@ -120,7 +120,7 @@ class Host:
         return ""
 
 
-def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> Established:
+def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
     handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, secrets.token_bytes(NONCE_BYTES))
     conversation = _Conversation(guest, deadline)
@@ -129,7 +129,7 @@ def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> Estab
             reply, established = handshake.receive(conversation.some())
             conversation.send(reply)
             if established is not None:
-                return established
+                return sealed(guest, established, Side.LISTENER)
     except Refused as refusal:
         conversation.send(refusal.farewell)
         raise
@@ -172,13 +172,13 @@ def _visit(host: str, address: str, where: str, secret: bytes, back: str) -> lis
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     with closing(transport):
         try:
-            established = prove(transport, None, _hello(back), secret, deadline)
+            way_in, established = prove(transport, None, _hello(back), secret, deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
         except TransportError as error:
             return [wrong(host, f"no handshake: {error}", "is it farcall doctor that listens on that port?")]
         findings = [_met(host, where, established.peer)]
-        conversation = _Conversation(transport, deadline, established.leftover)
+        conversation = _Conversation(way_in, deadline, established.leftover)
         findings.append(_packets(host, conversation))
         if findings[-1].state == "ok":
             findings.append(_way_back(host, conversation, back))

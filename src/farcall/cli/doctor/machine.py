@@ -23,6 +23,7 @@ from farcall.errors import InitError
 from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback
 from farcall.runtime.rendezvous.records import ADD_A_SECRET, secret_of
+from farcall.serialize.flat import speedups
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Listener, TransportError
 from farcall.transport.tcp import format_tcp, parse_tcp
@@ -51,6 +52,7 @@ def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[
     host = choose_host(options.advertise, store_host)
     return [
         versions(),
+        codec(speedups),
         host_name(socket.gethostname()),
         address(options, host.host, host.reason),
         *ways(options, host.host),
@@ -74,6 +76,18 @@ def versions() -> Finding:
     if not sys.platform.startswith("linux"):
         return note("versions", found, "farcall is tested on Linux only; shared memory works only there")
     return ok("versions", found)
+
+
+def codec(why_not: str) -> Finding:
+    """Do calls use the compiled codec? ``why_not`` is empty if they do."""
+    if not why_not:
+        return ok("codec", "compiled: plain values and tensors are written and read without Python code")
+    return note(
+        "codec",
+        f"in Python, which costs some 30 us more for a call with tensors: {why_not}",
+        "it needs torch 2.10 or later; install farcall from a wheel with it, or where there are a C compiler and "
+        "Python's headers",
+    )
 
 
 def secret(options: RpcBackendOptions) -> Finding:

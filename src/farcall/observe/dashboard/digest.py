@@ -66,8 +66,10 @@ def workers(found_rows: Sequence[Row], silent: Sequence[WorkerState]) -> list[Va
             }
         )
     for worker in silent:
-        why = worker.gone or "it did not answer: its process may be stopped, or busy in native code"
-        state = "gone" if worker.gone else "silent"
+        since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found_rows), default=0.0)
+        for_long = f" for {since_s:.0f} s" if since_s else ""
+        why = worker.gone or f"it did not answer{for_long}: its process may be stopped, or busy in native code"
+        state = "gone" if worker.gone else "unresponsive"
         found.append({"name": worker.name, "rank": worker.rank, "state": state, "why": why})
     return sorted(found, key=lambda worker: worker["rank"])
 

@@ -6,26 +6,34 @@ applies to another that has its name or rank later.
 
 What a member holds of another incarnation:
 
-    status      event                                                   next        effects
-    unknown     Update alive or suspected, with its Member              the same    MemberJoined; spread
-    unknown     Update dead or left                                     the same    spread: it never becomes a member
-    alive       probe failed (a ping, a second one, and through others) suspected   MemberSuspected; spread
-    alive       LinkLost                                                -           probe at once, through others, too
-    alive, su.  LinkGivenUp                                             dead        MemberDied; spread; Obituary to it
-    alive, su.  Vouch                                                   -           LinkSilent
-    alive       LinkRefused                                             suspected   the same; MemberSuspected; spread
-    alive       Update suspected, version not lower                     suspected   MemberSuspected; spread
-    suspected   Update alive, version higher (only it says so)          alive       MemberRecovered; spread
-    suspected   its time is over                                        -           one last probe
-    suspected   the last probe failed                                   dead        MemberDied; spread; Obituary to it
-    suspected   refused here, and to all others who were asked          dead        MemberDied; spread; Obituary to it
-    alive, su.  Update dead; or a later admission has its name or rank  dead        MemberDied; spread
-    alive, su.  Update left                                             left        MemberLeft; spread
-    dead        Update left                                             left        spread
-    dead        any message from it but an Obituary                     -           Obituary to it
-    dead        Obituary from it                                        -           the larger side stays, see below
-    dead        any message from it, and declared so while alone        -           this member is expelled
-    dead, left  anything else                                           -
+    status        event                                                 next          effects
+    unknown       Update alive or unresponsive, with its Member         the same      MemberJoined; spread
+    unknown       Update dead or left                                   the same      spread: it never becomes a member
+    alive         probe failed (two pings, and through others)          unresponsive  MemberUnresponsive; spread
+    alive         LinkLost                                              -             probe at once, through others, too
+    a member      LinkGivenUp                                           dead          MemberDied; spread; Obituary to it
+    a member      Vouch                                                 -             LinkSilent
+    alive         LinkRefused                                           unresponsive  as above; and probe at once
+    alive         Update unresponsive, version not lower                unresponsive  MemberUnresponsive; spread
+    unresponsive  HostSeen                                              -             noted for the verdict
+    unresponsive  Update alive, version higher (only it says so)        alive         MemberRecovered; spread
+    unresponsive  its time is over                                      -             one last probe
+    unresponsive  the last probe failed, its host answers               -             all its time again
+    unresponsive  the last probe failed, its host is silent             dead          MemberDied; spread; Obituary to it
+    unresponsive  the last probe failed, ``unresponsive_s`` is over     dead          MemberDied; spread; Obituary to it
+    unresponsive  refused here, and to all others who were asked        dead          MemberDied; spread; Obituary to it
+    a member      Update dead; a later admission has its name or rank   dead          MemberDied; spread
+    a member      Update left                                           left          MemberLeft; spread
+    dead          Update left                                           left          spread
+    dead          any message from it but an Obituary                   -             Obituary to it
+    dead          Obituary from it                                      -             the larger side stays, see below
+    dead          any message from it, and declared so while alone      -             this member is expelled
+    dead, left    anything else                                         -
+
+**Dead is who is gone**: the process (LinkRefused: its host's kernel says that nobody listens), the host (HostSeen: its
+kernel answers nothing), or who was said to be (an Update, ``unresponsive_s``). A process that does not answer while its
+kernel does is *unresponsive*: busy inside C code, swapped out, stopped by a debugger. It stays a member, however long
+that lasts, and refutes with its first message.
 
 And of itself:
 
@@ -34,7 +42,7 @@ And of itself:
     joining     Decision: an offer                           -           Join again, which confirms it
     joining     Decision: why not; or an Obituary            refused     Refused
     joining     JoinAnswer                                   member      Admitted
-    member      Update suspected about itself                -           version + 1; spread
+    member      Update unresponsive about itself                -           version + 1; spread
     member      Update dead about itself, or an Obituary     expelled    Expelled
     member      LocalLeave                                   leaving     Ping with Update left to three
     leaving     two acknowledged, or five rounds are over    departed    Departed
@@ -56,11 +64,12 @@ up to 15 a second more (3 each fifth of an interval), with 32 updates at most. E
 **Bounds**, for up to 32 changes at a time, in a cluster whose members reach each other:
 
     all know of a join or a leave    (log2(n)/2 + 2) * probe_interval_s                                      news
-    all know of a death by silence   suspicion_s + 4 * probe_timeout_s + (log2(n) + 8) * probe_interval_s + news
-    nobody is declared dead who answers within suspicion_s of when it fell silent
+    all know of a host that is gone  suspicion_s + 4 * probe_timeout_s + (log2(n) + 8) * probe_interval_s + news
+    nobody is declared dead whose host answers, nor who answers within suspicion_s of when it fell silent
 
 With the defaults and 1,000 members: 7 s and 37 s (typically 1 s and 14 s). A process that was killed on a host that
-lives is refused, not silent: that takes two round trips and the news. A part of the bound is luck: nobody
+lives is refused, not silent: that takes two round trips and the news. A host that vanishes while its member
+is unresponsive already takes one more suspicion_s. A part of the bound is luck: nobody
 happens to probe the dead one for log2(n) + 8 intervals with probability e^-18 at 1,000 members. Where the
 survivors are so few that one hears nobody, it doubts itself first, and takes up to five times as long.
 

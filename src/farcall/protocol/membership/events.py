@@ -35,11 +35,13 @@ class MembershipOptions:
         probe_interval_s: every so often a member probes one other that has been quiet.
         probe_timeout_s: how long one round of a probe waits. The first round is a ping, the second a ping and
             questions to others.
-        suspicion_s: how long a member that did not answer may go on not answering before it is declared dead.
-            Nobody who answers within this time is.
+        suspicion_s: how long a member that did not answer may go on not answering before it is declared dead, if its
+            host does not answer either. Nobody who answers within this time is.
         indirect_probes: how many others are asked whether they can reach the one that does not answer.
         remember_s: how long the dead and those who left are told to others, and the dead tried again in case
             it was only a partition.
+        unresponsive_s: how long a member may be unresponsive, though its host answers, before it is declared dead;
+            None: for ever.
     """
 
     probe_interval_s: float = 1.0
@@ -47,6 +49,7 @@ class MembershipOptions:
     suspicion_s: float = 10.0
     indirect_probes: int = 3
     remember_s: float = 3600.0
+    unresponsive_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s", "remember_s"):
@@ -72,7 +75,7 @@ class MembershipOptions:
         return self.probe_interval_s * 10
 
     def death_bound_s(self, size: int) -> float:
-        """Within which time all of ``size`` members know of a death that nothing but silence gives away."""
+        """Within which time all of ``size`` members know that a host is gone: nothing but its silence tells."""
         return (
             self.suspicion_s
             + 4 * self.probe_timeout_s
@@ -126,6 +129,13 @@ class LinkRefused(NamedTuple):
     incarnation: int
 
 
+class HostSeen(NamedTuple):
+    """Whether the host of ``incarnation`` answers, its kernel: the process may be busy or stopped."""
+
+    incarnation: int
+    answers: bool
+
+
 class LinkGivenUp(NamedTuple):
     """There will be no link to ``incarnation`` any more, whether it lives or not: that is a verdict, and final."""
 
@@ -169,12 +179,14 @@ class MemberJoined(NamedTuple):
     member: Member
 
 
-class MemberSuspected(NamedTuple):
+class MemberUnresponsive(NamedTuple):
+    """It answers nobody; that alone is no death."""
+
     member: Member
 
 
 class MemberRecovered(NamedTuple):
-    """It was suspected, and lives."""
+    """It was unresponsive, and lives."""
 
     member: Member
 
@@ -194,7 +206,7 @@ class MemberDied(NamedTuple):
     why: str
 
 
-Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused | LinkGivenUp
+Event: TypeAlias = LocalJoin | LocalLeave | Received | Heard | LinkLost | LinkRefused | HostSeen | LinkGivenUp
 Effect: TypeAlias = (
     Send
     | Admitted
@@ -202,7 +214,7 @@ Effect: TypeAlias = (
     | Departed
     | Expelled
     | MemberJoined
-    | MemberSuspected
+    | MemberUnresponsive
     | MemberRecovered
     | LinkSilent
     | MemberLeft

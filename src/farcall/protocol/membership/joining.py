@@ -23,9 +23,9 @@ from its name: an arbiter that slept answers questions of yesterday.
     one that another member has that was heard of since then     no
     one that another member has that was not                     none: perhaps it was killed, and is dead soon
 
-For a moment there may be two arbiters (one is suspected, or not known to all yet), and two incarnations with one name
-or rank. Then the later admission stays (of equal ones the higher incarnation) and the other one is expelled, by whoever
-sees both: ``loser_of``. A name is given out again only by one who knows that its holder has ended, so the later
+For a moment there may be two arbiters (one is unresponsive, or not known to all yet), and two incarnations with one
+name or rank. Then the later admission stays (of equal ones the higher incarnation) and the other one is expelled, by
+whoever sees both: ``loser_of``. A name is given out again only by one who knows that its holder has ended, so the later
 one also is the right one where word of that end has not come yet. A newcomer has one admission number, so only the
 first offer is confirmed; it asks its sponsor again until it answers, or until the driver names another one.
 

@@ -151,6 +151,8 @@ class MembershipMachine:
                 if not self._prober.deny(incarnation, now):
                     self._suspect(incarnation, now)
                     self._prober.on_refused(incarnation, now)
+            case events.HostSeen(incarnation, answers):
+                self._suspicions.see_host(incarnation, answers)
             case events.LinkGivenUp(incarnation, why) if (
                 self._is_up and (entry := self.table.member(incarnation)) is not None
             ):
@@ -174,17 +176,9 @@ class MembershipMachine:
         self._timers.run_due(now)
         return self._outbox.collect()
 
-    def is_trusted(self, incarnation: int, now: float) -> bool:
-        """Is that one a member that others hear from? One suspicion too young for a refutation says nothing.
-
-        From any thread.
-        """
-        entry = self.table.entries.get(incarnation)
-        if entry is None or entry.status >= Status.DEAD:
-            return False
-        return (
-            entry.status is Status.ALIVE or self._suspicions.age_s(incarnation, now) < 2 * self._options.probe_timeout_s
-        )
+    def unresponsive(self, now: float) -> dict[int, float]:
+        """The unresponsive members, and for how many seconds they have been so. From any thread."""
+        return self._suspicions.ages_s(now)
 
     @property
     def _is_up(self) -> bool:
@@ -288,7 +282,7 @@ class MembershipMachine:
         if update.status >= Status.DEAD:
             self._expel(update.why or "it was declared dead")
             return
-        if update.status is Status.SUSPECTED:
+        if update.status is Status.UNRESPONSIVE:
             self._prober.health.sink()  # others had to wait for us
         refutation = Update(self.me, Status.ALIVE, update.version + 1, self.table.myself)
         self.table.apply(refutation, now)
@@ -316,8 +310,8 @@ class MembershipMachine:
             tell(events.MemberJoined(member))
             self._prober.include(incarnation)
             self._spreading.include(incarnation)
-        if change is Change.SUSPECTED or (change is Change.JOINED and update.status is Status.SUSPECTED):
-            tell(events.MemberSuspected(member))
+        if change is Change.UNRESPONSIVE or (change is Change.JOINED and update.status is Status.UNRESPONSIVE):
+            tell(events.MemberUnresponsive(member))
             self._suspicions.begin(incarnation, update.version, own, now)
         elif change is Change.RECOVERED:
             tell(events.MemberRecovered(member))
@@ -347,7 +341,9 @@ class MembershipMachine:
         """``incarnation`` did not answer us."""
         entry = self.table.entries[incarnation]
         if entry.status is Status.ALIVE:
-            self._apply(Update(incarnation, Status.SUSPECTED, entry.version, entry.member), now, own=True, alone=alone)
+            self._apply(
+                Update(incarnation, Status.UNRESPONSIVE, entry.version, entry.member), now, own=True, alone=alone
+            )
         else:
             self._suspicions.begin(incarnation, entry.version, True, now)
 
@@ -357,7 +353,11 @@ class MembershipMachine:
             self._declare_dead(probe, "nobody listens at its addresses any more", now)
         elif outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(incarnation):
-                self._declare_dead(probe, "it did not answer, to several members and for long", now)
+                why = self._suspicions.verdict(incarnation, now)
+                if why:
+                    self._declare_dead(probe, why, now)
+                else:
+                    self._suspicions.renew(incarnation, now)
             else:
                 self._suspect(incarnation, now, probe.alone)
         elif probe.last:
@@ -403,7 +403,7 @@ class MembershipMachine:
         self._outbox.tell(events.Admitted(tuple(others)))
         for member in others:
             entry = self.table.entries[member.incarnation]
-            if entry.status is Status.SUSPECTED:
+            if entry.status is Status.UNRESPONSIVE:
                 self._suspicions.begin(member.incarnation, entry.version, False, now)
         self._learn([update for update in answer.updates if update.incarnation == self.me], now)
 

@@ -2,7 +2,7 @@
 
 Owns shapes and the order of claims about one incarnation (`protocol/member.py`), no behaviour. Every claim is an
 ``Update``, and claims about an incarnation are ordered by their
-``precedence``: alive(0) < suspected(0) < alive(1) < suspected(1) < ... < dead < left. Only the member itself
+``precedence``: alive(0) < unresponsive(0) < alive(1) < unresponsive(1) < ... < dead < left. Only the member itself
 raises its version, so it alone can refute; nothing follows an end. Taking the maximum is all a table does, so
 any order of messages, with any of them twice, comes to the same table.
 
@@ -47,7 +47,7 @@ class Status(IntEnum):
     """What is claimed of an incarnation."""
 
     ALIVE = 0
-    SUSPECTED = 1
+    UNRESPONSIVE = 1
     DEAD = 2
     LEFT = 3
 

@@ -3,8 +3,8 @@
 Owns the effects since they were last collected, the updates that are still passed on, and the timers; `Shared` is what
 every part of the machine gets of these. Knows nothing of what an update means, nor why a message is sent.
 
-**Riding along.** A message to a suspected member always tells it so, and one about a third member always tells what is
-known of that one: a refutation then comes back with the very answer.
+**Riding along.** A message to an unresponsive member always tells it so, and one about a third member always tells what
+is known of that one: a refutation then comes back with the very answer.
 
 **Gossip** runs only while there is something to tell. Each update is passed on ``sends_needed(n)`` times by everyone
 who learns it, to members in an order of chance; one in e^R is missed by all of them. R = 1.5 * bits(n) + 2 makes that
@@ -186,7 +186,7 @@ class Outbox:
     def _with_what_concerns(self, to: int, about: int, news: tuple[Update, ...]) -> tuple[Update, ...]:
         entries = self._table.entries
         addressee = entries.get(to)
-        if addressee is not None and addressee.status is Status.SUSPECTED:
+        if addressee is not None and addressee.status is Status.UNRESPONSIVE:
             news = (*news, addressee.as_update())
         if about and (subject := entries.get(about)) is not None and subject.precedence > 0:
             news = (*news, subject.as_update())

@@ -19,13 +19,14 @@ anybody: each probe ends with an outcome for the machine. Anything heard from th
 Each turn takes the next of the members, shuffled, so each is probed by everyone in turn, and by somebody in
 an interval with probability 1 - 1/e. Whoever was heard within the last interval is left out.
 
-Health is worth 1 at its best. Late timers, silence from everybody and being suspected make it sink, hearing
+Health is worth 1 at its best. Late timers, silence from everybody and being unresponsive make it sink, hearing
 from others makes it rise; timeouts and the suspicion that starts here are longer by (1 + how far it sank).
 
 A member that found out that another does not answer waits ``suspicion_s`` (more where its own health is low); one that
 only heard of it waits at least twice as long, in case the first one is gone. Then comes one last probe, always: a
 process that slept wakes up with all its timers overdue, and must not declare anybody dead on the strength of that.
-A suspect that was heard meanwhile, but has not refuted, is asked again and given the same time again.
+A suspect that was heard meanwhile, but has not refuted, is asked again and given the same time again; so is one whose
+host answers, for as long as it does, or until ``unresponsive_s`` is over.
 """
 
 from __future__ import annotations
@@ -301,11 +302,13 @@ class Prober:
 
 
 class Suspicion:
-    """One suspected member. ``own``: it did not answer us, rather than somebody else."""
+    """One unresponsive member. ``own``: it did not answer us, rather than somebody else."""
 
-    __slots__ = ("due", "incarnation", "own", "since", "version")
+    __slots__ = ("began_at", "due", "host_is_silent", "incarnation", "own", "since", "version")
 
     def __init__(self, incarnation: int, version: int, own: bool, now: float) -> None:
+        self.began_at: float = now
+        self.host_is_silent: bool = False
         self.incarnation: int = incarnation
         self.version: int = version
         self.own: bool = own
@@ -314,7 +317,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All suspected members, as this one sees it."""
+    """All unresponsive members, as this one sees it."""
 
     def __init__(self, shared: Shared, prober: Prober) -> None:
         self._options, self._random, self._table = shared.options, shared.random, shared.table
@@ -323,7 +326,7 @@ class Suspicions:
         self._suspicions: dict[int, Suspicion] = {}
 
     def begin(self, incarnation: int, version: int, own: bool, now: float) -> None:
-        """``incarnation`` is suspected; told again with ``own``, the shorter time counts, from the beginning."""
+        """``incarnation`` is unresponsive; told again with ``own``, the shorter time counts, from the beginning."""
         known = self._suspicions.get(incarnation)
         if known is not None and known.version == version:
             if own and not known.own:
@@ -340,10 +343,24 @@ class Suspicions:
     def stands(self, incarnation: int) -> bool:
         return incarnation in self._suspicions
 
-    def age_s(self, incarnation: int, now: float) -> float:
-        """For how long ``incarnation`` has been suspected; 0 if it is not. From any thread."""
+    def ages_s(self, now: float) -> dict[int, float]:
+        """For how long each has been unresponsive. From any thread."""
+        return {suspicion.incarnation: now - suspicion.began_at for suspicion in list(self._suspicions.values())}
+
+    def see_host(self, incarnation: int, answers: bool) -> None:
+        """The kernel of its host answers, or does not."""
         suspicion = self._suspicions.get(incarnation)
-        return 0.0 if suspicion is None else now - suspicion.since
+        if suspicion is not None:
+            suspicion.host_is_silent = not answers
+
+    def verdict(self, incarnation: int, now: float) -> str:
+        """Why a suspect whose last probe failed is dead; empty: it is not."""
+        suspicion, bound_s = self._suspicions[incarnation], self._options.unresponsive_s
+        if suspicion.host_is_silent:
+            return "its host does not answer, and nobody has heard from it for long"
+        if bound_s is not None and now - suspicion.began_at >= bound_s:
+            return f"it did not answer for {bound_s:g} s, which the option `unresponsive_s` makes a death"
+        return ""
 
     def renew(self, incarnation: int, now: float) -> None:
         """It was heard, or our own eyes are not to be trusted: all its time again."""
@@ -358,6 +375,9 @@ class Suspicions:
         return self._options.suspicion_s * (2 + self._random.random())
 
     def _set(self, suspicion: Suspicion, due: float) -> None:
+        bound_s = self._options.unresponsive_s
+        if bound_s is not None and suspicion.since < suspicion.began_at + bound_s:
+            due = min(due, suspicion.began_at + bound_s)
         suspicion.due = due
         self._timers.set(due, partial(self._is_over, suspicion))
 

@@ -29,7 +29,7 @@ class Change(Enum):
 
     NOTHING = "nothing"
     JOINED = "joined"
-    SUSPECTED = "suspected"
+    UNRESPONSIVE = "unresponsive"
     RECOVERED = "recovered"
     RENEWED = "renewed"  # alive as before, with a higher version
     DIED = "died"
@@ -39,21 +39,21 @@ class Change(Enum):
 
 CHANGES: Final[dict[tuple[Status | None, Status], Change]] = {
     (None, Status.ALIVE): Change.JOINED,
-    (None, Status.SUSPECTED): Change.JOINED,
+    (None, Status.UNRESPONSIVE): Change.JOINED,
     (None, Status.DEAD): Change.NOTED,
     (None, Status.LEFT): Change.NOTED,
     (Status.ALIVE, Status.ALIVE): Change.RENEWED,
-    (Status.ALIVE, Status.SUSPECTED): Change.SUSPECTED,
+    (Status.ALIVE, Status.UNRESPONSIVE): Change.UNRESPONSIVE,
     (Status.ALIVE, Status.DEAD): Change.DIED,
     (Status.ALIVE, Status.LEFT): Change.LEFT,
-    (Status.SUSPECTED, Status.ALIVE): Change.RECOVERED,
-    (Status.SUSPECTED, Status.SUSPECTED): Change.SUSPECTED,
-    (Status.SUSPECTED, Status.DEAD): Change.DIED,
-    (Status.SUSPECTED, Status.LEFT): Change.LEFT,
+    (Status.UNRESPONSIVE, Status.ALIVE): Change.RECOVERED,
+    (Status.UNRESPONSIVE, Status.UNRESPONSIVE): Change.UNRESPONSIVE,
+    (Status.UNRESPONSIVE, Status.DEAD): Change.DIED,
+    (Status.UNRESPONSIVE, Status.LEFT): Change.LEFT,
     (Status.DEAD, Status.LEFT): Change.NOTED,
 }
-"""What a later claim makes of an incarnation that was unknown (None), alive, suspected or dead. No claim is later than
-"left", nor than "dead" but "left" (`messages.precedence`)."""
+"""What a later claim makes of an incarnation that was unknown (None), alive, unresponsive or dead. No claim is later
+than "left", nor than "dead" but "left" (`messages.precedence`)."""
 
 
 class Entry:
@@ -103,7 +103,7 @@ class Table:
         self.me: int = me.incarnation
         self.entries: dict[int, Entry] = {}
         self.others: list[int] = []
-        """The members, alive or suspected, without oneself, in no order."""
+        """The members, alive or unresponsive, without oneself, in no order."""
         self.buried: set[int] = set()
         self.highest_admission: int = 0
         self._by_name: dict[str, int] = {}
@@ -127,7 +127,7 @@ class Table:
         return member
 
     def member(self, incarnation: int) -> Entry | None:
-        """The entry of ``incarnation`` if it is a member: alive or suspected."""
+        """The entry of ``incarnation`` if it is a member: alive or unresponsive."""
         entry = self.entries.get(incarnation)
         return None if entry is None or entry.ended else entry
 
@@ -146,12 +146,12 @@ class Table:
         ]
 
     def lowest_rank(self, *, trusted_only: bool = False) -> Member:
-        """The member of the lowest rank, oneself included; ``trusted_only`` leaves out who is suspected."""
+        """The member of the lowest rank, oneself included; ``trusted_only`` leaves out who is unresponsive."""
         best = self.myself
         for incarnation in self.others:
             entry = self.entries[incarnation]
             assert entry.member is not None
-            if entry.member.rank < best.rank and not (trusted_only and entry.status is Status.SUSPECTED):
+            if entry.member.rank < best.rank and not (trusted_only and entry.status is Status.UNRESPONSIVE):
                 best = entry.member
         return best
 

@@ -135,11 +135,6 @@ class Executor:
             return len(self._workers) - len(self._idle) - self._hunters
 
     @property
-    def quiet(self) -> bool:
-        """Does nothing wait here, and nobody compute?"""
-        return not self._tasks and len(self._idle) + self._parked >= len(self._workers)
-
-    @property
     def size(self) -> int:
         """How many threads are kept for functions that do not wait for calls."""
         return self._size

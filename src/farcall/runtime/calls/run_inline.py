@@ -19,13 +19,14 @@ From any thread, without a lock: each entry is written as a whole, and a lost up
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 
 from farcall.runtime.calls.executor import BRIEF_S, UNKNOWN_S
 
-__all__ = ["QUICK_S", "InlineFunctions"]
+__all__ = ["QUICK_S", "Contest", "InlineFunctions"]
 
 QUICK_S = 150e-6
+BUSY_SHARE = 0.8
 _STILL_QUICK_S = 2 * QUICK_S
 """One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""
 MOST_COUNTED_S = 2 * BRIEF_S
@@ -33,8 +34,28 @@ MOST_COUNTED_S = 2 * BRIEF_S
 PARDON_RUNS = 4
 MOST_PARDON_RUNS = 4096
 """How often, times 4 for each ban, a function must be brief on a worker before it may run on the I/O thread again."""
+MOST_FUNCTIONS = 4096
+"""So many names are remembered."""
 FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
+
+
+class Contest:
+    """A function's run beside others, which may have been in its way."""
+
+    __slots__ = ("_process_s", "_thread_s")
+
+    def __init__(self) -> None:
+        self._thread_s = thread_time()
+        self._process_s = process_time()
+
+    def own_s(self, took_s: float) -> float:
+        """What the function itself took: all the time, or, where a processor was busy throughout, its share of that.
+
+        Functions that fight for the interpreter would else pass for long ones, be run side by side, and fight on.
+        """
+        busy = process_time() - self._process_s > BUSY_SHARE * took_s
+        return thread_time() - self._thread_s if busy else took_s
 
 
 class InlineFunctions:
@@ -57,6 +78,8 @@ class InlineFunctions:
         """Note that ``function`` took so long; how long is it expected to take the next time?"""
         counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
         expected_s = self._expected_s[function] = (self._expected_s.get(function, counted_s) + counted_s) / 2
+        if len(self._expected_s) > MOST_FUNCTIONS:
+            self._forget_all()
         if expected_s < QUICK_S and function in self.quick:
             return expected_s  # as nearly always
         if expected_s >= BRIEF_S or (function in self._banned and not self._is_pardoned(function)):
@@ -68,6 +91,11 @@ class InlineFunctions:
             self.quick.discard(function)
             self.brief.add(function)
         return expected_s
+
+    def _forget_all(self) -> None:
+        """Begin anew: callers choose the names, and may choose new ones without end."""
+        for table in (self.quick, self.brief, self._expected_s, self._banned, self._bans):
+            table.clear()
 
     def _is_pardoned(self, function: bytes) -> bool:
         left = self._banned.get(function, 1) - 1

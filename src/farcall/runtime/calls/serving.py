@@ -34,7 +34,7 @@ from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
 from farcall.runtime.calls.resumption import Resumption, Told
-from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
+from farcall.runtime.calls.run_inline import QUICK_S, Contest, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.io.timers import NEVER
@@ -108,6 +108,7 @@ class Server:
         self.event_log: event_log.EventLog = event_log.EventLog()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
+        self._computing: set[Request] = set()  # those inside their functions
         self._corked: set[Peer] = set()
         self._corked_at: float = 0.0
         self._corked_bytes: int = 0
@@ -155,7 +156,7 @@ class Server:
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
         quick = function in self.inline.quick
-        if quick or (function in self.inline.brief and self._executor.quiet):
+        if quick or (function in self.inline.brief and not self._computing and not self._executor.waiting):
             kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), quick)
             if kept is not None:
                 if not kept:
@@ -287,6 +288,8 @@ class Request:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
+        contest = Contest() if server._computing else None
+        server._computing.add(self)
         started = self.started_at = perf_counter()
         if self.expected_s >= QUICK_S:
             server.flush()  # this function may take long: answers that were held back go first
@@ -327,13 +330,15 @@ class Request:
             return
         finally:
             took_s = perf_counter() - started
+            server._computing.discard(self)
             try:
                 counters = self.peer.served[function]
             except KeyError:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                self.expected_s = server.inline.ran(function, took_s)
+                own_s = took_s if contest is None else contest.own_s(took_s)
+                self.expected_s = server.inline.ran(function, own_s)
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)

@@ -17,6 +17,7 @@ Thread rules
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -109,6 +110,8 @@ class Loop:
         self._former: list[threading.Thread] = []
         self.on_thread_start: Callable[[], None] = lambda: None
         """Called first on each thread that becomes the I/O thread."""
+        self.on_death: Callable[[BaseException], None] = lambda error: None
+        """Called on the I/O thread, which ends with ``error``: nothing is read, and no timer runs, from now on."""
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         close_in_children(self)
@@ -118,12 +121,12 @@ class Loop:
         """May the I/O thread do something that takes a while? Not where that has kept others waiting, lately."""
         return monotonic() >= self._in_demand_until
 
-    def look_who_waits(self) -> None:
-        """On the I/O thread, which has done something that took a while: does anything wait for it now?
+    def look_who_waits(self, served: int | None) -> None:
+        """On the I/O thread, which has done something for ``served`` that took a while: does another one wait now?
 
-        Once may be chance: the next request of the same caller, if it is quick. Twice is a crowd.
+        Once may be chance; twice in a row is a crowd.
         """
-        if not self._poller.poll(0.0):
+        if all(descriptor == served for descriptor, _ in self._poller.poll(0.0)):
             self._waited_for = 0
             return
         self._waited_for += 1
@@ -252,9 +255,10 @@ class Loop:
 
     def _close(self) -> None:
         if self._wake_read >= 0:
-            self._poller.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            with contextlib.suppress(OSError):  # where somebody else has closed them
+                self._poller.close()
+                os.close(self._wake_read)
+                os.close(self._wake_write)
             self._wake_read = self._wake_write = -1
 
     def close_after_fork(self) -> None:
@@ -263,6 +267,16 @@ class Loop:
         self._close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # The poller itself fails, as where a function of the user's has closed descriptors that are not its own.
+            if self._running:
+                logger.error("the I/O thread %s ends: %s", self._name, error)
+                self._running = False
+                self.on_death(error)
+
+    def _serve(self) -> None:
         self._ident = _get_ident()
         reading.loop = self
         self.on_thread_start()

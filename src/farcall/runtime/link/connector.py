@@ -11,8 +11,8 @@ so learns it.
     down                 we dialled, and were let in                        up again
     up or down           the member comes back through our listener         up again, over that connection
     up, for longer       the member asks through our listener               down: we dial (it lost what we did not)
-    up                   `remind`: nothing comes, and it dialled us         it is asked to dial: up again
-    down                 vanished, given up, or ``reconnect_s`` over        dead
+    up                   its host leaves all unanswered                     down: it may be this connection only
+    down                 vanished; it has given us up; the members did      dead
 
 Everything here runs on the I/O thread, but for `begin` (while the node starts), `stop` and what diallers call. Who
 is a member, and what becomes of a new connection, is the `Owner`'s business.
@@ -35,7 +35,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import ANSWERS, FIRST_PAUSE_S, LONGEST_PAUSE_S, Answer, Bond, Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
@@ -85,8 +85,8 @@ class Watch(Protocol):
     def feed(self, event: LinkLost | LinkRefused) -> None:
         """A connection broke without a Goodbye, or a member's process is not there any more."""
 
-    def is_trusted(self, incarnation: int) -> bool:
-        """Do others hear from a member, although we do not? From any thread."""
+    def is_member(self, incarnation: int) -> bool:
+        """Is that one neither dead nor gone, as far as is known? From any thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +104,8 @@ class _Tie:
     bond: Bond
     peer: RemotePeer
     dialler: Dialler | None = None
+    silent_since: float | None = None
+    """When its host fell silent, if that is why the connection was given up."""
 
 
 class Connector:
@@ -153,15 +155,14 @@ class Connector:
             else:
                 found.close()
 
-        is_trusted = partial(self._is_trusted, target.incarnation)
-        dialler = Dialler(dial, target, me, self._secret, on_end=on_end, is_trusted=is_trusted)
+        is_member = partial(self._is_member, target.incarnation)
+        dialler = Dialler(dial, target, me, self._secret, on_end=on_end, is_member=is_member)
         self._diallers[dialler] = None
         dialler.start()
         return dialler
 
-    def _is_trusted(self, incarnation: int) -> bool:
-        tie = self._ties.get(incarnation)
-        return not self._stopped and not (tie is not None and tie.peer.link.up) and self._watch.is_trusted(incarnation)
+    def _is_member(self, incarnation: int) -> bool:
+        return not self._stopped and self._watch.is_member(incarnation)
 
     # ------------------------------------------------------------------ first connections
 
@@ -259,21 +260,26 @@ class Connector:
         self._owner.watcher.on_interrupted(peer.info, reason)
         return True
 
-    def remind(self, peer: RemotePeer) -> None:
-        """The connection is up, and silent. If the member made it, ask it to make another one.
+    def host_silent_s(self, incarnation: int) -> float:
+        """How long the host of a member has left unanswered all that this node tried; 0: it answers."""
+        now = monotonic()
+        tie, first = self._ties.get(incarnation), self._firsts.get(incarnation)
+        if tie is not None and tie.peer.link.up:
+            return tie.peer.link.transport.silent_s()
+        holder = tie or first
+        if holder is None or holder.dialler is None or holder.dialler.unanswered_since is None:
+            return 0.0
+        since = holder.dialler.unanswered_since
+        if tie is not None and tie.silent_since is not None:
+            since = tie.silent_since
+        return now - since
 
-        Where it was us, and the member lives, it finds the same, and asks.
-        """
+    def mend_silence(self, peer: RemotePeer, silent_s: float) -> None:
+        """The connection is up, and the host leaves it unanswered: routers forget connections, and tell nobody."""
         tie = self._tie_of(peer)
-        if tie is None or tie.bond.dialled or tie.dialler is not None or not self._reconnect_s:
-            return
-        if peer.link.up and not peer.leaving and peer.link.transport.resumable:
-            name = self._owner.hello().member.name
-            logger.warning("%s: nothing comes from %s: asking it to connect again", name, peer.info.name)
-            now = monotonic()
-            backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=_RANDOM)
-            dial = Dial(Goal.REMIND, until=now + self._reconnect_s, now=now, backoff=backoff)
-            self._redial(tie, dial, Remind(tie.bond.session_id), "nothing came")
+        if tie is not None and self._reconnect_s and peer.link.transport.resumable:
+            tie.silent_since = monotonic() - silent_s
+            peer.link.interrupt("nothing sent over it is acknowledged")
 
     def _redial(self, tie: _Tie, dial: Dial, purpose: Resume | Remind, reason: str) -> bool:
         """Begin to get through to a member, because of ``reason``; False: the node ends."""
@@ -301,8 +307,6 @@ class Connector:
             self._attach(tie, found.transport, found.established, found.established.peer_received)
             return
         self._end_redial(tie)
-        if ended.step is Step.OUT_OF_TIME and tie.peer.link.up:
-            return  # it was only reminded, and whether it lives is found out by others
         late = "it could not be reached again in time: " if ended.step is Step.OUT_OF_TIME else ""
         tie.peer.link.die(f"{reason}; {late}{ended.why}")
         if ended.step is Step.VANISHED:
@@ -310,8 +314,8 @@ class Connector:
 
     # ------------------------------------------------------------------ the member comes back by itself
 
-    def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """A proven member at our listener speaks of a session: what to answer behind our proof, or ``Refused``.
+    def admit(self, peer: Hello, arrived_at: float) -> int | None:
+        """A proven member at our listener speaks of a session: the count to tell it, if any, or ``Refused``.
 
         ``arrived_at``: when it connected.
         """
@@ -320,7 +324,7 @@ class Connector:
         tie = self._ties.get(incarnation)
         dialling = self.starting or self.is_dialling(incarnation)
         if tie is None and isinstance(purpose, Remind) and dialling and not self._stopped:
-            return b""  # it has our proof, and we gave up waiting for its own: we are about to dial again
+            return None  # it has our proof, and we gave up waiting for its own: we are about to dial again
         if tie is None or tie.bond.session_id != purpose.session_id or tie.peer.broken or self._stopped:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
         link, bond = tie.peer.link, tie.bond
@@ -330,7 +334,7 @@ class Connector:
                 tie.dialler.hasten()
             elif arrived_at > bond.since:  # else it asked for the connection that we have made since
                 link.interrupt("the other end has lost it")
-            return b""
+            return None
         if answer is not Answer.RESUME or not isinstance(purpose, Resume):
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} {answer.value}")
         if purpose.received < link.session.acknowledged:
@@ -339,7 +343,7 @@ class Connector:
             # It may be that we hear of the break from the other end first.
             bond.lose(link.session.received, monotonic(), self._reconnect_s)
         link.break_off("the other end has made a new one")
-        return resumed(link.session.resume())
+        return link.session.resume()
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """What `admit` answered is on its way."""
@@ -352,6 +356,7 @@ class Connector:
     def _attach(self, tie: _Tie, transport: Transport, established: Established, received: int) -> None:
         peer = tie.peer
         self._end_redial(tie)
+        tie.silent_since = None
         tie.bond.restore(peer.link.session.received, monotonic())
         with self._lock:
             if self._stopped:

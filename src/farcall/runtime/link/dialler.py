@@ -9,7 +9,8 @@ Owns sockets that are not connected or not proven yet. Turns what the transports
     a host refuses a TCP port         REFUSED, where it is the host that we dialled, or that the lost connection came
                                       from: a member that was dialled has never tried the other's address, which may
                                       lead elsewhere from here
-    anything else                     SILENT
+    no address accepts the connection, and a host leaves one unanswered    UNANSWERED
+    anything else                     SILENT: a kernel accepts connections for a process that is busy or stopped
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial
-from farcall.transport.interface import DialFailed, DialRefused, Transport, TransportError
+from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
+from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
 
-__all__ = ["Dialler", "Found", "Target", "prove", "usable_ways"]
+__all__ = ["Dialler", "Found", "Target", "prove", "sealed", "usable_ways"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 BOUNDS_S = {Goal.START: (NEVER, 10.0), Goal.JOIN: (1.0, 3.0)}
 """How long one address may take to connect, and to prove itself: a starting member has nothing better to do."""
-DEFAULT_BOUNDS_S = (1.0, 5.0)
+DEFAULT_BOUNDS_S = (1.0, 30.0)
+"""Members may be busy for long: a connection that waits to be accepted is as good as a new one."""
+HOST_LOOK_S = 1.0
+HOST_SILENT_S = 3.0
+"""How often, while a member proves nothing, its host is looked for, and how long that may be silent."""
 WITHIN_THE_HOST = ("unix", "memory")
 _OUTCOMES = {
     RefusalReason.WRONG_PEER: Outcome.ANOTHER,
@@ -104,7 +110,7 @@ class Dialler:
         secret: bytes,
         *,
         on_end: Callable[[Dialler, Ended, Found], None] = lambda dialler, ended, found: None,
-        is_trusted: Callable[[], bool] = lambda: False,
+        is_member: Callable[[], bool] = lambda: False,
     ) -> None:
         """``me`` says what is wanted. ``on_end`` is called once, on this object's thread, also where it was stopped."""
         self._dial = dial
@@ -112,8 +118,10 @@ class Dialler:
         self._me = me
         self._secret = secret
         self._on_end = on_end
-        self._is_trusted = is_trusted
+        self._is_member = is_member
         self._ended = False
+        self.unanswered_since: float | None = None
+        """Since when its host has left every attempt unanswered."""
         self._gate = Gate()
         self._transport: Transport | None = None
         self._told: set[str] = set()
@@ -157,9 +165,12 @@ class Dialler:
                 self._gate.wait(pause_s)
                 if not self.is_wanted():
                     break
-            (effect,) = self._dial.handle(Due(self._is_trusted()), monotonic())
+            (effect,) = self._dial.handle(Due(self._is_member()), monotonic())
             if isinstance(effect, Attempt):
+                began_at = monotonic()
                 found = self._attempt(self._dial.goal, effect.bound_s)
+                if found.outcome is Outcome.UNANSWERED and self.unanswered_since is None:
+                    self.unanswered_since = began_at
                 effects = self._dial.handle(Tried(found.outcome, found.why), monotonic())
                 if not effects:
                     found.close()
@@ -182,6 +193,7 @@ class Dialler:
         connect_s, prove_s = BOUNDS_S.get(goal, DEFAULT_BOUNDS_S)
         failure: TransportError | None = None
         refused: DialRefused | None = None
+        accepted = unanswered = False
         for way in target.ways:
             kind = way.partition(":")[0]
             try:
@@ -202,8 +214,11 @@ class Dialler:
                 continue
             except TransportError as error:
                 failure = error
+                unanswered = unanswered or (isinstance(error, DialUnanswered) and kind not in WITHIN_THE_HOST)
                 self._tell(way, error)
                 continue
+            accepted = True
+            self.unanswered_since = None
             self._transport = transport
             found: Found | None = None
             try:
@@ -211,10 +226,11 @@ class Dialler:
                     return Found(Outcome.SILENT)
                 # Without a name, all that is known of the target is an address, by whatever name its user knows it.
                 me = self._me if target.name is None else self._me.dialling(way)
-                established = prove(transport, target.name, me, self._secret, min(deadline, monotonic() + prove_s))
+                until = min(deadline, monotonic() + prove_s)
+                way_in, established = prove(transport, target.name, me, self._secret, until)
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
-                found = Found(Outcome.PROVEN, "it lives, but did not come back", transport, established)
+                found = Found(Outcome.PROVEN, "it lives, but did not come back", way_in, established)
                 return found
             except HandshakeRefused as error:
                 reason = error.reason if isinstance(error, Refused) else None
@@ -228,6 +244,8 @@ class Dialler:
                     transport.close()
         if failure is None and refused is not None:
             return Found(Outcome.REFUSED, str(refused))
+        if unanswered and not accepted:
+            return Found(Outcome.UNANSWERED, str(failure))
         return Found(Outcome.SILENT, str(failure or "no address could be tried"))
 
     def _tell(self, way: str, error: TransportError) -> None:
@@ -236,8 +254,26 @@ class Dialler:
             logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
 
 
-def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float) -> Established:
-    """Run the dialler's side of the handshake. Without a ``name``, any member of the cluster will do."""
+def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:
+    """What to speak over from now on: where others may write to the connection, everything is proved."""
+    if not transport.needs_sealing:
+        return transport, established
+    sealing = SealedTransport(
+        transport,
+        send_key=established.frame_key(side),
+        receive_key=established.frame_key(side.other),
+        first_bytes=established.leftover,
+    )
+    return sealing, established._replace(leftover=b"")
+
+
+def prove(
+    transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float
+) -> tuple[Transport, Established]:
+    """Run the dialler's side of the handshake; what to speak over from then on, and with whom.
+
+    Without a ``name``, any member of the cluster will do.
+    """
     handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
     name = name or "the peer"
     outgoing = handshake.start()
@@ -248,7 +284,7 @@ def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, dead
             outgoing = outgoing[taken:]
             if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
                 raise DialFailed(f"{name} does not read while {handshake.state.value}")
-        if not transport.wait_readable(max(0.0, deadline - monotonic())):
+        if not _wait_readable(transport, deadline):
             raise DialFailed(f"{name} does not answer while {handshake.state.value}")
         count = transport.receive_into(memoryview(buffer))
         if count is None:
@@ -257,4 +293,12 @@ def prove(transport: Transport, name: str | None, me: Hello, secret: bytes, dead
             raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
         outgoing, established = handshake.receive(memoryview(buffer)[:count])
         if established is not None:
-            return established
+            return sealed(transport, established, Side.DIALER)
+
+
+def _wait_readable(transport: Transport, deadline: float) -> bool:
+    """Wait for a member that may be busy; not for one whose host has vanished meanwhile."""
+    while not transport.wait_readable(min(HOST_LOOK_S, max(0.0, deadline - monotonic()))):
+        if monotonic() >= deadline or transport.silent_s() > HOST_SILENT_S:
+            return False
+    return True

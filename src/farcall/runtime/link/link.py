@@ -108,14 +108,8 @@ class Link:
 
     @property
     def heard_bytes(self) -> int:
-        """Grows with every byte that comes, over whatever connection: the sign of life."""
-        return self.incoming.bytes_received
-
-    @property
-    def progress(self) -> object:
-        """Changes as long as anything moves: bytes that come, or that the kernel takes after it was full."""
-        outgoing = self.outgoing
-        return self.transport, self.incoming.bytes_received, outgoing.bytes_sent if outgoing.queue.full else 0
+        """Changes with every byte that comes, over whatever connection: the sign of life."""
+        return self.incoming.bytes_received + self.transport.held_bytes
 
     def on_io_thread(self) -> bool:
         """Is the caller the I/O thread?"""

@@ -18,12 +18,15 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.dialler import sealed
 from farcall.transport.address import listen
-from farcall.transport.interface import DialFailed, Listener, ListenFailed, Transport, TransportError
+from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 HANDSHAKE_S = 10.0
+POSTPONED_S = 0.5
+"""How long nobody is let in when descriptors ran out."""
 MAX_GUESTS = 256
 MAX_TOLD = 100
 """How many different refusals are logged and remembered: strangers choose the words in some of them."""
@@ -44,8 +47,8 @@ class _Guest:
 class Returning(Protocol):
     """The decision about members that come back to a session (`connector.py`)."""
 
-    def admit(self, peer: Hello, arrived_at: float) -> bytes:
-        """The bytes to send behind our proof; raises ``HandshakeRefused``."""
+    def admit(self, peer: Hello, arrived_at: float) -> int | None:
+        """The count of frames to tell the peer, if any; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """That is on its way; the connection is yours."""
@@ -59,6 +62,8 @@ class PeerListener:
         self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
+        self._postponed: list[int] = []  # listeners that are not looked at now
+        self._was_short = False
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
         """Why members were turned away, by the names that they claimed: for the error that names the missing."""
@@ -112,6 +117,9 @@ class PeerListener:
         while True:
             try:
                 transport = listener.accept()
+            except AcceptPostponed as error:
+                self._postpone(listener, error)
+                return
             except TransportError as error:
                 logger.error("cannot accept connections any more: %s", error)
                 return
@@ -131,13 +139,24 @@ class PeerListener:
             else:
                 self._loop.watch(descriptor, lambda _, guest=guest: self._hear(guest))  # type: ignore[misc]
 
+    def _postpone(self, listener: Listener, error: AcceptPostponed) -> None:
+        """Do not look at who waits outside for a moment: the poller would tell of it without end."""
+        descriptor = listener.fileno()
+        if not self._was_short:
+            self._was_short = True
+            logger.warning("%s: connections wait until there is room; is a limit too low (ulimit -n)?", error)
+        if descriptor is not None:
+            self._loop.silence(descriptor)
+            self._postponed.append(descriptor)
+            self._timer.at(monotonic() + POSTPONED_S)
+
     def _hear(self, guest: _Guest) -> None:
         """On the I/O thread: a guest said something."""
         if guest not in self._guests:
             return
         buffer = bytearray(16 * 1024)
         try:
-            count = guest.transport.receive_into(memoryview(buffer))
+            count = guest.transport.receive_bytes_into(memoryview(buffer))
             if count is None:
                 return
             if count == 0:
@@ -161,12 +180,13 @@ class PeerListener:
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
+            transport, established = sealed(guest.transport, established, Side.LISTENER)
             if isinstance(established.peer.purpose, Observe):
-                self.on_observer(guest.transport, established)
+                self.on_observer(transport, established)
             elif not isinstance(established.peer.purpose, (Resume, Remind)):
-                self._on_member(guest.transport, established)
+                self._on_member(transport, established)
             elif self._returning is not None:
-                self._returning.on_resumed(guest.transport, established)
+                self._returning.on_resumed(transport, established)
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
         """The bytes to send behind our proof to a proven ``peer``; raises ``HandshakeRefused``."""
@@ -179,7 +199,8 @@ class PeerListener:
             return b""
         if self._returning is None:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.member.name} comes back, and nobody is expected to")
-        return self._returning.admit(peer, guest.arrived_at)
+        received = self._returning.admit(peer, guest.arrived_at)
+        return b"" if received is None else guest.handshake.resumed(received)
 
     def _let_go(self, transport: Transport) -> None:
         descriptor = transport.fileno()
@@ -205,6 +226,8 @@ class PeerListener:
     def _show_out_late(self, now: float) -> float:
         """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
         nearest = NEVER
+        while self._postponed:
+            self._loop.listen(self._postponed.pop())
         for guest in list(self._guests):
             if guest.deadline <= now:
                 self._dismiss(guest, f"it did not prove itself within {HANDSHAKE_S:g} s")

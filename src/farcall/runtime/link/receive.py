@@ -7,6 +7,9 @@ the link, is `link.py`'s.
 One thread at a time reads, the holder of the read lock:
 - normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
   poller, so that the I/O thread sleeps on, and saves the hop between threads.
+- A thread that has come back within LINGER_S for a while (one with many calls in flight, or call after call) leaves the
+  poller silent when it stops: the I/O thread would only fight with it for the interpreter. If it does not come back,
+  the I/O thread listens again LINGER_S later. Not where several threads wait for answers on this link.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
 """
 
@@ -26,6 +29,7 @@ from farcall.runtime.io import sigint
 from farcall.runtime.io.busy_wait import BusyWait
 from farcall.runtime.io.loop import READ, WRITE, Loop
 from farcall.runtime.io.reader import reading
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
@@ -33,6 +37,14 @@ __all__ = ["Awaited", "Incoming"]
 
 READ_BYTES = 1 << 20
 """What the I/O thread reads at most before it looks at other links and timers."""
+LINGER_S = 0.001
+LINGER_AFTER = 16
+"""So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
+IO_READS_S = 0.002
+"""So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
+itself."""
+SHARED_S = 1.0
+"""So long after two threads were seen waiting on one link, none of them is relied on."""
 
 _NOTHING_COMES = FrameDecoder()
 """The decoder of all dead links: a live one may hold a quarter of a MiB, and dead members stay in the peer table."""
@@ -67,15 +79,20 @@ class Incoming:
         "_acknowledge",
         "_allocate",
         "_busy_wait",
+        "_came_back",
         "_decoder",
         "_descriptor",
         "_descriptors",
         "_frames",
+        "_left_at",
+        "_linger_timer",
+        "_lingering",
         "_link",
         "_loop",
         "_on_frame",
         "_read_lock",
         "_rides_along",
+        "_shared_until",
         "_silenced",
         "bytes_received",
     )
@@ -102,7 +119,13 @@ class Incoming:
         self._descriptor = link.transport.fileno()
         self._descriptors: deque[int] = deque()
         self._silenced = False
-        self._busy_wait = BusyWait(busy_wait_s)
+        # Has one item while the poller is silent although nobody reads; who pops it sees to the poller.
+        self._lingering: list[None] = []
+        self._linger_timer = loop.timer(self._end_lingering)
+        self._left_at = 0.0  # when a helping reader last stopped, or went on with a request
+        self._came_back = 0  # how often in a row one was back within LINGER_S
+        self._shared_until = 0.0
+        self._busy_wait = BusyWait(busy_wait_s, may_doze=True)
         self._read_lock = threading.Lock()
         self.bytes_received: int = 0
 
@@ -131,7 +154,7 @@ class Incoming:
             link.transport.watch(lambda: loop.call_soon(self._read), lambda: loop.call_soon(link.outgoing.write))
         else:
             loop.watch(self._descriptor, self._on_event)
-        if self._frames:
+        if self._frames or link.transport.buffered:
             # Not before: where the peer has gone already, reading closes the descriptor.
             loop.call_soon(self._read)
 
@@ -144,6 +167,7 @@ class Incoming:
         """On the I/O thread: nobody reads from the broken connection any more, and it is closed."""
         with self._read_lock:
             self._descriptor = None
+            self._lingering.clear()
             self._descriptors.extend(transport.take_descriptors())
             # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
             # its descriptor with it: only those of frames that are here are wanted.
@@ -210,15 +234,18 @@ class Incoming:
         guard = sigint.of_thread()
         guard.depth += 1
         try:
-            helping = self._descriptor is not None and loop.can_silence and self._read_lock.acquire(False)
+            may_help = self._descriptor is not None and loop.can_silence
+            helping = may_help and self._read_lock.acquire(False)
             if helping:
-                reading.link = self
-                self._silenced = True
-                descriptor = self._descriptor
-                if descriptor is not None:
-                    loop.silence(descriptor)
+                self._begin_helping()
             if request is not None:
                 link.outgoing.send(request, deadline)
+            if may_help and not helping:
+                if self._silenced:
+                    self._shared_until = monotonic() + SHARED_S  # another helping reader has the role
+                elif self._read_lock.acquire(True, IO_READS_S):
+                    self._begin_helping()
+                    helping = True
             if not helping or (self._frames and not self._deliver()):
                 return
             transport, decoder = link.transport, self._decoder
@@ -248,6 +275,19 @@ class Incoming:
             guard.depth -= 1
             if guard.held is not None:
                 sigint.deliver()
+
+    def _begin_helping(self) -> None:
+        """Holding the read lock: be the reader in the place of the I/O thread."""
+        reading.link = self
+        self._silenced = True
+        try:
+            self._lingering.pop()
+            self._came_back += 1
+        except IndexError:
+            self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
+            descriptor = self._descriptor
+            if descriptor is not None:
+                self._loop.silence(descriptor)
 
     def _take(self, count: int) -> bool:
         """Decode and deliver ``count`` received bytes. False: stop reading."""
@@ -306,11 +346,37 @@ class Incoming:
                 return
             if self._silenced:
                 self._silenced = False
-                if self._descriptor is not None and self._link.up:
+                now = self._left_at = monotonic()
+                if self._came_back >= LINGER_AFTER and now > self._shared_until and self._link.up:
+                    self._lingering.append(None)
+                    if self._linger_timer.due == NEVER:
+                        self._linger_timer.at(now + LINGER_S)
+                elif self._descriptor is not None and self._link.up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
-            if self._frames:
+            if self._frames or (self._link.transport.buffered and self._link.up):
                 self._loop.call_soon(self._read)
+
+    def is_used(self) -> None:
+        """A request is sent whose answer nobody waits for yet: the helping reader, if there was one, goes on."""
+        now = monotonic()
+        if now - self._left_at < LINGER_S:
+            self._left_at = now
+
+    def _end_lingering(self, now: float) -> float:
+        """On the I/O thread: the helping reader is back in time, or this thread reads from now on."""
+        if not self._lingering:
+            return NEVER  # it reads at this moment; or the connection has ended
+        if now - self._left_at < LINGER_S:
+            return self._left_at + LINGER_S
+        try:
+            self._lingering.pop()
+        except IndexError:
+            return NEVER
+        self._came_back = 0
+        if self._descriptor is not None and self._link.up:
+            self._loop.listen(self._descriptor)
+        return NEVER
 
     def look_for(self, limit_s: float) -> None:
         """Have threads that wait for an answer look for so long before they sleep, where looking is allowed at all."""
@@ -341,7 +407,7 @@ class Incoming:
         if not watch:
             return False
         if not quick:
-            loop.look_who_waits()
+            loop.look_who_waits(self._descriptor)
         return True
 
     def pass_on(self) -> None:
@@ -350,7 +416,7 @@ class Incoming:
         if was_helping and self._descriptor is not None and self._link.up:
             self._loop.listen(self._descriptor)
         self._read_lock.release()
-        if self._frames:
+        if self._frames or (self._link.transport.buffered and self._link.up):
             self._loop.call_soon(self._read)
         if not was_helping:
             self._loop.hand_over()

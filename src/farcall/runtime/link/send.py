@@ -221,7 +221,8 @@ class Outgoing:
         if isinstance(last, Chunk) and last.message is message:
             pieces = last.pieces()
             count = len(pieces)
-            if len(self._unsent) >= count and _size(self._unsent) >= sum(map(len, pieces)):
+            gone_or_going = self._transport.pending_bytes
+            if len(self._unsent) >= count and _size(self._unsent) >= sum(map(len, pieces)) + gone_or_going:
                 for _ in range(count):
                     self._unsent.pop()
                 self._kept.pop()

@@ -37,13 +37,13 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
-MEMBER_EVENTS = ("joined", "left", "suspected", "recovered", "dead")
+MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead")
 
 
 class MemberEvent(NamedTuple):
     """What became of a member.
 
-    ``kind`` is ``"joined"``, ``"left"``, ``"suspected"``, ``"recovered"`` (from suspicion) or ``"dead"``;
+    ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion) or ``"dead"``;
     ``incarnation`` says which start of the worker; ``why`` is for people.
     """
 
@@ -210,7 +210,7 @@ class MemberChanges:
             hook(peer)
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
-        """A member joined, left, died, is suspected, or recovered."""
+        """A member joined, left, died, is unresponsive, or recovered."""
         # One warning for a death: that of `on_gone`.
         logger.info("%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
         self._event_log.note(kind, member.name, text=why)

@@ -3,8 +3,10 @@
 Owns the machine, its clock and who wants to hear of changes. The machine decides; links are made, used and ended by
 `table.py`, which carries its effects out. Everything here runs on the I/O thread, but for what says otherwise.
 
-Before the machine looks at the time it is told whose links have brought anything since (``Heard``): that costs a
-look at every link each time something is due, and nothing per frame.
+Before the machine looks at the time it is told whose links have brought anything since (``Heard``), every byte counts,
+and whether the hosts of those who do not answer do (``HostSeen``): that costs a look at every link each time something
+is due, and nothing per frame. No thread of a member's own says that it lives: none could run while the interpreter
+is held. Its kernel speaks for it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def chosen(options: RpcBackendOptions) -> MembershipOptions:
         options.membership.probe_timeout_s,
         options.membership.suspicion_s,
         options.membership.indirect_probes,
+        unresponsive_s=options.membership.unresponsive_s,
     )
 
 
@@ -50,11 +53,14 @@ class Reach(Protocol):
     def links(self) -> Iterator[tuple[int, Link]]:
         """All links, and whose they are."""
 
+    def host_answers(self, incarnation: int) -> bool:
+        """Does the kernel of an unresponsive member's host answer, as far as was tried?"""
+
     def on_joined(self, member: Member) -> None: ...
 
     def on_admitted(self) -> None: ...
 
-    def on_suspected(self, member: Member, suspected: bool) -> None: ...
+    def on_unresponsive(self, member: Member, unresponsive: bool) -> None: ...
 
     def on_silent(self, incarnation: int) -> None: ...
 
@@ -98,12 +104,12 @@ class FailureDetector:
         deadline = monotonic() + timeout_s
         self.begin()
         self._loop.call_soon(lambda: self.feed(events.LocalJoin(incarnation)))
-        while not self.is_member and self.why_refused is None:
+        while not self.belongs and self.why_refused is None:
             remaining_s = deadline - monotonic()
             if remaining_s <= 0 or is_lost():
                 break
             self._settled.wait(min(0.05, remaining_s))
-        return self.is_member
+        return self.belongs
 
     def found(self) -> None:
         """There is nobody to ask: be the first member of a group. From the thread that starts the node."""
@@ -113,7 +119,7 @@ class FailureDetector:
         self._received = {}
 
     @property
-    def is_member(self) -> bool:
+    def belongs(self) -> bool:
         """Is this node one of those that belong together?"""
         return self._machine.state in (State.MEMBER, State.LEAVING)
 
@@ -121,7 +127,7 @@ class FailureDetector:
         """Tell the others that this node leaves, and wait until they know. From the thread that shuts down."""
         self._loop.call_soon(lambda: self.feed(events.LocalLeave()))
         deadline = monotonic() + timeout_s
-        while self.is_member and monotonic() < deadline:
+        while self.belongs and monotonic() < deadline:
             self._settled.wait(0.05)
 
     def stop(self) -> None:
@@ -129,9 +135,14 @@ class FailureDetector:
         self._running = False
         self._stopped = True
 
-    def is_trusted(self, incarnation: int) -> bool:
-        """Do others hear from that one, as far as is known? From any thread."""
-        return self._machine.is_trusted(incarnation, monotonic())
+    def is_member(self, incarnation: int) -> bool:
+        """Is that one neither dead nor gone, as far as is known? From any thread."""
+        status = self.status_of(incarnation)
+        return status is not None and status < Status.DEAD
+
+    def unresponsive(self) -> dict[int, float]:
+        """The members that answer nobody, by incarnation, and since how many seconds. From any thread."""
+        return self._machine.unresponsive(monotonic())
 
     # ------------------------------------------------------------------ on the I/O thread
 
@@ -181,12 +192,12 @@ class FailureDetector:
             return NEVER
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
-            self._tell_heard()
+            self._tell_links()
             self._carry_out(self._machine.handle_deadline(now))
             deadline = self._machine.next_deadline()
         return NEVER if deadline is None else deadline
 
-    def _tell_heard(self) -> None:
+    def _tell_links(self) -> None:
         received: dict[int, tuple[Link, int]] = {}
         for incarnation, link in self._reach.links():
             count = link.heard_bytes
@@ -194,6 +205,9 @@ class FailureDetector:
             if count and self._received.get(incarnation) != (link, count):
                 self._carry_out(self._machine.handle(events.Heard(incarnation), monotonic()))
         self._received = received
+        for incarnation in self.unresponsive():
+            seen = events.HostSeen(incarnation, self._reach.host_answers(incarnation))
+            self._carry_out(self._machine.handle(seen, monotonic()))
 
     def _carry_out(self, effects: list[events.Effect]) -> None:
         reach = self._reach
@@ -208,10 +222,10 @@ class FailureDetector:
                         reach.send_news(incarnation, message)
                 case events.MemberJoined(member):
                     reach.on_joined(member)
-                case events.MemberSuspected(member):
-                    reach.on_suspected(member, True)
+                case events.MemberUnresponsive(member):
+                    reach.on_unresponsive(member, True)
                 case events.MemberRecovered(member):
-                    reach.on_suspected(member, False)
+                    reach.on_unresponsive(member, False)
                 case events.LinkSilent(incarnation):
                     reach.on_silent(incarnation)
                 case events.MemberLeft(member):

@@ -2,7 +2,8 @@
 
 Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of the subjects: it
 hands each question on, and sends the messages it is given. Bytes that the kernel does not take are kept, up to
-MOST_UNSENT_BYTES: an observer that does not read is cut off.
+MOST_UNSENT_BYTES: an observer that does not read is cut off. Questions are answered QUESTIONS_PER_S at most, after a
+first few at once; meanwhile the observer is not read, so a flood of them stays in its own socket.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Protocol
 
 from farcall.protocol.handshake import Established
 from farcall.protocol.observing import MAX_QUESTION_BYTES, Ask, Message, MessageDecoder, ObservingError, encode_framed
 from farcall.runtime.io.loop import READ, WRITE, Loop
+from farcall.runtime.io.timers import NEVER
 from farcall.transport.interface import Transport, TransportError
 
 __all__ = ["ObserverConnection", "ObserverConnections", "Questions"]
@@ -22,7 +25,10 @@ __all__ = ["ObserverConnection", "ObserverConnections", "Questions"]
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_UNSENT_BYTES = 256 << 20
-_READ_BYTES = 16 * 1024
+MOST_OBSERVERS = 32
+QUESTIONS_PER_S = 20.0
+QUESTIONS_AT_ONCE = 20.0
+_READ_BYTES = 4 * 1024
 
 
 class Questions(Protocol):
@@ -50,7 +56,7 @@ class ObserverConnections:
 
     def admit(self, transport: Transport, established: Established) -> None:
         """Take over the connection of an observer that has proved itself."""
-        if self.questions is None:
+        if self.questions is None or len(self._connected) >= MOST_OBSERVERS:
             transport.close()
             return
         logger.info("%s: an observer is connected over %s", self._name, transport.describe())
@@ -83,6 +89,11 @@ class ObserverConnection:
         self._buffer = bytearray(_READ_BYTES)
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
+        self._asked: deque[Ask] = deque()
+        self._allowed = QUESTIONS_AT_ONCE
+        self._allowed_at = monotonic()
+        self._timer = loop.timer(self._answer_more)
+        self._waits = False  # for its next question to be answered
         self._closed = False
 
     def start(self, first_bytes: bytes) -> None:
@@ -93,6 +104,8 @@ class ObserverConnection:
             self._loop.watch(self._descriptor, self._on_event)
         if first_bytes:
             self._take(first_bytes)
+        elif self._transport.buffered:
+            self._read()
 
     def tell(self, message: Message) -> None:
         """Send a message, if the observer is still there."""
@@ -121,11 +134,13 @@ class ObserverConnection:
     def _on_event(self, events: int) -> None:
         if events & WRITE:
             self._write()
-        if events & READ and not self._closed:
+        if events & READ and self._waits:
+            self.close("it went away")  # all else it does is not looked at while it waits
+        elif events & READ and not self._closed:
             self._read()
 
     def _read(self) -> None:
-        while not self._closed:
+        while not self._closed and not self._asked:
             try:
                 count = self._transport.receive_into(memoryview(self._buffer))
             except TransportError as error:
@@ -150,7 +165,30 @@ class ObserverConnection:
                 logger.warning("an observer sent a %s (%s)", type(message).__name__, self._transport.describe())
                 self.close("it may only ask")
                 return
-            self._questions.answer_observer(self, message)
+            self._asked.append(message)
+        self._answer_more(monotonic())
+
+    def _answer_more(self, now: float) -> float:
+        """Answer what may be answered now; returns when the next question may be."""
+        self._allowed = min(QUESTIONS_AT_ONCE, self._allowed + (now - self._allowed_at) * QUESTIONS_PER_S)
+        self._allowed_at = now
+        was_waiting = self._waits
+        while self._asked and self._allowed >= 1.0 and not self._closed:
+            self._allowed -= 1.0
+            self._questions.answer_observer(self, self._asked.popleft())
+        self._waits = bool(self._asked) and not self._closed
+        if self._waits:
+            due = now + (1.0 - self._allowed) / QUESTIONS_PER_S
+            self._timer.at(due)
+            if not was_waiting and self._descriptor is not None:
+                self._loop.silence(self._descriptor)
+            return due
+        if was_waiting and not self._closed:
+            if self._descriptor is not None:
+                self._loop.listen(self._descriptor)
+            else:
+                self._loop.call_soon(self._read)
+        return NEVER
 
     def _write(self) -> None:
         unsent = self._unsent

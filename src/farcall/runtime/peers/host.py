@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """A member joined; nothing of it has been read yet."""
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
-        """A member joined, left, died, is suspected, or recovered."""
+        """A member joined, left, died, is unresponsive, or recovered."""
 
     def on_interrupted(self, info: WorkerInfo, why: str) -> None:
         """The connection to a member broke, and another one is being made."""

@@ -214,6 +214,8 @@ class RemotePeer(Peer):
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:
             self.send_device_releases(more=True)
+        if kind == REQUEST and awaited is None:
+            self.link.incoming.is_used()
         if not frame.buffers and len(frame.payload) < LARGE_BYTES:
             data = encode_small(kind, frame.flags, frame.call_id, frame.function, frame.notes, bytes(frame.payload))
             frame.handed_over = True

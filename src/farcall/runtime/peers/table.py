@@ -9,8 +9,8 @@ while the node starts) and what says otherwise.
     (unknown), or stranger    joined                              a member; of two, the one that came later dials
     member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
     member, connected         connects once more, anew            a stranger beside that: it has lost the session
-    member, connected         does not answer for SILENT_PART     it is asked to connect again, if it dialled us
-                              of ``suspicion_s``
+    member, connected         its host leaves all unanswered      its connection is given up, and made again
+                              for SILENT_PART of ``reconnect_s``
     member                    left                                no calls any more; its link ends with its Goodbye
     member                    died, or its link is dead           gone: calls that wait for it fail
 
@@ -26,7 +26,7 @@ from functools import partial
 from time import monotonic
 
 from farcall.channel.segment_map import SegmentMap
-from farcall.ids import WorkerInfo
+from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
@@ -85,7 +85,7 @@ class PeerTable:
         self._strangers: dict[int, RemotePeer] = {}
         self._gone: deque[RemotePeer] = deque()
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
-        self._silent: dict[RemotePeer, tuple[float, object]] = {}  # when to look whether anything came, and since what
+        self._silent: dict[RemotePeer, float] = {}  # whose host is looked at, and until when at least
         self._introductions: dict[int, Member] = {}
         self._me = myself
         self._membership = membership
@@ -116,10 +116,22 @@ class PeerTable:
 
     def workers(self) -> list[WorkerInfo]:
         """The members by rank; where members come and go, only those that are there. From any thread."""
+        return [peer.info for peer in self._present()]
+
+    def members(self) -> list[MemberInfo]:
+        """The same, and who is unresponsive. From any thread."""
+        silent, found = self.watch.unresponsive(), []
+        for peer in self._present():
+            member = MemberInfo(*peer.info)
+            member.unresponsive_s = silent.get(peer.incarnation)
+            found.append(member)
+        return found
+
+    def _present(self) -> list[Peer]:
         peers = set(self.named.values())
         if not self._is_static:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
-        return sorted((peer.info for peer in peers), key=lambda info: info.id)
+        return sorted(peers, key=lambda peer: peer.info.id)
 
     def is_over(self, incarnation: int) -> bool:
         """Has that member left or died? From any thread."""
@@ -294,24 +306,38 @@ class PeerTable:
             if incarnation in self._strangers:
                 self.watch.on_message(incarnation, Introduction(member))
 
-    def on_suspected(self, member: Member, suspected: bool) -> None:
+    def on_unresponsive(self, member: Member, unresponsive: bool) -> None:
         """A member does not answer, or answers again."""
-        if suspected:
+        if unresponsive:
             self.on_silent(member.incarnation)
-        self.watcher.on_change("suspected" if suspected else "recovered", member, "")
+        self.watcher.on_change("unresponsive" if unresponsive else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
-        if not suspected and self._options.membership.reconnect_s and (peer is None or peer.broken):
+        if unresponsive and peer is not None and isinstance(peer.link.transport, Absent):
+            self.connector.dial(member)  # its part it was, and whether it is there has to be found out
+        if not unresponsive and self._options.membership.reconnect_s and (peer is None or peer.broken):
             # We had given it up a moment before it could be reached again. One that is dead to some and lives for
             # others would lose references between those, too.
             self.watch.feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
 
     def on_silent(self, incarnation: int) -> None:
-        """A member does not answer us. Its connection may be to blame: routers forget them, and tell nobody."""
+        """A member does not answer us. Its connection may be to blame, or its host be gone: look for a while."""
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.link.up and peer not in self._silent:
-            look_at = monotonic() + SILENT_PART * self._options.membership.suspicion_s
-            self._silent[peer] = (look_at, peer.link.progress)
-            self._timer.at(look_at)
+            now = monotonic()
+            self._silent[peer] = now + self._patience_s
+            self._timer.at(now)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a host may leave everything unanswered."""
+        return self._options.membership.reconnect_s or self._options.membership.suspicion_s
+
+    def host_answers(self, incarnation: int) -> bool:
+        """Does the host of an unresponsive member answer, as far as was tried? One that was given up here does not."""
+        peer = self._by_incarnation.get(incarnation)
+        if peer is None or peer.link.broken is not None:
+            return False
+        return self.connector.host_silent_s(incarnation) < self._patience_s
 
     def on_left(self, member: Member) -> None:
         """A member has left; it may still have answers to send."""
@@ -374,13 +400,14 @@ class PeerTable:
     def _look_after_links(self, now: float) -> float:
         """Close what nobody needs any more, and look after connections that are silent."""
         nearest = NEVER
-        for peer, (look_at, progress) in list(self._silent.items()):
-            if look_at <= now:
+        for peer, until in list(self._silent.items()):
+            silent_s = peer.link.transport.silent_s() if peer.link.up else 0.0
+            if silent_s >= SILENT_PART * self._patience_s:
+                self.connector.mend_silence(peer, silent_s)
+            if now >= until and not silent_s and peer.incarnation not in self.watch.unresponsive():
                 del self._silent[peer]
-                if peer.link.up and peer.link.progress == progress:
-                    self.connector.remind(peer)
             else:
-                nearest = min(nearest, look_at)
+                nearest = min(nearest, now + self._options.membership.probe_interval_s)
         for peer, end in list(self._ends.items()):
             if end <= now:
                 self._ends.pop(peer, None)

@@ -86,6 +86,10 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
     return Meeting(place, contacts, store, group.cluster_id, secret)
 
 
+SPONSOR_S = 5.0
+"""How long one member is asked: if it is busy, another one can let this node in."""
+
+
 class Candidate(Protocol):
     """The node that wants in."""
 
@@ -292,7 +296,8 @@ class _Newcomer:
         if not wait_until(lambda: bool(stranger), deadline - monotonic()):
             raise InitError(f"{watch.me.name}: the I/O thread does not answer")
         link = stranger[0].link
-        if watch.join_through(stranger[0].incarnation, deadline - monotonic(), lambda: not link.up):
+        patience_s = min(SPONSOR_S, deadline - monotonic())
+        if watch.join_through(stranger[0].incarnation, patience_s, lambda: not link.up):
             return True
         why = watch.why_refused
         if why is None:

@@ -71,6 +71,7 @@ class FaultyTransport(UnixTransport):
         self.peer_host: str = far.peer_host
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
+        self._far = far
         # A descriptor that came behind the handshake belongs to a frame that the link already has.
         self._untaken = far.take_descriptors()
 
@@ -78,6 +79,10 @@ class FaultyTransport(UnixTransport):
     def resumable(self) -> bool:  # type: ignore[override]
         """Whether both ends still count the same frames: not after some were repeated, or overtook others."""
         return not self._relay.disordered
+
+    def silent_s(self) -> float:
+        """As long as a rule lets nothing through, no kernel answers either."""
+        return max(self._relay.silent_s(), self._far.silent_s())
 
     @property
     def takes_chunks(self) -> bool:  # type: ignore[override]
@@ -119,7 +124,7 @@ class Relay:
         self.disordered: bool = False
         self._refused = False  # the other side takes no more bytes
         self._close_by = NEVER
-        self._silent_until = 0.0
+        self._silent_since = self._silent_until = 0.0
         self._silenced_by: object = None
         self._begun: set[int] = set()  # faults of this connection that wait for no message
         self._tokens = 0.0
@@ -146,6 +151,11 @@ class Relay:
             os.write(self._wake_write, b"\0")
         except OSError:
             pass  # full, and so awake soon; or ended
+
+    def silent_s(self) -> float:
+        """For how long nothing has been let through; from any thread."""
+        now = monotonic()
+        return now - self._silent_since if self._silent_until > now else 0.0
 
     def end(self, timeout_s: float) -> None:
         """After the node has closed its end: wait, for a bounded time, until its written bytes have left."""
@@ -210,6 +220,9 @@ class Relay:
             if wants:
                 poll.register(far, wants)
         until = min(self._line.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
+        read_far = not silent and not self._far_ended and not self._back and not self._node_closed
+        if read_far and self._far.buffered:
+            until = 0.0  # no poll tells of that
         events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
         if wake in events:
             os.read(wake, 4096)
@@ -219,7 +232,7 @@ class Relay:
             self._read_near()
         if events.get(near, 0) & select.POLLOUT:
             self._write_near()
-        if events.get(far, 0) & ~select.POLLOUT:
+        if events.get(far, 0) & ~select.POLLOUT or (read_far and self._far.buffered):
             self._read_far()
         if events.get(far, 0) & select.POLLOUT:
             self._write_far(allowance)
@@ -348,6 +361,7 @@ class Relay:
 
     def _silence(self, fault: HalfOpen, now: float) -> None:
         self._silenced_by = fault
+        self._silent_since = now
         self._silent_until = NEVER if fault.seconds is None else now + fault.seconds
 
 

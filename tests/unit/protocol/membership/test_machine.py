@@ -14,6 +14,7 @@ from farcall.protocol.membership.events import (
     Effect,
     Expelled,
     Heard,
+    HostSeen,
     LinkGivenUp,
     LinkLost,
     LinkRefused,
@@ -25,7 +26,7 @@ from farcall.protocol.membership.events import (
     MemberLeft,
     MemberRecovered,
     MembershipOptions,
-    MemberSuspected,
+    MemberUnresponsive,
     Received,
     Refused,
     Send,
@@ -63,6 +64,7 @@ class Bench:
         self.machine = machine
         self.now = 0.0
         self.effects: list[Effect] = []
+        self.silent_hosts: set[int] = set()
 
     def feed(self, event: object) -> None:
         self.effects += self.machine.handle(event, self.now)  # type: ignore[arg-type]
@@ -75,6 +77,8 @@ class Bench:
         until = self.now + seconds
         while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
             self.now = deadline
+            for incarnation in self.machine.unresponsive(self.now):
+                self.feed(HostSeen(incarnation, incarnation not in self.silent_hosts))
             self.effects += self.machine.handle_deadline(self.now)
         self.now = until
 
@@ -112,7 +116,7 @@ def status(bench: Bench, incarnation: int) -> Status:
 
 
 def suspect(incarnation: int, version: int = 0) -> Gossip:
-    return Gossip((Update(incarnation, Status.SUSPECTED, version, RECORDS[incarnation - 1]),))
+    return Gossip((Update(incarnation, Status.UNRESPONSIVE, version, RECORDS[incarnation - 1]),))
 
 
 # --- probing -------------------------------------------------------------------------------------------
@@ -124,8 +128,9 @@ def test_who_is_heard_is_not_probed() -> None:
     assert bench.sent(Ping) == []
 
 
-def test_the_quiet_one_is_probed_then_asked_about_then_suspected_then_dead() -> None:
+def test_the_quiet_one_is_probed_then_asked_about_then_unresponsive_then_dead_if_its_host_is_silent() -> None:
     bench = member()
+    bench.silent_hosts = {3}
     bench.hear_all_but(3, 1.0)
     while not (pings := bench.sent(Ping)):
         bench.hear_all_but(3, 0.1)
@@ -134,13 +139,13 @@ def test_the_quiet_one_is_probed_then_asked_about_then_suspected_then_dead() -> 
     asks = [effect.message for effect in bench.take(Send) if isinstance(effect.message, Ask)]
     assert [ask.target for ask in asks] == [3] * OPTIONS.indirect_probes
     bench.hear_all_but(3, 0.6)
-    assert bench.take(MemberSuspected) == [MemberSuspected(RECORDS[2])]
+    assert bench.take(MemberUnresponsive) == [MemberUnresponsive(RECORDS[2])]
     bench.hear_all_but(3, OPTIONS.suspicion_s - 0.5)
-    assert status(bench, 3) is Status.SUSPECTED
+    assert status(bench, 3) is Status.UNRESPONSIVE
     bench.hear_all_but(3, 2.0)
     (death,) = bench.take(MemberDied)
     assert death.member == RECORDS[2]
-    assert "did not answer" in death.why
+    assert "its host does not answer" in death.why
 
 
 def test_a_voucher_is_as_good_as_an_answer() -> None:
@@ -151,6 +156,39 @@ def test_a_voucher_is_as_good_as_an_answer() -> None:
             if isinstance(send.message, Ask):
                 bench.receive(send.to, Vouch(send.message.target, ()))
     assert status(bench, 3) is Status.ALIVE
+
+
+def test_who_is_busy_or_stopped_is_unresponsive_for_as_long_as_its_host_answers() -> None:
+    bench = member()
+    bench.hear_all_but(3, 3600)
+    assert bench.take(MemberDied) == []
+    assert status(bench, 3) is Status.UNRESPONSIVE
+    (since_s,) = bench.machine.unresponsive(bench.now).values()
+    assert 3590 < since_s < 3600
+    bench.receive(3, Gossip((Update(3, Status.ALIVE, 1, RECORDS[2]),)))
+    assert bench.take(MemberRecovered) == [MemberRecovered(RECORDS[2])]
+    assert bench.machine.unresponsive(bench.now) == {}
+
+
+def test_a_host_that_answers_again_takes_its_member_from_the_dock() -> None:
+    bench = member()
+    bench.silent_hosts = {3}
+    bench.hear_all_but(3, OPTIONS.suspicion_s)
+    bench.silent_hosts = set()
+    bench.hear_all_but(3, 100)
+    assert bench.take(MemberDied) == []
+
+
+@pytest.mark.parametrize("unresponsive_s", [2.0, 25.0])
+def test_silence_is_a_death_for_those_who_want_that(unresponsive_s: float) -> None:
+    bench = member(options=MembershipOptions(unresponsive_s=unresponsive_s))
+    while not bench.machine.unresponsive(bench.now):
+        bench.hear_all_but(3, 0.1)
+    bench.hear_all_but(3, unresponsive_s - 0.2)
+    assert bench.take(MemberDied) == []
+    bench.hear_all_but(3, 0.2 + 3 * OPTIONS.probe_timeout_s)
+    (death,) = bench.take(MemberDied)
+    assert "unresponsive_s" in death.why
 
 
 def test_a_lost_link_asks_others_at_once_and_suspects_nobody_yet() -> None:
@@ -166,9 +204,9 @@ def test_refused_here_and_by_all_who_were_asked_is_dead_at_once() -> None:
     bench = member()
     bench.feed(LinkRefused(3))
     helpers = [effect.to for effect in bench.effects if isinstance(effect, Send) and isinstance(effect.message, Ask)]
-    assert bench.take(MemberSuspected)
+    assert bench.take(MemberUnresponsive)
     for helper in helpers:
-        assert status(bench, 3) is Status.SUSPECTED
+        assert status(bench, 3) is Status.UNRESPONSIVE
         bench.receive(helper, Deny(3, ()))
     assert len(helpers) == OPTIONS.indirect_probes
     assert bench.take(MemberDied)
@@ -195,7 +233,7 @@ def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     bench.receive(helpers[2], Deny(3, ()))
     assert status(bench, 3) is Status.ALIVE
     assert [type(effect) for effect in bench.effects if not isinstance(effect, Send)] == [
-        MemberSuspected,
+        MemberUnresponsive,
         MemberRecovered,
         LinkSilent,
     ]
@@ -228,15 +266,16 @@ def test_who_hears_nobody_doubts_itself_first() -> None:
     isolated, of_two = member(), member(size=2)
     for bench in (isolated, of_two):
         bench.advance(4.5)
-    assert isolated.take(MemberSuspected) == []
-    assert len(of_two.take(MemberSuspected)) == 1
+    assert isolated.take(MemberUnresponsive) == []
+    assert len(of_two.take(MemberUnresponsive)) == 1
     isolated.advance(60)
-    assert isolated.take(MemberSuspected)
+    assert isolated.take(MemberUnresponsive)
 
 
 def test_a_verdict_spoken_alone_is_kept_to_oneself() -> None:
     """Who is deaf hears nobody either, and the others would believe it."""
     bench = member(size=3)
+    bench.silent_hosts = {2, 3}
     bench.advance(400)
     died = {effect.member.incarnation for effect in bench.effects if isinstance(effect, MemberDied)}
     assert died == {2, 3}
@@ -260,10 +299,10 @@ def test_the_last_probe_is_begun_after_the_time_is_over() -> None:
     bench.receive(2, suspect(3))
     bench.now += 100.0
     bench.effects = list(bench.machine.handle_deadline(bench.now))
-    assert status(bench, 3) is Status.SUSPECTED
+    assert status(bench, 3) is Status.UNRESPONSIVE
     bench.receive(3, Ack(()))
     bench.hear_all_but(0, 5.0)
-    assert status(bench, 3) is Status.SUSPECTED, "it was heard, and given its time again"
+    assert status(bench, 3) is Status.UNRESPONSIVE, "it was heard, and given its time again"
     bench.receive(3, Gossip((Update(3, Status.ALIVE, 1, RECORDS[2]),)))
     assert status(bench, 3) is Status.ALIVE
 
@@ -279,24 +318,7 @@ def test_a_suspicion_of_oneself_is_refuted_in_the_answer() -> None:
     assert Update(1, Status.ALIVE, 5, RECORDS[0]) in ack.message.updates
 
 
-def test_a_young_suspicion_does_not_cost_trust_and_an_old_one_does() -> None:
-    """It takes a moment until a refutation is here: whoever looks meanwhile must not give up one that others hear."""
-    bench = member()
-    bench.receive(2, suspect(3))
-    assert bench.machine.is_trusted(3, bench.now)
-    bench.hear_all_but(3, 1.5 * OPTIONS.probe_timeout_s)
-    assert bench.machine.is_trusted(3, bench.now)
-    bench.hear_all_but(3, OPTIONS.probe_timeout_s)
-    assert status(bench, 3) is Status.SUSPECTED
-    assert not bench.machine.is_trusted(3, bench.now)
-    bench.receive(2, Gossip((Update(3, Status.ALIVE, 1, RECORDS[2]),)))
-    assert bench.machine.is_trusted(3, bench.now)
-    bench.receive(2, Gossip((Update(3, Status.DEAD, 1),)))
-    assert not bench.machine.is_trusted(3, bench.now)
-    assert not bench.machine.is_trusted(99, bench.now)
-
-
-def test_a_suspected_member_is_told_in_every_message_to_it() -> None:
+def test_an_unresponsive_member_is_told_in_every_message_to_it() -> None:
     bench = member()
     bench.receive(2, suspect(3))
     bench.effects = []
@@ -306,7 +328,7 @@ def test_a_suspected_member_is_told_in_every_message_to_it() -> None:
     bench.receive(3, Ping(()))
     (ack,) = bench.sent(Ack)
     assert isinstance(ack.message, Ack)
-    assert [(update.incarnation, update.status) for update in ack.message.updates] == [(3, Status.SUSPECTED)]
+    assert [(update.incarnation, update.status) for update in ack.message.updates] == [(3, Status.UNRESPONSIVE)]
 
 
 def test_news_is_told_and_passed_on() -> None:

@@ -35,7 +35,7 @@ from farcall.protocol.membership.messages import (
 
 RECORD = Member("worker7", 7, 2**63 - 1, ("unix:/tmp/a", "tcp:host:1"), "token", 3)
 UPDATES = (
-    Update(RECORD.incarnation, Status.SUSPECTED, 4, RECORD),
+    Update(RECORD.incarnation, Status.UNRESPONSIVE, 4, RECORD),
     Update(9, Status.DEAD, 0, None, "it did not answer"),
 )
 EXAMPLES = [
@@ -87,11 +87,11 @@ def test_more_updates_than_allowed_are_a_fault() -> None:
 def test_the_order_of_claims() -> None:
     order = [
         (Status.ALIVE, 0),
-        (Status.SUSPECTED, 0),
+        (Status.UNRESPONSIVE, 0),
         (Status.ALIVE, 1),
-        (Status.SUSPECTED, 1),
+        (Status.UNRESPONSIVE, 1),
         (Status.DEAD, 0),
         (Status.LEFT, 0),
     ]
     assert sorted(order, key=lambda claim: precedence(*claim)) == order
-    assert precedence(Status.DEAD, 0) == precedence(Status.DEAD, 9) > precedence(Status.SUSPECTED, 2**53)
+    assert precedence(Status.DEAD, 0) == precedence(Status.DEAD, 9) > precedence(Status.UNRESPONSIVE, 2**53)

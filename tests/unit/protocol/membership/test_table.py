@@ -16,8 +16,8 @@ def alive(version: int = 0, record: Member = OTHER) -> Update:
     return Update(record.incarnation, Status.ALIVE, version, record)
 
 
-def suspected(version: int = 0) -> Update:
-    return Update(OTHER.incarnation, Status.SUSPECTED, version, OTHER)
+def unresponsive(version: int = 0) -> Update:
+    return Update(OTHER.incarnation, Status.UNRESPONSIVE, version, OTHER)
 
 
 def ended(status: Status) -> Update:
@@ -32,10 +32,10 @@ def table() -> Table:
 def test_claims_about_one_life_in_order(table: Table) -> None:
     assert table.apply(alive(), 1.0) is Change.JOINED
     assert table.apply(alive(), 1.0) is Change.NOTHING
-    assert table.apply(suspected(), 2.0) is Change.SUSPECTED
+    assert table.apply(unresponsive(), 2.0) is Change.UNRESPONSIVE
     assert table.apply(alive(), 2.0) is Change.NOTHING, "only a higher version refutes"
     assert table.apply(alive(1), 3.0) is Change.RECOVERED
-    assert table.apply(suspected(), 3.0) is Change.NOTHING
+    assert table.apply(unresponsive(), 3.0) is Change.NOTHING
     assert table.apply(alive(2), 3.0) is Change.RENEWED
     assert table.apply(ended(Status.DEAD), 4.0) is Change.DIED
     assert table.apply(alive(99), 5.0) is Change.NOTHING
@@ -52,7 +52,7 @@ def test_the_end_of_a_stranger_is_remembered(table: Table) -> None:
 
 def test_a_claim_without_a_record_makes_no_member(table: Table) -> None:
     assert table.apply(Update(5, Status.ALIVE, 0), 1.0) is Change.NOTHING
-    assert table.apply(Update(5, Status.SUSPECTED, 3), 1.0) is Change.NOTHING
+    assert table.apply(Update(5, Status.UNRESPONSIVE, 3), 1.0) is Change.NOTHING
     assert table.size == 1
 
 
@@ -101,7 +101,7 @@ def test_members_are_taken_out_from_anywhere(table: Table) -> None:
 
 def test_who_has_the_lowest_rank(table: Table) -> None:
     table = Table(Member("me", 5, 1), 0.0)
-    table.apply(suspected(), 0.0)
+    table.apply(unresponsive(), 0.0)
     assert table.lowest_rank() == OTHER
     assert table.lowest_rank(trusted_only=True).name == "me"
 

@@ -6,7 +6,7 @@ import pytest
 
 from farcall.runtime.calls import run_inline
 from farcall.runtime.calls.executor import BRIEF_S
-from farcall.runtime.calls.run_inline import MOST_PARDON_RUNS, PARDON_RUNS, QUICK_S, InlineFunctions
+from farcall.runtime.calls.run_inline import MOST_PARDON_RUNS, PARDON_RUNS, QUICK_S, Contest, InlineFunctions
 
 
 @pytest.fixture
@@ -75,6 +75,19 @@ def test_a_function_that_is_late_there_again_and_again_stays_away_for_longer(
         functions.ban(b"f")
         found.append(runs_until_pardoned(functions))
     assert found == [4 * PARDON_RUNS, 16 * PARDON_RUNS, 64 * PARDON_RUNS, 256 * PARDON_RUNS, *[MOST_PARDON_RUNS] * 2]
+
+
+@pytest.mark.parametrize(("process_s", "own_s"), [(0.010, 0.001), (0.002, 0.010)])
+def test_who_waited_for_the_interpreter_was_not_long_and_who_slept_was(
+    monkeypatch: pytest.MonkeyPatch, process_s: float, own_s: float
+) -> None:
+    used = {"thread_time": 1.0, "process_time": 5.0}
+    for name in used:
+        monkeypatch.setattr(run_inline, name, lambda name=name: used[name])
+    contest = Contest()
+    used["thread_time"] += 0.001
+    used["process_time"] += process_s
+    assert contest.own_s(took_s=0.010) == pytest.approx(own_s)
 
 
 def test_what_was_long_ago_is_forgotten(functions: InlineFunctions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Watch:
     def feed(self, event: object) -> None:
         """Nobody is told of anything."""
 
-    def is_trusted(self, incarnation: int) -> bool:
+    def is_member(self, incarnation: int) -> bool:
         return False
 
 
@@ -43,7 +43,7 @@ def connector(owner: Any = None, loop: Any = None) -> Connector:
 
 def test_who_starts_refuses_nobody_that_asks_for_a_connection_it_is_about_to_make() -> None:
     mine = connector()
-    assert mine.admit(OTHER.wanting(Remind("s")), 0.0) == b""
+    assert mine.admit(OTHER.wanting(Remind("s")), 0.0) is None
     mine.starting = False
     with pytest.raises(HandshakeRefused, match="has ended"):
         mine.admit(OTHER.wanting(Remind("s")), 0.0)
@@ -54,7 +54,7 @@ def test_nor_does_who_is_dialling_that_very_incarnation(monkeypatch: pytest.Monk
     mine.starting = False
     dialled = {OTHER.member.incarnation}
     monkeypatch.setattr(mine, "is_dialling", lambda incarnation: incarnation in dialled)
-    assert mine.admit(OTHER.wanting(Remind("s")), 0.0) == b""
+    assert mine.admit(OTHER.wanting(Remind("s")), 0.0) is None
     dialled.clear()
     with pytest.raises(HandshakeRefused):
         mine.admit(OTHER.wanting(Remind("s")), 0.0)

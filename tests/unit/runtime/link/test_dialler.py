@@ -12,7 +12,7 @@ import pytest
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse, resumed
+from farcall.protocol.hello import Hello, RefusalReason, Remind, Resume, refuse
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link import dialler as dialling
@@ -38,10 +38,10 @@ class Host:
         host = Hello(Member("host", 0, token), "cluster")
         self.door.open(host, SECRET, why_not=lambda peer: "nobody", on_member=lambda *member: None, returning=self)
 
-    def admit(self, peer: Hello, arrived_at: float) -> bytes:
+    def admit(self, peer: Hello, arrived_at: float) -> int | None:
         if self.refuses:
             raise refuse(RefusalReason.NOT_ADMITTED, "not you")
-        return resumed(peer.purpose.received + 1) if isinstance(peer.purpose, Resume) else b""
+        return peer.purpose.received + 1 if isinstance(peer.purpose, Resume) else None
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         self.came.put((transport, established))

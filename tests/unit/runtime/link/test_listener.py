@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Hello, Side
 from farcall.protocol.member import Member
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
 from farcall.transport.address import dial
-from farcall.transport.interface import ListenFailed, Transport
+from farcall.transport.interface import AcceptPostponed, ListenFailed, Transport
 
 SECRET = b"a secret of enough bytes"
 
@@ -104,6 +107,34 @@ def test_member_with_the_secret_comes_in(hall: Hall) -> None:
     assert established.peer.member.name == "host"
     assert [member.peer.member.name for _, member in hall.members] == ["guest"]
     assert not hall.door._guests
+
+
+def test_out_of_descriptors_the_door_does_not_look_out_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection stays in the queue, so the poller would tell of it again and again: the I/O thread at 100 %."""
+    monkeypatch.setattr(doors, "POSTPONED_S", 0.02)
+    loop = Loop("test")
+    door = PeerListener(["tcp://127.0.0.1:0"], loop)
+    (outside,) = door._listeners
+    accept, tries = outside.accept, [0]
+
+    def out_of_descriptors() -> Transport | None:
+        tries[0] += 1
+        if tries[0] < 5:
+            raise AcceptPostponed("Too many open files")
+        return accept()
+
+    monkeypatch.setattr(type(outside), "accept", lambda self: out_of_descriptors())
+    door.open(hello("host", 0), SECRET, why_not=lambda peer: None, on_member=lambda *member: None)
+    loop.start()
+    guest = dial(door.addresses[0], LONG_S)
+    wait_until(lambda: len(door._guests) == 1)
+    assert tries[0] <= 6  # four refusals, the guest, and nobody behind it
+    assert sum("wait until there is room" in record.message for record in caplog.records) == 1
+    guest.close()
+    loop.stop()
+    door.close()
 
 
 def test_bytes_behind_the_proof_are_handed_over(hall: Hall) -> None:

@@ -32,11 +32,11 @@ def test_callbacks_hear_in_order_and_until_they_end_it(changes: MemberEvents) ->
     heard: list[str] = []
     end = changes.subscribe(lambda event: heard.append(event.kind))
     changes.tell(event("joined"))
-    changes.tell(event("suspected"))
+    changes.tell(event("unresponsive"))
     end()
     end()
     changes.tell(event("dead"))
-    assert heard == ["joined", "suspected"]
+    assert heard == ["joined", "unresponsive"]
 
 
 def test_a_callback_that_fails_keeps_nothing_from_the_others(changes: MemberEvents) -> None:

@@ -36,6 +36,9 @@ class Link:
     def send(self, data: bytes, **_: object) -> None:
         self.sent.append(data)
 
+    def is_used(self) -> None:
+        pass
+
     def take_descriptor(self) -> int | None:
         return self.transport.descriptors.pop(0) if self.transport.descriptors else None
 

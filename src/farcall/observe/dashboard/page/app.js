@@ -80,7 +80,7 @@ function showTiles() {
 }
 
 const isWell = (name) => name === "running" || name === "serving"; // it waits in shutdown() for the others
-const isBad = (worker) => worker.state === "gone" || worker.state === "silent" || worker.state === "expelled";
+const isBad = (worker) => worker.state === "gone" || worker.state === "unresponsive" || worker.state === "expelled";
 
 // Calls wait while every thread is in a function that does not wait for a call itself.
 const isFull = (worker) => worker.queued > 0 && worker.busy - worker.parked >= worker.threads;
@@ -233,7 +233,7 @@ function showShortWaiting() {
 }
 
 const KINDS = {
-  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], suspected: ["members", "warn"],
+  failed: ["errors", "bad"], "timed out": ["errors", "bad"], dead: ["members", "bad"], unresponsive: ["members", "warn"],
   recovered: ["members", "good"], joined: ["members", "good"], left: ["members", ""], interrupted: ["links", "warn"], reconnected: ["links", "good"],
 };
 

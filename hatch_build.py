@@ -1,0 +1,78 @@
+"""Builds the compiled half of the flat form (``src/farcall/serialize/_speedups.c``), where that can be done.
+
+A hook of hatchling, for wheels and editable installs; as a program, it builds for the tree that it lies in. Without a C
+compiler or Python's headers the wheel is pure Python, which does the same: that is never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # as a program it needs nothing
+    BuildHookInterface = object  # type: ignore[assignment, misc]
+
+SOURCE = Path("src", "farcall", "serialize", "_speedups.c")
+LIBRARY = SOURCE.with_name("_speedups.abi3.so")
+TAG = "cp311-abi3"
+"""The limited API of this Python, as the source asks for it: later ones have it, too."""
+
+
+def build(root: Path, target: Path) -> str:
+    """Compile to ``target``; return why that failed, or nothing."""
+    if os.name != "posix" or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "only a CPython with its usual lock, on Linux or a Mac, can use it"
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    on_a_mac = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")  # a process may have the old one mapped
+    command = [
+        *compiler,
+        *("-O2", "-std=c11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-DNDEBUG"),
+        *on_a_mac,
+        f"-I{sysconfig.get_path('include')}",
+        *("-o", str(fresh), str(root / SOURCE)),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode:
+        return done.stderr.strip() or f"{compiler[0]} ended with status {done.returncode}"
+    fresh.replace(target)
+    return ""
+
+
+class SpeedupsHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the library into the wheel; an editable install finds it in the tree."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        if version == "editable":
+            target = root / LIBRARY
+        else:
+            self._folder = tempfile.TemporaryDirectory()
+            target = Path(self._folder.name, LIBRARY.name)
+        why_not = build(root, target)
+        if why_not:
+            self.app.display_warning(f"farcall's compiled codec is left out, Python does the same: {why_not}")
+        elif version != "editable":
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"{TAG}-{platform}"
+            build_data["force_include"][str(target)] = str(LIBRARY.relative_to("src"))
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parent
+    if failed := build(here, here / LIBRARY):
+        print(f"farcall's compiled codec is not built, Python does the same: {failed}", file=sys.stderr)

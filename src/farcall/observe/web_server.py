@@ -1,0 +1,204 @@
+"""A small web server for the live page and the metrics: ``http.server``, with bounds on what strangers may cost.
+
+Owns the port, its thread and the connections. Answers ``GET`` only. At most MOST_CONNECTIONS at a time, each with a
+thread; the head of a request is at most MOST_HEAD_BYTES, and a connection over which no request was answered for
+QUIET_S is closed. Whoever wants more is turned away; the node, which has other threads, never notices.
+Knows nothing of what is served, nor of who may see it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from farcall.transport.descriptors import close_in_children
+
+__all__ = ["Answer", "Request", "WebServer"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+MOST_CONNECTIONS: Final = 32
+MOST_HEAD_BYTES: Final = 16 * 1024
+QUIET_S: Final = 30.0
+_LOOK_S: Final = 0.2
+_STOP_S: Final = 2.0
+
+
+class Request(NamedTuple):
+    """What is asked."""
+
+    target: str
+    host: str
+    accept: str
+
+
+class Answer(NamedTuple):
+    """What is answered."""
+
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+    status: int = 200
+
+
+class WebServer:
+    """One port, served from ``start`` to ``close``."""
+
+    def __init__(self, name: str, host: str, port: int, answer: Callable[[Request], Answer]) -> None:
+        """``answer`` is called on threads of this server's. Raises ``OSError`` where the port cannot be had."""
+        self._server = _Server((host, port), answer)
+        self.port: int = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_S,), name=name, daemon=True)
+        close_in_children(self)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._server.show_out(NOBODY_S)
+        self._thread.join(_STOP_S)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the port is the parent's."""
+        self._server.socket.close()
+
+
+NOBODY_S: Final = -1.0
+"""So long may the connections be quiet that stay when the server ends."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Mutable: the open connections, and since when each is quiet."""
+
+    daemon_threads = True
+    block_on_close = False  # a browser keeps its connection open
+    request_queue_size = 2 * MOST_CONNECTIONS
+
+    def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer]) -> None:
+        self.answer = answer
+        self.quiet_since: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            is_full = len(self.quiet_since) >= MOST_CONNECTIONS
+            if not is_full:
+                self.quiet_since[request] = monotonic()
+        if is_full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self.quiet_since.pop(request, None)
+        super().shutdown_request(request)
+
+    def answered(self, request: socket.socket) -> None:
+        """A request came to its end."""
+        with self._lock:
+            if request in self.quiet_since:
+                self.quiet_since[request] = monotonic()
+
+    def service_actions(self) -> None:
+        self.show_out(QUIET_S)
+
+    def show_out(self, quiet_s: float) -> None:
+        """End the connections that have been quiet for longer; their threads close them."""
+        now = monotonic()
+        with self._lock:
+            late = [request for request, since in self.quiet_since.items() if now - since > quiet_s]
+            for request in late:
+                try:
+                    request.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # it is gone already
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a web page could not be served to %s", client_address, exc_info=True)
+
+
+class _Head:
+    """The lines of one request at a time, as far as they are not too long."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._left = MOST_HEAD_BYTES
+
+    def begin(self) -> None:
+        """The next request."""
+        self._left = MOST_HEAD_BYTES
+
+    def readline(self, size: int = -1) -> bytes:
+        line = self._stream.readline(min(size, self._left) if size >= 0 else self._left)
+        self._left -= len(line)
+        if self._left <= 0:
+            raise ConnectionError("the head of the request is too long")
+        return line
+
+    def close(self) -> None:
+        self._stream.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """The answers over one connection."""
+
+    server: _Server
+    server_version = "farcall"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = QUIET_S
+
+    def setup(self) -> None:
+        super().setup()
+        self._head = _Head(self.rfile)  # type: ignore[arg-type]
+        self.rfile = self._head  # type: ignore[assignment]
+
+    def handle_one_request(self) -> None:
+        self._head.begin()
+        try:
+            super().handle_one_request()
+        except ConnectionError:
+            self.close_connection = True
+        self.server.answered(self.connection)
+
+    def do_GET(self) -> None:
+        head = self.headers
+        if head.get("Content-Length") or head.get("Transfer-Encoding"):
+            self.close_connection = True  # nobody reads what follows
+        answer = self.server.answer(Request(self.path, head.get("Host", ""), head.get("Accept", "")))
+        self.send_response(answer.status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        # The request line is a stranger's: quoted.
+        logger.debug("web: %r", format % args)
+
+
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}

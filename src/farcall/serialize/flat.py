@@ -1,0 +1,339 @@
+"""Plain values and plain CPU tensors as bytes: what most calls carry, without the machinery of pickle.
+
+Owns the flat form of a payload. ``_speedups.c`` does the same, compiled, and is used where it could be built and torch
+speaks DLPack's exchange API; ``FARCALL_SPEEDUPS=0`` switches it off. Every member reads this form; those without the
+compiled code write pickles.
+
+    description  data  u32  "F"      the length of the description, and the mark of the form
+
+    N T F              None, True, False
+    i i64   f f64      numbers
+    s u32 utf-8   b u32 bytes
+    ( u32 items   [ u32 items   { u32 keys and values     tuple, list, dict; keys are texts and integers
+    t u8 u8 u8 i64*n   tensor: dtype (``rebuild.py``), 1 if it requires a gradient, number of dimensions, shape;
+                       its elements are the next ones in ``data``, row by row
+    o u8 u8 u8 i64*n   the same of OUT_OF_BAND_BYTES or more: its elements are the next buffer of the message
+
+All integers are little-endian. `write_flat` returns None for what does not fit: a subclass, another class, a tensor
+with strides, attributes or another device, an object or a storage met twice, since pickle keeps the identity of those.
+It does not know frames. Invariant: every length that a reader meets is compared with what is left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from farcall.serialize.rebuild import CODES, DTYPES
+from farcall.serialize.spans import copy_of, memory_of
+
+__all__ = [
+    "FLAT",
+    "OUT_OF_BAND_BYTES",
+    "read_flat",
+    "read_in_python",
+    "speedups",
+    "write_flat",
+    "write_in_python",
+]
+
+FLAT = ord("F")
+OUT_OF_BAND_BYTES = 64 * 1024
+"""Elements of a larger tensor are a buffer of the message, which may go through shared memory."""
+
+_VERSION = 1
+"""Of what ``_speedups.c`` and this file have in common: one that was built from another source is not used."""
+_MOST_DEPTH = 32
+_MOST_DIMENSIONS = 64
+_MOST_TEXT_BYTES = 1 << 16
+_REQUIRES_GRAD = 1
+_MOST_CODE = 11
+"""The dtypes that the form knows are the first ones of ``rebuild.py``."""
+
+_count = struct.Struct("<cI")
+_integer = struct.Struct("<cq")
+_real = struct.Struct("<cd")
+_tensor = struct.Struct("<cBBB")
+_end = struct.Struct("<IB")
+
+Written = tuple[bytes, list[memoryview] | tuple[()]]
+Tensors = list[torch.Tensor] | None
+
+
+class _NotFlat(Exception):
+    """Pickle must do it."""
+
+
+class _Writer:
+    """One value being written. Mutable: all of it grows."""
+
+    __slots__ = ("buffers", "data", "kept", "out_of_band_bytes", "seen", "tensors", "text")
+
+    def __init__(self, tensors: Tensors, out_of_band_bytes: int) -> None:
+        self.out_of_band_bytes = out_of_band_bytes
+        self.text: list[bytes] = []
+        self.data: list[bytearray] = []
+        self.buffers: list[memoryview] = []
+        self.seen: set[int] = set()
+        self.kept: list[torch.UntypedStorage] = []
+        self.tensors = tensors
+
+    def write(self, value: Any, depth: int = 0) -> None:
+        kind = value.__class__
+        text = self.text
+        if value is None:
+            text.append(b"N")
+        elif kind is bool:
+            text.append(b"T" if value else b"F")
+        elif kind is torch.Tensor:
+            self._write_tensor(value)
+        elif kind is int:
+            if not -(1 << 63) <= value < 1 << 63:
+                raise _NotFlat
+            text.append(_integer.pack(b"i", value))
+        elif kind is float:
+            text.append(_real.pack(b"f", value))
+        elif kind is str or kind is bytes:
+            content = value if kind is bytes else value.encode()
+            if len(content) > _MOST_TEXT_BYTES:
+                raise _NotFlat
+            text += (_count.pack(b"b" if kind is bytes else b"s", len(content)), content)
+        elif depth == _MOST_DEPTH:
+            raise _NotFlat
+        elif kind is tuple:
+            text.append(_count.pack(b"(", len(value)))
+            for item in value:
+                self.write(item, depth + 1)
+        elif kind is list:
+            self._meet(value)
+            text.append(_count.pack(b"[", len(value)))
+            for item in value:
+                self.write(item, depth + 1)
+        elif kind is dict:
+            self._meet(value)
+            text.append(_count.pack(b"{", len(value)))
+            for key, item in value.items():
+                if key.__class__ is not str and key.__class__ is not int:
+                    raise _NotFlat
+                self.write(key, depth + 1)
+                self.write(item, depth + 1)
+        else:
+            raise _NotFlat
+
+    def _meet(self, value: Any) -> None:
+        if id(value) in self.seen:
+            raise _NotFlat
+        self.seen.add(id(value))
+
+    def _write_tensor(self, tensor: torch.Tensor) -> None:
+        self._meet(tensor)
+        if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_neg() or tensor.is_nested:
+            raise _NotFlat
+        dtype = tensor.dtype
+        code = CODES.get(dtype)
+        if not isinstance(code, int) or code > _MOST_CODE or (dtype.is_complex and tensor.is_conj()):
+            raise _NotFlat
+        if tensor.__dict__:
+            raise _NotFlat
+        shape = tuple(tensor.shape)
+        if len(shape) > _MOST_DIMENSIONS or tensor.stride() != _row_major(shape):
+            raise _NotFlat
+        size = int(prod(shape)) * dtype.itemsize
+        is_large = size >= self.out_of_band_bytes
+        self.text += (
+            _tensor.pack(b"o" if is_large else b"t", code, tensor.requires_grad, len(shape)),
+            struct.pack(f"<{len(shape)}q", *shape),
+        )
+        if self.tensors is not None:
+            self.tensors.append(tensor)
+        if not size:
+            return
+        storage = tensor.untyped_storage()
+        self._meet(storage)
+        self.kept.append(storage)
+        low = int(tensor.storage_offset()) * dtype.itemsize
+        if low + size > storage.nbytes() or not storage.data_ptr():
+            raise _NotFlat  # somebody has shrunk the storage; or these are torch's lazy zeros
+        if is_large:
+            self.buffers.append(memory_of(storage, low, low + size))
+        else:
+            self.data.append(copy_of(storage.data_ptr() + low, size))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def write_in_python(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written | None:
+    """See `write_flat`."""
+    writer = _Writer(tensors, out_of_band_bytes)
+    try:
+        writer.write(value)
+    except (_NotFlat, RuntimeError, UnicodeEncodeError):  # RuntimeError: torch has no address for this tensor
+        return None
+    text = b"".join(writer.text)
+    payload = b"".join((text, *writer.data, _end.pack(len(text), FLAT)))
+    return payload, writer.buffers or ()
+
+
+class _Reader:
+    """One payload being read. Mutable: the three positions."""
+
+    __slots__ = ("buffers", "data_at", "data_end", "next_buffer", "payload", "tensors", "text_at", "text_end")
+
+    def __init__(self, payload: memoryview, buffers: Sequence[memoryview], tensors: Tensors) -> None:
+        self.data_end: int = len(payload) - _end.size
+        if self.data_end < 0:
+            raise _malformed("its parts are longer than the whole")
+        self.text_end: int = _end.unpack_from(payload, self.data_end)[0]
+        if self.text_end > self.data_end:
+            raise _malformed("its parts are longer than the whole")
+        self.payload = payload
+        self.text_at: int = 0
+        self.data_at: int = self.text_end
+        self.buffers: Sequence[memoryview] = buffers
+        self.next_buffer: int = 0
+        self.tensors = tensors
+
+    def take(self, size: int, what: str) -> memoryview:
+        begin = self.text_at
+        if size > self.text_end - begin:
+            raise _malformed(what)
+        self.text_at = begin + size
+        return self.payload[begin : self.text_at]
+
+    def read(self, depth: int = 0) -> Any:
+        tag = self.take(1, "it ends too early")[0]
+        match tag:
+            case 0x4E:  # N
+                return None
+            case 0x54 | 0x46:  # T, F
+                return tag == 0x54
+            case 0x69 | 0x66:  # i, f
+                return struct.unpack("<q" if tag == 0x69 else "<d", self.take(8, "a number is cut off"))[0]
+            case 0x73 | 0x62:  # s, b
+                content = bytes(self.take(self._number(), "a text is cut off"))
+                return content.decode() if tag == 0x73 else content
+            case 0x74 | 0x6F:  # t, o
+                return self._read_tensor(tag == 0x6F)
+            case 0x28 | 0x5B | 0x7B:  # ( [ {
+                return self._read_container(tag, depth + 1)
+        raise _malformed("it has a value of unknown kind")
+
+    def _number(self) -> int:
+        number: int = struct.unpack("<I", self.take(4, "a number is cut off"))[0]
+        return number
+
+    def _read_container(self, tag: int, depth: int) -> Any:
+        count = self._number()
+        if depth > _MOST_DEPTH or count > self.text_end - self.text_at:
+            raise _malformed("a container's length makes no sense")
+        if tag != 0x7B:
+            items = [self.read(depth) for _ in range(count)]
+            return tuple(items) if tag == 0x28 else items
+        made = {}
+        for _ in range(count):
+            if self.text_at < self.text_end and self.payload[self.text_at] not in b"si":
+                raise _malformed("a key is neither a text nor a number")
+            key = self.read(depth)
+            made[key] = self.read(depth)
+        return made
+
+    def _read_tensor(self, is_large: bool) -> torch.Tensor:
+        code, flags, dimensions = self.take(3, "a tensor's description is cut off")
+        if code > _MOST_CODE or flags > _REQUIRES_GRAD or dimensions > _MOST_DIMENSIONS:
+            raise _malformed("a tensor's description makes no sense")
+        shape = struct.unpack(f"<{dimensions}q", self.take(8 * dimensions, "a tensor's shape is cut off"))
+        dtype = DTYPES[code]
+        if dimensions and (min(shape) < 0 or prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63):
+            raise _malformed("a tensor's shape makes no sense")
+        size = prod(shape) * dtype.itemsize
+        if is_large:
+            memory = self._take_buffer(size)
+        else:
+            if size > self.data_end - self.data_at:
+                raise _malformed("a tensor has fewer bytes than its shape says")
+            memory = bytearray(self.payload[self.data_at : self.data_at + size])
+            self.data_at += size
+        if size:
+            tensor = torch.frombuffer(memory, dtype=dtype).as_strided_(shape, _row_major(shape))
+            if tensor.data_ptr() % 16:
+                tensor = tensor.clone()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if flags & _REQUIRES_GRAD:
+            tensor.requires_grad_(True)
+        if self.tensors is not None:
+            self.tensors.append(tensor)
+        return tensor
+
+    def _take_buffer(self, size: int) -> bytearray | memoryview:
+        if not size:
+            raise _malformed("a tensor has fewer bytes than its shape says")
+        if self.next_buffer == len(self.buffers):
+            raise _malformed("a tensor's buffer is missing")
+        buffer = self.buffers[self.next_buffer]
+        self.next_buffer += 1
+        if len(buffer) != size:
+            raise _malformed("a tensor's shape does not fit its buffer")
+        return bytearray(buffer) if buffer.readonly else buffer
+
+
+def _malformed(what: str) -> ValueError:
+    return ValueError(f"the message is malformed: {what}")
+
+
+def read_in_python(payload: bytes | memoryview, buffers: Sequence[memoryview], tensors: Tensors) -> Any:
+    """See `read_flat`."""
+    reader = _Reader(memoryview(payload), buffers, tensors)
+    value = reader.read()
+    if reader.text_at != reader.text_end or reader.data_at != reader.data_end:
+        raise _malformed("there is more of it than it tells of")
+    return value
+
+
+def _leave_to_pickle(value: Any, tensors: Tensors, out_of_band_bytes: int) -> None:
+    """Where nothing is compiled, pickle, which is, takes less time than `write_in_python`."""
+
+
+def _load_speedups() -> Any:
+    """The compiled half, ready for use; or why there is none."""
+    if os.environ.get("FARCALL_SPEEDUPS") == "0":
+        return "switched off by FARCALL_SPEEDUPS=0"
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return f"torch {torch.__version__} has no exchange API of DLPack (2.10 and later have)"
+    try:
+        found = importlib.import_module("farcall.serialize._speedups")
+        found.setup(_VERSION, capsule, torch.Tensor, torch.strided, tuple(DTYPES[n] for n in range(_MOST_CODE + 1)))
+    except (ImportError, ValueError) as error:
+        return f"they were not built, or not for this torch: {error}"
+    return found
+
+
+_loaded = _load_speedups()
+speedups: str = _loaded if isinstance(_loaded, str) else ""
+"""Why the compiled half is not in use; empty if it is."""
+
+write_flat: Callable[[Any, Tensors, int], Written | None] = _leave_to_pickle if speedups else _loaded.write
+"""``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must do it.
+
+Tensors met are appended to the list ``tensors``, unless that is None.
+"""
+read_flat: Callable[..., Any] = read_in_python if speedups else _loaded.read
+"""``read_flat(payload, buffers, tensors)``: the value. Tensors lie over the buffers.
+
+Raises:
+    ValueError: the bytes are no such payload.
+"""

@@ -1,0 +1,244 @@
+"""A transport whose bytes are proved: nobody between the two ends can change, drop, repeat, reorder or add any.
+
+Wraps a connection over a network, once both ends have keys from the handshake; anybody may still read it. A record is
+
+    offset  size  field
+    0       4     length of the body, at most MAX_BODY_BYTES
+    4       16    seal: a keyed hash of the record's number and its body
+    20      ...   body
+
+Both directions have keys of their own, and number their records from 0. A record whose seal does not fit ends the
+connection with ``TransportForged`` before anybody sees a byte of it. Small bodies are sealed by BLAKE2b, which begins
+sooner; large ones by HMAC-SHA-256, which processors have instructions for (1.2 us against 3.2 for 200 bytes, 0.6 GiB/s
+against 1.5 for 256 KiB). Both let other threads run meanwhile.
+
+Bodies are copied before they are sealed: a tensor that another thread changes while it is sent arrives torn, as over
+any connection, but must not break it. A record is made once: who was told that nothing was taken offers the same bytes
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+
+from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportForged
+
+__all__ = ["MAX_BODY_BYTES", "SealedTransport"]
+
+MAX_BODY_BYTES: Final = 128 * 1024
+_LARGE_BYTES: Final = 4 * 1024
+_SEAL_BYTES: Final = 16
+_HEAD: Final = Struct("<I16s")
+_NUMBER: Final = Struct("<Q")
+
+
+class _Sealer:
+    """The seals of one direction, in the order of its records."""
+
+    __slots__ = ("_large", "_number", "_small_key")
+
+    def __init__(self, key: bytes) -> None:
+        # One key for each hash: what is known of one says nothing about the other.
+        self._small_key = hmac.digest(key, b"small records", "sha256")
+        self._large = hmac.new(hmac.digest(key, b"large records", "sha256"), digestmod="sha256")
+        self._number = 0
+
+    def seal(self, body: bytes | memoryview) -> bytes:
+        """The seal of the next record. Its length needs no mention: it is that of the body that was hashed."""
+        number = _NUMBER.pack(self._number)
+        self._number += 1
+        if len(body) < _LARGE_BYTES:
+            return hashlib.blake2b(number + bytes(body), key=self._small_key, digest_size=_SEAL_BYTES).digest()
+        large = self._large.copy()
+        large.update(number)
+        large.update(body)
+        return large.digest()[:_SEAL_BYTES]
+
+
+class SealedTransport(Transport):
+    """One end of a sealed connection.
+
+    Mutable: the record that is partly sent, and received bytes: of records that are incomplete, and of one that was
+    checked and not given out yet.
+    """
+
+    __slots__ = (
+        "_body",
+        "_end",
+        "_inner",
+        "_receiving",
+        "_room",
+        "_sending",
+        "_staging",
+        "_start",
+        "_unsent",
+        "_view",
+        "carries_descriptors",
+        "kind",
+        "peer_host",
+        "pending_bytes",
+    )
+
+    needs_sealing = False
+
+    def __init__(self, inner: Transport, *, send_key: bytes, receive_key: bytes, first_bytes: bytes = b"") -> None:
+        """``first_bytes`` came behind the handshake."""
+        self._inner = inner
+        self.kind: str = inner.kind
+        self.peer_host: str = inner.peer_host
+        self.carries_descriptors: bool = False
+        self._sending = _Sealer(send_key)
+        self._receiving = _Sealer(receive_key)
+        self._room = memoryview(b"")
+        self._unsent = memoryview(b"")
+        self.pending_bytes: int = 0
+        self._staging = bytearray(max(16 * 1024, len(first_bytes)))
+        self._view = memoryview(self._staging)
+        self._staging[: len(first_bytes)] = first_bytes
+        self._start = 0
+        self._end = len(first_bytes)
+        self._body: memoryview | None = None
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        if descriptors:
+            raise ValueError(f"a {self.kind} transport cannot carry descriptors")
+        if not self._unsent:
+            if not self._room:
+                # Kept: fresh memory of this size costs more than the copy.
+                self._room = memoryview(bytearray(_HEAD.size + MAX_BODY_BYTES))
+            end = _HEAD.size
+            for buffer in buffers:
+                count = min(len(buffer), len(self._room) - end)
+                self._room[end : end + count] = buffer if count == len(buffer) else memoryview(buffer)[:count]
+                end += count
+            if end == _HEAD.size:
+                return 0
+            self.pending_bytes = end - _HEAD.size
+            _HEAD.pack_into(self._room, 0, self.pending_bytes, self._sending.seal(self._room[_HEAD.size : end]))
+            self._unsent = self._room[:end]
+        taken = self._inner.send((self._unsent,))
+        self._unsent = self._unsent[taken:]
+        if self._unsent:
+            return 0
+        gone, self.pending_bytes = self.pending_bytes, 0
+        return gone
+
+    def send_bytes(self, data: bytes) -> int:
+        if self._unsent or not 0 < len(data) < _LARGE_BYTES:
+            return self.send((data,))
+        record = _HEAD.pack(len(data), self._sending.seal(data)) + data
+        taken = self._inner.send_bytes(record)
+        if taken == len(record):
+            return len(data)
+        self._unsent = memoryview(record)[taken:]
+        self.pending_bytes = len(data)
+        return 0
+
+    # ------------------------------------------------------------------ receiving
+
+    @property
+    def buffered(self) -> bool:  # type: ignore[override]
+        if self._body is not None:
+            return True
+        have = self._end - self._start
+        return have >= _HEAD.size and have >= _HEAD.size + _HEAD.unpack_from(self._staging, self._start)[0]
+
+    @property
+    def held_bytes(self) -> int:  # type: ignore[override]
+        return self._end - self._start
+
+    def receive_into(self, view: memoryview) -> int | None:
+        filled = 0
+        while filled < len(view):
+            body = self._body
+            if body is None:
+                body = self._next_record()
+            if body is None:
+                if filled:
+                    break
+                count = self._receive()
+                if not count:
+                    return count
+                continue
+            count = min(len(body), len(view) - filled)
+            view[filled : filled + count] = body[:count]
+            filled += count
+            self._body = body[count:] if count < len(body) else None
+        return filled
+
+    def _receive(self) -> int | None:
+        """Read once, behind what is there; how many bytes came, as `receive_into` says it."""
+        have = self._end - self._start
+        if self._start:
+            # Nobody looks at the body of an earlier record any more.
+            self._view[:have] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, have
+        needed = _HEAD.size
+        if have >= needed:
+            needed += _HEAD.unpack_from(self._staging)[0]
+        if needed > len(self._staging):
+            staging = bytearray(_HEAD.size + MAX_BODY_BYTES)
+            staging[:have] = self._view[:have]
+            self._staging, self._view = staging, memoryview(staging)
+        count = self._inner.receive_into(self._view[self._end :])
+        if count == 0 and have:
+            raise TransportBroken(f"{self.describe()}: the connection ended within a record")
+        self._end += count or 0
+        return count
+
+    def _next_record(self) -> memoryview | None:
+        """The body of the next record, checked, if all of it is here."""
+        have = self._end - self._start
+        if have < _HEAD.size:
+            return None
+        size, seal = _HEAD.unpack_from(self._staging, self._start)
+        if not 0 < size <= MAX_BODY_BYTES:
+            raise TransportForged(f"{self.describe()}: a record of {size} bytes, which no end of this connection sends")
+        if have < _HEAD.size + size:
+            return None
+        begins = self._start + _HEAD.size
+        body = self._view[begins : begins + size]
+        if not hmac.compare_digest(seal, self._receiving.seal(body)):
+            raise TransportForged(
+                f"{self.describe()}: somebody between the two ends has changed, dropped, repeated or added bytes"
+            )
+        self._start = begins + size
+        return body
+
+    # ------------------------------------------------------------------ all else is the connection's
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        if self.closed:
+            return self._inner.wait_readable(timeout_s)
+        return self.buffered or self._inner.wait_readable(timeout_s)
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        return self._inner.wait_writable(timeout_s)
+
+    def silent_s(self) -> float:
+        return self._inner.silent_s()
+
+    def fileno(self) -> int | None:
+        return self._inner.fileno()
+
+    def end_sending(self) -> None:
+        self._inner.end_sending()
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._inner.closed
+
+    def describe(self) -> str:
+        return f"{self._inner.describe()}, sealed"

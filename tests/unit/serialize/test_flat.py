@@ -1,0 +1,272 @@
+"""The flat form: what takes it and what does not, the same bytes from both implementations, and bytes from anybody."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tests.kit.values import decode, encode
+
+from farcall.errors import SerializationError
+from farcall.serialize import flat
+from farcall.serialize.policy import REDUCERS, register_reducer
+
+compiled = pytest.mark.skipif(bool(flat.speedups), reason=f"no compiled codec here: {flat.speedups}")
+IMPLEMENTATIONS = [
+    pytest.param((flat.write_in_python, flat.read_in_python), id="python"),
+    pytest.param((flat.write_flat, flat.read_flat), id="compiled", marks=compiled),
+]
+BASE = torch.arange(24.0).view(4, 6)
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
+def attributed() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.label = "x"  # type: ignore[attr-defined]
+    return tensor
+
+
+def cyclic() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def nested(depth: int) -> Any:
+    value: Any = None
+    for _ in range(depth):
+        value = (value,)
+    return value
+
+
+TAKEN: dict[str, Any] = {
+    "none": None,
+    "bools": (True, False),
+    "integers": (0, -1, 2**63 - 1, -(2**63)),
+    "floats": (0.0, -0.0, 1.5, float("inf"), 1e-310),
+    "texts": ("", "é\0\U0001f600", b"", b"\xff\0"),
+    "containers": ([], (), {}, [1, [2]], {"a": {1: ()}, -7: "x"}),
+    "deep": nested(32),
+    "no dimension": torch.tensor(3.5),
+    "empty": (torch.empty(0), torch.empty(3, 0, 2)),
+    "ones in the shape": torch.ones(1, 5, 1),
+    "leaf": torch.ones(3, requires_grad=True),
+    "not a leaf": torch.ones(3, requires_grad=True) * 2,
+    "row of a matrix": BASE[2],
+    "inference": torch.inference_mode()(torch.ones)(3),
+    "complex": torch.tensor([1 + 2j]),
+    "a hundred": [torch.full((n,), n) for n in range(100)],
+    "out of band": (torch.arange(20_000), torch.ones(2), torch.arange(30_000)),
+    "half": torch.ones(3).bfloat16(),
+}
+LEFT_TO_PICKLE: dict[str, Any] = {
+    "large integer": 2**63,
+    "long text": "x" * 100_000,
+    "lone surrogate": "\ud800",
+    "set": {1},
+    "subclass of tuple": torch.Size([1]),
+    "key": {(1,): 2},
+    "too deep": nested(33),
+    "cycle": cyclic(),
+    "list twice": [[1]] * 2,
+    "tensor twice": [BASE] * 2,
+    "views of one storage": (BASE[:1], BASE[2:]),
+    "detached": (BASE, BASE.detach()),
+    "transposed": BASE.t(),
+    "columns": BASE[:, 2:],
+    "expanded": torch.ones(1).expand(4),
+    "odd strides of one": torch.as_strided(torch.ones(5), (1, 5), (99, 1)),
+    "channels last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "attributes": attributed(),
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.empty(3, device="meta"),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": torch._neg_view(torch.ones(3)),
+    "lazy zeros": torch._efficientzerotensor(3),
+    "shrunk": shrunk(),
+    "float8": torch.ones(3).to(torch.float8_e4m3fn),
+    "bits of a byte": torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
+    "array": torch.ones(3).numpy(),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", TAKEN)
+def test_plain_values_take_it(name: str, implementation: Any) -> None:
+    write, read = implementation
+    value = TAKEN[name]
+    written = write(value, None, 65536)
+    assert written is not None
+    payload, buffers = written
+    received = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], None)
+    again = flat.write_in_python(received, None, 65536)
+    assert again is not None
+    assert again[0] == payload
+    assert repr(received) == repr(value).replace("grad_fn=<MulBackward0>", "requires_grad=True")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", LEFT_TO_PICKLE)
+def test_everything_else_is_left_to_pickle(name: str, implementation: Any) -> None:
+    write, _ = implementation
+    assert write(LEFT_TO_PICKLE[name], None, 65536) is None
+    assert write([1, {"x": LEFT_TO_PICKLE[name]}], None, 65536) is None
+
+
+@compiled
+@pytest.mark.parametrize("name", TAKEN)
+def test_both_implementations_write_the_same_bytes(name: str) -> None:
+    for limit in (1, 100, 65536):
+        met: tuple[list[Any], list[Any]] = ([], [])
+        one = flat.write_in_python(TAKEN[name], met[0], limit)
+        other = flat.write_flat(TAKEN[name], met[1], limit)
+        assert one is not None
+        assert other is not None
+        assert one[0] == other[0]
+        assert list(map(bytes, one[1])) == list(map(bytes, other[1]))
+        assert list(map(id, met[0])) == list(map(id, met[1]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tensors_are_recorded_in_order_by_both_ends(implementation: Any) -> None:
+    write, read = implementation
+    value = [torch.ones(1), {"a": torch.ones(2)}, (torch.ones(20_000),)]
+    met: list[torch.Tensor] = []
+    rebuilt: list[torch.Tensor] = []
+    payload, buffers = write(value, met, 65536)
+    read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], rebuilt)
+    assert [len(tensor) for tensor in met] == [len(tensor) for tensor in rebuilt] == [1, 2, 20_000]
+    assert met[0] is value[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_received_tensor_is_the_receivers_own(implementation: Any) -> None:
+    write, read = implementation
+    sent = torch.zeros(3)
+    payload, _ = write(sent, None, 65536)
+    first, second = read(payload, (), None), read(payload, (), None)
+    first += 1
+    assert not second.any()
+    assert not sent.any()
+    assert first.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_buffer_keeps_the_storage_and_a_tensor_the_buffer(implementation: Any) -> None:
+    write, read = implementation
+    tensor = torch.arange(20_000)
+    payload, (buffer,) = write(tensor, None, 65536)
+    expected = bytes(buffer)
+    del tensor
+    gc.collect()
+    torch.full((20_000,), -1)
+    assert bytes(buffer) == expected
+    memory = memoryview(bytearray(buffer))
+    alive = weakref.ref(memory)
+    received = [read(payload, [memory], None)]
+    del memory
+    assert alive() is not None
+    # The last thread to hold a tensor may not be one of Python's.
+    dropping = threading.Thread(target=received.clear)
+    dropping.start()
+    dropping.join()
+    assert alive() is None
+
+
+def test_a_tensor_whose_storage_was_shrunk_is_refused_with_a_reason() -> None:
+    with pytest.raises(SerializationError, match="was the storage resized"):
+        encode([torch.ones(2), [shrunk_beyond()]])
+
+
+def shrunk_beyond() -> torch.Tensor:
+    tensor = torch.ones(5000)
+    tensor.untyped_storage().resize_(8192)
+    return tensor
+
+
+def test_a_reducer_of_the_users_for_tensors_is_asked() -> None:
+    before = REDUCERS[torch.Tensor]
+    register_reducer(torch.Tensor, lambda tensor, encoding: (str, ("mine",)))
+    try:
+        assert decode(*encode(torch.ones(2))) == "mine"
+    finally:
+        REDUCERS[torch.Tensor] = before
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        (b"", b""),
+        (b"x", b""),
+        (b"NN", b""),
+        (b"N", b"more"),
+        (b"i\0\0\0", b""),
+        (b"s\5\0\0\0abc", b""),
+        (b"s\1\0\0\0\xff", b""),
+        (b"(\xff\xff\xff\xffN", b""),
+        (b"[\1\0\0\0" * 40 + b"N", b""),
+        (b"{\1\0\0\0NN", b""),
+        (b"{\1\0\0\0[\0\0\0\0N", b""),
+        (b"t", b""),
+        (b"t\0\0", b""),
+        (b"t\x0c\0\0", b"xxxx"),
+        (b"t\0\2\0", b"xxxx"),
+        (b"t\0\0\x41" + bytes(8 * 65), b""),
+        (b"t\0\0\1\1\0\0\0", b"xxxx"),
+        (b"t\0\0\1\2\0\0\0\0\0\0\0", b"xxxx"),
+        (b"t\0\0\1" + b"\xff" * 8, b""),
+        (b"t\0\0\2" + b"\0\0\0\0\1\0\0\0" * 2, b""),
+        (b"t\0\0\2" + b"\0\0\0\0\0\0\0\0" + b"\xff" * 7 + b"\x7f", b""),
+        (b"o\0\0\1\2\0\0\0\0\0\0\0", b""),
+        (b"o\0\0\1\0\0\0\0\0\0\0\0", b""),
+        (b"t\4\1\0", bytes(8)),
+    ],
+    ids=repr,
+)
+def test_malformed_bytes_are_refused(text: bytes, data: bytes, implementation: Any) -> None:
+    _, read = implementation
+    payload = text + data + len(text).to_bytes(4, "little") + b"F"
+    with pytest.raises((ValueError, RuntimeError)):
+        read(payload, (), None)
+    with pytest.raises(SerializationError):
+        decode(payload)
+    for cut in (payload[-5:], payload[-3:], b"", b"\xff\xff\xff\xffF"):
+        with pytest.raises(ValueError, match="malformed"):
+            read(cut, (), None)
+
+
+def test_it_can_be_switched_off() -> None:
+    program = "from farcall.serialize import flat; print(flat.speedups)"
+    switched_off = {**os.environ, "FARCALL_SPEEDUPS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=switched_off
+    )
+    assert "switched off" in done.stdout
+
+
+def test_a_torch_without_the_exchange_api_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FARCALL_SPEEDUPS", raising=False)
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__", raising=False)
+    assert "no exchange API" in flat._load_speedups()
+
+
+@compiled
+def test_a_library_built_from_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "_VERSION", 2)
+    assert "another version of farcall" in flat._load_speedups()
+    monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", "no capsule")
+    assert "not built, or not for this torch" in flat._load_speedups()
