@@ -11,10 +11,13 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from farcall.autograd.functions import Node, Reached, hooks_of
-from farcall.autograd.nodes import Gradients, replaced
+from farcall.autograd.functions import ACCUMULATE, Edge, Node, Reached, hooks_of
+from farcall.autograd.nodes import Gradients, Roots, replaced
 
-__all__ = ["add_gradients", "call_end_hooks", "in_own_memory", "make_own_handle"]
+__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "make_own_handle"]
+
+Leaves = dict[Node, torch.Tensor]
+"""The gradients of leaves, by accumulator."""
 
 _own_handles = -1  # 1 once farcall's own hook was the first that anybody registered in this process
 
@@ -26,6 +29,18 @@ def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Ten
     if first.layout is not second.layout and second.layout is torch.strided:
         return second + first  # torch adds a sparse tensor to a dense one, not the other way round
     return first + second
+
+
+def feed(edge: Edge, gradient: torch.Tensor, buffers: Roots, leaves: Leaves) -> None:
+    """Add a gradient for an edge to the ``buffers`` of a graph, or to its ``leaves``."""
+    node = edge[0]
+    if type(node) is ACCUMULATE and not node.variable._backward_hooks:
+        # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+        known = leaves.get(node)
+        leaves[node] = gradient if known is None else add_gradients(known, gradient)
+    else:
+        known = buffers.get(edge)
+        buffers[edge] = gradient if known is None else add_gradients(known, gradient)
 
 
 def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
