@@ -27,6 +27,7 @@ PUBLIC = [
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",
