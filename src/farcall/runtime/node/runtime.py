@@ -181,7 +181,8 @@ class Runtime:
         self.server: Server = Server(
             self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
         )
-        self.hooks.peer_gone.append(self.server.on_peer_gone)
+        self.hooks.peer_gone.append(self.server.cancel_all)
+        self.hooks.ended.append(self.server.cancel_all)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
