@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
     from farcall.api import all_gather as all_gather
+    from farcall.api import allow as allow
     from farcall.api import barrier as barrier
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from farcall.rpc.handles import worker as worker
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
+    from farcall.rpc.streams import Stream as Stream
+    from farcall.rpc.streams import outgoing as outgoing
     from farcall.runtime.calls.scope import CurrentCall as CurrentCall
     from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
@@ -65,6 +68,7 @@ _HOMES = {
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
+    "Stream": "farcall.rpc.streams",
     "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
@@ -72,6 +76,7 @@ _HOMES = {
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "all_gather": "farcall.api",
+    "allow": "farcall.api",
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
@@ -90,6 +95,7 @@ _HOMES = {
     "nn": "farcall",
     "on_member": "farcall.api",
     "optim": "farcall",
+    "outgoing": "farcall.rpc.streams",
     "profile": "farcall.observe.cluster",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
@@ -113,9 +119,11 @@ __all__ = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Stream",
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",
@@ -134,6 +142,7 @@ __all__ = [
     "nn",
     "on_member",
     "optim",
+    "outgoing",
     "profile",
     "remote",
     "rpc_async",

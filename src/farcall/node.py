@@ -30,10 +30,13 @@ from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
+from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
 from farcall.runtime.node.lifecycle import Lifecycle
+from farcall.serialize import restrict
+from farcall.serialize.allowance import read_table
 
 __all__ = ["Node", "leave"]
 
@@ -94,6 +97,8 @@ class Node:
         options = self._options
         try:
             log_as_told(options.observing.log)
+            if options.allowed is not None:
+                restrict(read_table(options.allowed))
             make_calls: Callable[..., CallTable] = CallTable
             if options.observing.opentelemetry:
                 make_calls = partial(TracedCalls, telemetry=Telemetry(self._lifecycle.name))
@@ -102,7 +107,7 @@ class Node:
                 self._rank,
                 self._world_size,
                 options,
-                parts=(Recorder, NodeReferences, Observability),
+                parts=(Recorder, NodeReferences, Streams, Observability),
                 make_calls=make_calls,
             )
         except BaseException:

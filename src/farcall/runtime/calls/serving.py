@@ -19,15 +19,16 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from sys import audit
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from farcall.errors import RpcError, SerializationError
+from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, Notes
+from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
@@ -54,12 +55,16 @@ from farcall.serialize import (
     withdraw,
     write_value,
 )
+from farcall.serialize.allowance import INSTALLED
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 HOLD_S = 200e-6
 HOLD_BYTES = 64 * 1024
 """Answers that travel together wait no longer than this for each other, and are not larger."""
+
+
+SPECIAL = KEEP | STREAM
 
 
 class ReferenceKeeper(Protocol):
@@ -119,6 +124,8 @@ class Server:
         """Called after each answer; set once the node is leaving."""
         self.references: ReferenceKeeper = NoReferences()
         """The references of the node; the layer above sets them once, before the first message comes."""
+        self.stream_request: Callable[[Server, Peer, Frame], Request] = Request
+        """Makes the request of a frame with the flag STREAM; set once by the layer above, like ``references``."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
@@ -141,7 +148,11 @@ class Server:
 
     def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.references.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
+        if frame.flags & SPECIAL:
+            make = self.references.kept_request if frame.flags & KEEP else self.stream_request
+            request = make(self, peer, frame)
+        else:
+            request = Request(self, peer, frame)
         self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
@@ -168,10 +179,10 @@ class Server:
         if request is not None:
             self._cancel(request)
 
-    def on_peer_gone(self, peer: Peer) -> None:
-        """Nobody waits for what ``peer`` has asked for."""
+    def cancel_all(self, peer: Peer | None = None) -> None:
+        """``peer`` is gone, or (None) this node ends: nobody waits for the answers."""
         for request in self.active:
-            if request.peer is peer and request.cancellable:
+            if (peer is None or request.peer is peer) and request.cancellable:
                 self._cancel(request)
 
     def _cancel(self, request: Request) -> None:
@@ -296,9 +307,12 @@ class Request:
                 args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
                 func, args, kwargs = read_value(frame, self.peer)
+                if INSTALLED.allowance is not None:
+                    raise NotAllowed(f"{func!r} was sent by value, and this worker serves named functions only")
             if server.stream_pool is not None and has_devices(frame.payload):
                 started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
+            audit("farcall.call", self.peer.info.name, func)
             # The request keeps no memory: an argument that the function drops is freed at once.
             frame.payload = b""
             frame.buffers = frame.forks = ()
@@ -367,7 +381,11 @@ class Request:
     def _fail(self, error: BaseException) -> None:
         if self.cancelled:
             self.server.answered(self)
-            return
+        else:
+            self._send(self.failure(error), False)
+
+    def failure(self, error: BaseException) -> Frame:
+        """``error``, written down for the caller; counted and logged here."""
         if type(error) is StoredFailure:
             frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
@@ -381,7 +399,7 @@ class Request:
             self.server.event_log.note(
                 event_log.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
             )
-        self._send(frame, False)
+        return frame
 
     def _send(self, frame: Frame, more: bool) -> None:
         frame.call_id = self.frame.call_id

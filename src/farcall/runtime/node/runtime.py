@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -60,6 +60,7 @@ from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.runtime.rendezvous.static import join
 from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.serialize.allowance import INSTALLED
 
 __all__ = ["Runtime", "start_runtime"]
 
@@ -102,7 +103,8 @@ def start_runtime(
         finally:
             sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
         incarnation = new_incarnation(secrets.randbits(62))
-        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token())
+        trust: Literal["code", "calls"] = "code" if INSTALLED.allowance is None else "calls"
+        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
         if place.is_dynamic:
             entry = DynamicRendezvous(place, me, options, deadline)
             membership = entry.membership
@@ -181,7 +183,8 @@ class Runtime:
         self.server: Server = Server(
             self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
         )
-        self.hooks.peer_gone.append(self.server.on_peer_gone)
+        self.hooks.peer_gone.append(self.server.cancel_all)
+        self.hooks.ended.append(self.server.cancel_all)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
