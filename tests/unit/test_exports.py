@@ -25,6 +25,7 @@ PUBLIC = [
     "Retry",
     "RpcBackendOptions",
     "Worker",
+    "TlsOptions",
     "WorkerInfo",
     "all_gather",
     "as_completed",
