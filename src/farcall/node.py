@@ -30,6 +30,7 @@ from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
+from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
@@ -102,7 +103,7 @@ class Node:
                 self._rank,
                 self._world_size,
                 options,
-                parts=(Recorder, NodeReferences, Observability),
+                parts=(Recorder, NodeReferences, Streams, Observability),
                 make_calls=make_calls,
             )
         except BaseException:

@@ -45,6 +45,7 @@ from farcall.rpc.owner_calls import (
     call_method_async,
     call_method_remote,
 )
+from farcall.rpc.streams import StreamMethods, stream_method
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -246,6 +247,14 @@ class RRef(Generic[T]):
         ``rref.start(Class.method, ...)`` is the same call, and type checkers know its arguments and its result.
         """
         return Start(call_method_async, self, UNSET_TIMEOUT)
+
+    @property
+    def stream(self) -> StreamMethods[T]:
+        """``rref.stream.method(...)`` calls a method that is a generator at its owner; its items, as they come.
+
+        ``rref.stream(Class.method, ...)`` is the same, for type checkers.
+        """
+        return StreamMethods(stream_method, self, UNSET_TIMEOUT)
 
     def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""

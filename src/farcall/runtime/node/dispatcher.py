@@ -106,7 +106,7 @@ class Dispatcher:
             messages.BlocksReleased: RemotePeer.on_blocks_released,
             messages.QueueFull: RemotePeer.on_queue_full,
             messages.QueueHasRoom: RemotePeer.on_queue_has_room,
-            messages.CallCancelled: lambda peer, message: self.cancel(peer, message.call_id),
+            messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
@@ -203,9 +203,9 @@ class Dispatcher:
             frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         return True
 
-    def cancel(self, peer: Peer, call_id: int) -> None:
-        """The caller of a request, ``peer``, no longer waits for it."""
-        self._server.cancel(peer, call_id)
+    def on_own_control(self, peer: Any, message: messages.Message) -> None:
+        """Handle what this node says to itself, on whichever thread says it: only what may be handled anywhere."""
+        self._controls[type(message)](peer, message)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""

@@ -181,7 +181,8 @@ class Runtime:
         self.server: Server = Server(
             self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
         )
-        self.hooks.peer_gone.append(self.server.on_peer_gone)
+        self.hooks.peer_gone.append(self.server.cancel_all)
+        self.hooks.ended.append(self.server.cancel_all)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
@@ -493,7 +494,7 @@ class Runtime:
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
-        if not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
+        if self.others() and not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
             logger.warning(
                 "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
             )
