@@ -28,6 +28,7 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
+    "ENV_ALLOWED",
     "ENV_DASHBOARD_PORT",
     "ENV_LOG",
     "ENV_METRICS_PORT",
@@ -53,6 +54,7 @@ DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
+ENV_ALLOWED: Final = "FARCALL_ALLOWED"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
 ENV_TLS: Final = "FARCALL_TLS"
@@ -270,6 +272,8 @@ class RpcBackendOptions(_Checked):
         tls: `TlsOptions`, to encrypt connections over TCP. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT`` and
             ``FARCALL_TLS_KEY``, names of files; or ``FARCALL_TLS=secret``; else connections are proved, but not
             encrypted.
+        allowed: ``"module:table"``, a dict with ``functions`` and ``classes``, as `farcall.allow` takes them: what
+            others may call, create and unpickle here. Default: ``FARCALL_ALLOWED``, else everything.
         transports: which of ``"unix"`` and ``"tcp"`` may be used.
             Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
         device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
@@ -296,6 +300,7 @@ class RpcBackendOptions(_Checked):
     advertise: str | None = field(default=None, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
     tls: TlsOptions | None = field(default=None, kw_only=True)
+    allowed: str | None = field(default=None, kw_only=True)
     transports: Sequence[str] | None = field(default=None, kw_only=True)
     device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
     devices: Sequence[Any] = field(default=(), kw_only=True)
@@ -328,6 +333,7 @@ class RpcBackendOptions(_Checked):
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_secret_from_environment() if self.secret is None else self.secret))
         self._set("tls", _check_tls(_tls_from_environment() if self.tls is None else self.tls))
+        self._set("allowed", _check_allowed(_from_environment(self.allowed, ENV_ALLOWED)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
 
     @property
@@ -538,6 +544,17 @@ def _check_secret(value: object) -> str | bytes | None:
             f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}: "
             "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )
+    return value
+
+
+def _check_allowed(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"allowed must be a str, not {type(value).__name__}")
+    module, _, table = value.partition(":")
+    if not module or not table.isidentifier():
+        raise ValueError(f"allowed (or {ENV_ALLOWED}) must name a table, as 'module:table', not {value!r}")
     return value
 
 

@@ -29,6 +29,7 @@ PUBLIC = [
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",
