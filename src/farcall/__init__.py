@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
     from farcall.api import all_gather as all_gather
+    from farcall.api import allow as allow
     from farcall.api import barrier as barrier
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
@@ -75,6 +76,7 @@ _HOMES = {
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "all_gather": "farcall.api",
+    "allow": "farcall.api",
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
@@ -121,6 +123,7 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",

@@ -27,6 +27,7 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
+    "ENV_ALLOWED",
     "ENV_DASHBOARD_PORT",
     "ENV_LOG",
     "ENV_METRICS_PORT",
@@ -49,6 +50,7 @@ DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
+ENV_ALLOWED: Final = "FARCALL_ALLOWED"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
@@ -216,6 +218,8 @@ class RpcBackendOptions(_Checked):
         secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
             Default: ``FARCALL_SECRET``, else what is in the file ``FARCALL_SECRET_FILE``, else a key of this user's on
             this machine: without a secret, members of other machines and other users are not met.
+        allowed: ``"module:table"``, a dict with ``functions`` and ``classes``, as `farcall.allow` takes them: what
+            others may call, create and unpickle here. Default: ``FARCALL_ALLOWED``, else everything.
         transports: which of ``"unix"`` and ``"tcp"`` may be used.
             Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
         device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
@@ -241,6 +245,7 @@ class RpcBackendOptions(_Checked):
     start_timeout_s: float | None = field(default=None, kw_only=True)
     advertise: str | None = field(default=None, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
+    allowed: str | None = field(default=None, kw_only=True)
     transports: Sequence[str] | None = field(default=None, kw_only=True)
     device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
     devices: Sequence[Any] = field(default=(), kw_only=True)
@@ -272,6 +277,7 @@ class RpcBackendOptions(_Checked):
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_secret_from_environment() if self.secret is None else self.secret))
+        self._set("allowed", _check_allowed(_from_environment(self.allowed, ENV_ALLOWED)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
 
     @property
@@ -464,6 +470,17 @@ def _check_secret(value: object) -> str | bytes | None:
             f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}: "
             "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )
+    return value
+
+
+def _check_allowed(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"allowed must be a str, not {type(value).__name__}")
+    module, _, table = value.partition(":")
+    if not module or not table.isidentifier():
+        raise ValueError(f"allowed (or {ENV_ALLOWED}) must name a table, as 'module:table', not {value!r}")
     return value
 
 

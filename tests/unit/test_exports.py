@@ -28,6 +28,7 @@ PUBLIC = [
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",

@@ -51,6 +51,7 @@ from farcall.protocol.hello import (
     VERSION_END,
     Greeting,
     Hello,
+    Inspect,
     Kind,
     Observe,
     RefusalReason,
@@ -239,6 +240,12 @@ class Handshake:
                 RefusalReason.OTHER_CLUSTER,
                 f"{peer.member.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
             )
+        if peer.member.trust != self._me.member.trust and not isinstance(dialer.purpose, Observe | Inspect):
+            raise refuse(
+                RefusalReason.OTHER_TRUST,
+                f"{peer.member.name!r} trusts members with {peer.member.trust}, this node with "
+                f"{self._me.member.trust}: have every process call farcall.allow before it starts, or none",
+            )
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
                 RefusalReason.WRONG_ADDRESS,
@@ -325,6 +332,7 @@ class Handshake:
         advice = {
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
+            RefusalReason.OTHER_TRUST: "; have every process call farcall.allow before it starts, or none",
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

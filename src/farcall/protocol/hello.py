@@ -181,6 +181,7 @@ class RefusalReason(StrEnum):
     OTHER_CLUSTER = "other cluster"
     WRONG_PEER = "wrong peer"
     WRONG_ADDRESS = "wrong address"
+    OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
     NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; decided by the driver
 
