@@ -129,7 +129,7 @@ def host_name(name: str) -> Finding:
         return note(
             "host name",
             f"The name {name} resolves to {places}, so other machines cannot use it",
-            "Workers tell the others another address: see the next line. As MASTER_ADDR the name works where the others "
+            "Workers tell the others another address: see the next line. As MASTER_ADDR the name works if the others "
             "resolve it to an address of this machine",
         )
     return ok("host name", f"{name} resolves to {places}")
@@ -146,7 +146,7 @@ def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
         return note(
             "address",
             f"{found}; it is no address of this machine",
-            "correct if addresses are translated between this machine and the others; check with farcall doctor HOST:PORT",
+            "correct if addresses are translated on the way to the others; check with farcall doctor HOST:PORT",
         )
     if is_loopback(host):
         return note(
