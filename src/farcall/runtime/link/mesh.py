@@ -25,6 +25,9 @@ from farcall.transport.interface import Transport
 
 __all__ = ["Mesh"]
 
+LATE_S = 3.0
+"""How long, after time is up, those are tried whose turn had not come: the error should say what is wrong with them."""
+
 
 class Mesh:
     """The first connections of one starting member to all others."""
@@ -64,6 +67,8 @@ class Mesh:
         membership = self._membership
         if member.rank >= membership.rank:
             return ""
+        if monotonic() >= deadline + LATE_S:
+            return "time was up before its turn came"
         target = Target.of(member, self._allowed)
         if not target.ways:
             raise InitError(

@@ -37,7 +37,7 @@ from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, is_served, open_store
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -244,7 +244,7 @@ class DynamicRendezvous:
         newcomer = _Newcomer(membership, listener, loop, peers)
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
-            self._upkeep = Upkeep(self.contacts, peers)
+            self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True)))
         others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
@@ -260,11 +260,16 @@ class DynamicRendezvous:
 
     def withdraw(self) -> None:
         """Take this node off the list, if the store still answers."""
-        contacts, me = self.contacts, self.membership.me
+        contacts, me, place = self.contacts, self.membership.me, self._meeting.place
         self.close()
         if contacts is not None:
+
+            def leave(cancelled: threading.Event) -> None:
+                if is_served(place):
+                    contacts.leave(me)
+
             try:
-                in_bounded_time(lambda _: contacts.leave(me), STORE_S, self._meeting.place.name)
+                in_bounded_time(leave, STORE_S, place.name)
             except Exception as error:
                 logger.info("%s: the store does not answer any more: %s", me.name, error)
 
