@@ -30,7 +30,7 @@ app: typer.Typer = typer.Typer(
 
 def _console() -> Console:
     # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def _show_version(wanted: bool) -> None:
