@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from farcall.rpc.handles import worker as worker
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
+    from farcall.rpc.streams import Stream as Stream
+    from farcall.rpc.streams import outgoing as outgoing
     from farcall.runtime.calls.scope import CurrentCall as CurrentCall
     from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
@@ -65,6 +67,7 @@ _HOMES = {
     "RRef": "farcall.rpc.rref",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
+    "Stream": "farcall.rpc.streams",
     "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
@@ -90,6 +93,7 @@ _HOMES = {
     "nn": "farcall",
     "on_member": "farcall.api",
     "optim": "farcall",
+    "outgoing": "farcall.rpc.streams",
     "profile": "farcall.observe.cluster",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
@@ -113,6 +117,7 @@ __all__ = [
     "RRef",
     "Retry",
     "RpcBackendOptions",
+    "Stream",
     "Worker",
     "WorkerInfo",
     "all_gather",
@@ -134,6 +139,7 @@ __all__ = [
     "nn",
     "on_member",
     "optim",
+    "outgoing",
     "profile",
     "remote",
     "rpc_async",

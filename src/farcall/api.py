@@ -31,7 +31,7 @@ from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
-from farcall.runtime.membership.events import MemberEvent
+from farcall.runtime.membership.events import MemberEvent, wait_for_lost_processes
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import slot
@@ -332,6 +332,7 @@ def _leave_at_exit() -> None:
     if runtime is not None:
         slot.runtime = None
         runtime.leave_at_exit()
+    wait_for_lost_processes()
 
 
 def _keep_out_of_graphs(rules: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
+from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.metrics import Metrics, collect
@@ -29,6 +30,7 @@ from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
+from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
@@ -67,6 +69,14 @@ class Node:
         self._options = options or RpcBackendOptions()
         self._started: Runtime | None = None
 
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [("state", self._lifecycle.state)]
+        if self._started is not None and self._started.running:
+            node = self._started
+            rows += [("rank", node.info.id), ("members", ", ".join(worker.name for worker in node.workers()))]
+            rows += [("live page", self.dashboard_url)] if self.dashboard_url else []
+        return table(f"Node {self._lifecycle.name}", rows)
+
     def __repr__(self) -> str:
         if self._started is not None:
             return repr(self._started)
@@ -93,7 +103,7 @@ class Node:
                 self._rank,
                 self._world_size,
                 options,
-                parts=(Recorder, NodeReferences, Observability),
+                parts=(Recorder, NodeReferences, Streams, Observability),
                 make_calls=make_calls,
             )
         except BaseException:

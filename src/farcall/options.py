@@ -15,6 +15,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -337,7 +338,7 @@ def _check_seconds(name: str, value: object, remedy: str) -> float:
         raise TypeError(f"{name} must be a number of seconds, not a timedelta: pass {value.total_seconds()!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
-    seconds = float(value)
+    seconds = float(value) if abs(value) < sys.float_info.max else math.inf
     if not math.isfinite(seconds) or seconds < 0:
         raise ValueError(f"{name} must be a finite number of seconds, at least 0, not {value!r} ({remedy})")
     return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from tests.kit.ports import held_port
 from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
@@ -21,7 +23,7 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.errors import Delivery, MissingPeers, RpcTimeout
-from farcall.testing.cluster import finish, start_cluster, start_processes
+from farcall.testing.cluster import finish, start_cluster, start_processes, temporary_file_url
 
 
 def touch_and_sleep(path: str) -> None:
@@ -204,7 +206,8 @@ def test_process_that_ends_without_shutdown_is_noticed(tmp_path: Path, end: str,
     assert returncode == code
     assert stderr in errors
     if not stderr:
-        assert [line for line in errors.splitlines() if "leaves" not in line] == []
+        told = ("ended without shutdown()", "functions still run")
+        assert [line for line in errors.splitlines() if not any(text in line for text in told)] == []
     assert peer_says in ("PeerDead\n", "RuntimeError\n")
     assert seconds < 10.0  # most of it is the end of an interpreter with torch in it
 
@@ -245,3 +248,26 @@ def test_peer_that_dies_between_meeting_and_connecting_is_named() -> None:
     text, seconds = finish(start_processes(2, die_before_connecting, held_port(), 3.0), may_fail=[1])[0]
     assert "w1" in text
     assert seconds < 3.0 + AT_ONCE_S
+
+
+# --- the cause, and what follows from it
+
+
+def raise_or_shut_down(rank: int, url: str) -> None:
+    options = farcall.RpcBackendOptions(init_method=url)
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        # Its process takes long to end after its node has ended.
+        atexit.unregister(api._leave_at_exit)
+        atexit.register(time.sleep, 1.0)
+        atexit.register(api._leave_at_exit)
+        farcall.barrier()
+        raise ValueError("the cause")
+    farcall.barrier()
+    farcall.barrier()
+
+
+def test_who_only_lost_another_ends_after_it() -> None:
+    """Whoever started both reports the one that failed first, and must not be told the consequence."""
+    with pytest.raises(mp.ProcessRaisedException, match="the cause"):
+        mp.spawn(raise_or_shut_down, (temporary_file_url(),), nprocs=2)

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch
-from tests.kit.times import PATIENT
+from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
+import farcall.protocol.connector
 from farcall.errors import Delivery, Expelled, NotInitialized, PeerDead
 from farcall.options import MembershipOptions
 from farcall.runtime.node import runtime_of
@@ -101,6 +102,18 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
         with pytest.raises(PeerDead):
             found.node.rpc_sync("w3", int, ("1",))
         assert found.node.rpc_sync("w2", int, ("7",)) == 7
+
+
+def test_the_death_of_one_that_dialled_is_known_without_a_pause(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host; the pause that is left to one that lives, to dial again, would outlast the test."""
+    monkeypatch.setattr(farcall.protocol.connector, "FIRST_PAUSE_S", 10 * LONG_S)
+    with cluster(2, True, str(tmp_path), membership=PATIENT) as found:
+        pending = found.node.rpc_async("w1", sleep, (60,))
+        found.signal("w1", signal.SIGKILL)
+        since = monotonic()
+        with pytest.raises(PeerDead, match="has ended"):
+            pending.wait()
+        assert monotonic() - since < AT_ONCE_S
 
 
 def _wait_for_death(name: str) -> str:

@@ -1,62 +1,57 @@
-"""The Python of the documentation, as programs: collects the code blocks of a page and runs them on a cluster.
+"""The pages of the documentation as their readers use them: files to save, commands to type, output to compare.
 
-    block                                      run as
-    ```python, with `init_rpc(` in it          a program of its own, by two workers that are told their rank as by
-                                               torchrun; by more if its first line says `# workers: 4`
-    ```python                                  part of its page: every worker of one cluster (worker0, worker1, worker2)
-                                               knows the functions and classes of the page; worker0 runs the rest, one
-                                               block after the other
-    ```python title="Not run: why"             not at all; the title is what a reader sees, too
+    on the page                                what the tests do
+    ```python title="hello.py"                 write it to a file of that name, in an empty folder
+    ```console                                 type the lines after `$` in that folder, in turn, with farcall
+                                               from its wheel; compare the output with what the page shows
+    ```python title="Part of hello.py"         find it, line by line, in that file
+    ```python title="Not run: why"             nothing; the title is what a reader sees, too
 
-Knows nothing of the pages themselves. A block has no expected output: it asserts what matters.
+Lines of output may come in any order, since workers take turns as they like. `...` stands for any text in a line; as
+a line of its own, for any lines. A command that is to fail is followed by a line `[exit status 1]`, which a reader does
+not see in a terminal.
 """
 
 from __future__ import annotations
 
-import ast
-import os
 import re
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import farcall
+from tests.kit.wheel import Installed
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>python[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<kind>\w*)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
+)
 _TITLE = re.compile(r'title="(?P<title>[^"]*)"')
-_WORKERS = re.compile(r"# workers: (\d+)")
-PAGE_WORKERS = 3
+_STATUS = re.compile(r"\[exit status (\d+)\]")
+COMMAND_S = 110.0
 
 
 @dataclass(frozen=True)
 class Block:
-    """One code block, and where it is."""
+    """One fenced block, and where it is."""
 
     page: str
     line: int
-    code: str
+    kind: str
     title: str
-
-    @property
-    def is_run(self) -> bool:
-        return not self.title.startswith("Not run: ")
-
-    @property
-    def is_program(self) -> bool:
-        return "init_rpc(" in self.code
-
-    @property
-    def workers(self) -> int:
-        told = _WORKERS.match(self.code)
-        return int(told[1]) if told else 2
+    text: str
 
     @property
     def place(self) -> str:
         return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a console block, and what the page says comes of it."""
+
+    text: str
+    shown: tuple[str, ...]
+    status: int
 
 
 def pages() -> list[str]:
@@ -66,71 +61,59 @@ def pages() -> list[str]:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The Python blocks of a page."""
+    """The fenced blocks of a page."""
     text = (ROOT / page).read_text()
     found = []
     for match in _FENCE.finditer(text):
         title = _TITLE.search(match["info"])
-        line = text.count("\n", 0, match.start("code")) + 1
-        found.append(Block(page, line, textwrap.dedent(match["code"]), title["title"] if title else ""))
+        line = text.count("\n", 0, match.start("text")) + 1
+        found.append(Block(page, line, match["kind"], title["title"] if title else "", textwrap.dedent(match["text"])))
     return found
 
 
-def _compiled(block: Block, statements: list[ast.stmt]) -> Any:
-    tree = ast.Module(statements, [])
-    ast.increment_lineno(tree, block.line - 1)
-    return compile(tree, str(ROOT / block.page), "exec", dont_inherit=True)
+def files_of(page: str) -> dict[str, str]:
+    """The files that a reader saves, by name."""
+    named = [block for block in blocks_of(page) if block.title and " " not in block.title]
+    files = {block.title: block.text for block in named}
+    assert len(files) == len(named), f"{page}: two files of one name"
+    return files
 
 
-def _is_definition(statement: ast.stmt) -> bool:
-    return isinstance(
-        statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
-    ) or (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant))
+def commands_of(page: str) -> list[Command]:
+    """The commands that a reader types, in order."""
+    found: list[Command] = []
+    for block in blocks_of(page):
+        if block.kind != "console":
+            continue
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            status = _STATUS.search(shown)
+            lines = [line.rstrip() for line in _STATUS.sub("", shown).splitlines()]
+            found.append(Command(command, tuple(filter(None, lines)), int(status[1]) if status else 0))
+    return found
 
 
-def run_page(rank: int, blocks: list[Block]) -> None:
-    """In a worker of a cluster: know the functions of the page, and if it is the first worker run it."""
-    module = ModuleType("page")
-    sys.modules["page"] = module
-    module.__dict__["__file__"] = str(ROOT / blocks[0].page)
-    rest: list[tuple[Block, list[ast.stmt]]] = []
-    for block in blocks:
-        statements = ast.parse(block.code).body
-        exec(_compiled(block, [one for one in statements if _is_definition(one)]), module.__dict__)
-        rest.append((block, [one for one in statements if not _is_definition(one)]))
-    farcall.barrier([f"worker{number}" for number in range(PAGE_WORKERS)])
-    if rank == 0:
-        for block, statements in rest:
-            exec(_compiled(block, statements), module.__dict__)
-        for name in [name for name in module.__dict__ if not name.startswith("__")]:
-            del module.__dict__[name]  # references that the page keeps would be leaks
+def run_page(page: str, installed: Installed, folder: Path) -> None:
+    """Save the page's files, type its commands, and compare."""
+    for name, text in files_of(page).items():
+        (folder / name).write_text(text)
+    for command in commands_of(page):
+        done = installed.run("bash", "-c", command.text, timeout_s=COMMAND_S, cwd=folder)
+        output = done.stdout + done.stderr
+        assert done.returncode == command.status, f"{page}: $ {command.text}\n{output}"
+        problem = compare(command.shown, output)
+        assert not problem, f"{page}: $ {command.text}\n{problem}; the output was\n{output}"
 
 
-def join_and_run_page(rank: int, url: str, blocks: list[Block]) -> None:
-    """A worker of the cluster that a page's blocks run on."""
-    farcall.init_rpc(
-        f"worker{rank}",
-        rank=rank,
-        world_size=PAGE_WORKERS,
-        rpc_backend_options=farcall.RpcBackendOptions(init_method=url),
-    )
-    try:
-        run_page(rank, blocks)
-    except BaseException:
-        farcall.shutdown(graceful=False)
-        raise
-    farcall.shutdown()
-
-
-def run_program(rank: int, size: int, port: int, block: Block) -> None:
-    """As one of the processes that a launcher starts."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    main = ModuleType("__main__")
-    sys.modules["__main__"] = main
-    exec(_compiled(block, ast.parse(block.code).body), main.__dict__)
+def compare(shown: tuple[str, ...], output: str) -> str:
+    """What is wrong with the output that a page shows; nothing: it is right."""
+    left = [line.rstrip() for line in output.splitlines() if line.strip()]
+    for line in shown:
+        if line == "...":
+            continue
+        pattern = re.compile(".*".join(re.escape(part) for part in line.split("...")))
+        match = next((one for one in left if pattern.fullmatch(one)), None)
+        if match is None:
+            return f"the page shows a line that did not come: {line!r}"
+        left.remove(match)
+    return f"a line came that the page does not show: {left[0]!r}" if left and "..." not in shown else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,10 +103,15 @@ def test_what_can_be_imported_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert not code.goes_by_value(module_level)
     assert not code.goes_by_value(Path)
     assert code.goes_by_value(lambda: None)
-    assert not code.is_of_session("__main__")  # pytest's is a file
+    for file, is_of_session in (("program.py", False), ("<stdin>", True), (None, True)):
+        main = ModuleType("__main__")
+        if file is not None:
+            main.__file__ = file
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        assert code.is_of_session("__main__") is is_of_session
 
 
 def test_a_worker_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(farcall.errors.FunctionNotFound, match=r"this worker lacks cloudpickle: pip install 'farcall"):
         code.load_code(b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def test_a_node_and_its_futures(tmp_path: Path) -> None:
     assert repr(node) == "<Node 'w0': new>"
     with node:
         assert repr(node) == "<Node 'w0': rank 0 of 1, running>"
+        assert "<th>members</th><td>w0</td>" in node._repr_html_()
+        reference = node.remote("w0", list)
+        assert repr(reference) == "<RRef 0:0 to a value of 'w0'>"
+        assert "w0 (rank 0)" in reference._repr_html_()
+        assert re.fullmatch(r"<Metrics of 'w0': running, up \d+ s, \d+ calls made, \d+ served>", repr(node.metrics()))
+        assert "<td>list</td>" in node.metrics()._repr_html_()
+        del reference
         GATE.clear()
         future = node.rpc_async("w0", wait_for_gate)
         assert repr(future) == "<Future of wait_for_gate() on 'w0': pending>"

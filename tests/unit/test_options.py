@@ -184,3 +184,9 @@ def test_what_is_no_device(maps: dict[str, dict[object, object]]) -> None:
 def test_what_is_no_device_map(maps: object) -> None:
     with pytest.raises(TypeError):
         RpcBackendOptions(device_maps=maps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [10**400, -(10**400), float("inf"), float("nan")])
+def test_a_time_that_no_clock_can_tell_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="finite number of seconds"):
+        RpcBackendOptions(rpc_timeout=seconds)

@@ -237,15 +237,6 @@ class Context:
                 known = self.gradients.get(leaf)
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
-    def clear(self) -> dict[PassId, LocalPass]:
-        """Let go of the graph and of everything else; return the passes, of which those that run must be ended."""
-        with self.lock:
-            self.released = True
-            dropped = self.passes, self.sends, self.receives, self._early, self.gradients
-            self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
-        # The graph dies when this returns, not under the lock: its destructors may take long.
-        return dropped[0]
-
 
 class Contexts:
     """All contexts of a node, by id.
@@ -344,8 +335,12 @@ class Contexts:
         if RECORDING.get() is context:
             RECORDING.set(None)
         # A context and its passes know each other: without this the graph would wait for the collector.
-        passes = context.clear()
-        for local in passes.values():
+        with context.lock:
+            context.released = True
+            dropped = context.passes, context.sends, context.receives, context._early, context.gradients
+            context.passes, context.sends, context.receives, context._early, context.gradients = {}, {}, {}, {}, {}
+        # The graph dies when this returns, not under the lock: its destructors may take long.
+        for local in dropped[0].values():
             if not local.machine.ended:
                 reason = f"Could not find autograd context with id: {context_id}; its `with` block has ended"
                 local.post(PartFailed(reason))

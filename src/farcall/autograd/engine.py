@@ -19,6 +19,7 @@ whole gradient once, and no `.grad` is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ Answers = dict[Node, Reached]  # by receive
 _MOST_UNHEARD = 32
 """With more sends than these, looking at all of them in each run costs more than keeping account of each edge."""
 
+_sequence_number = methodcaller("_sequence_nr")
 _new_tuple: Any = tuple.__new__  # without GradientEdge's own function
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
@@ -99,7 +101,7 @@ class LocalGraph:
         self.unheard: dict[int, Sequence[Edge]] = dict(sends)
         self.unanswered: dict[Node, None] = dict.fromkeys(receives)
         self._keep_graph = keep_graph
-        self._buffers: Roots = {}
+        self._buffers: Roots = roots
         self._arrived: Answers = {}  # what the receives that were reached will answer
         self._undefined = False  # whether a source was reached without a gradient
         self._heard: list[tuple[Edge, bool]] = []  # edges of sources, and whether the pass reached them
@@ -108,19 +110,21 @@ class LocalGraph:
         self._ready: list[Node] = []
         self._leaf_masks: dict[Node, int] = {}
         self._leaf_count = 0
-        for edge, gradient in roots.items():
+        for edge in roots:
             self._heard.append((edge, True))
-            self._feed(edge, gradient)
 
     def hear(self, message_id: int, gradients: Reached) -> None:
         """Take in the gradients of a send, by the place of the tensor; those that are missing were not reached."""
         for place, edge in enumerate(self.unheard.pop(message_id, ())):
-            self._heard.append((edge, place in gradients))
-            gradient = gradients.get(place)
-            if gradient is not None:
-                self._feed(edge, gradient)
-            elif place in gradients:
-                self._undefined = True
+            if place in gradients:
+                self._heard.append((edge, True))
+                gradient = gradients[place]
+                if gradient is None:
+                    self._undefined = True
+                else:
+                    self._feed(edge, gradient)
+            else:
+                self._heard.append((edge, False))
 
     def _feed(self, edge: Edge, gradient: torch.Tensor) -> None:
         node = edge[0]
@@ -135,7 +139,10 @@ class LocalGraph:
     def run(self) -> Answers:
         """Run what is ready; return the answers of the receives that this decides."""
         answers: Answers = {}
-        if self._front is not None or self._undefined or not self._run_apart(answers):
+        if self._front is None and not self._buffers and not self.unheard and not self._undefined:
+            for node in self.unanswered:
+                answers[node] = {}  # nothing is left to run: gradients of leaves at most
+        elif self._front is not None or self._undefined or not self._run_apart(answers):
             self._run_front(answers)
         for node in answers:
             del self.unanswered[node]
@@ -382,8 +389,8 @@ class LocalGraph:
                 arrived.setdefault(edge[0], []).append(gradient)
             else:
                 self._arrive(edge, gradient)
-        for node, gradients in arrived.items():
-            for edge, result in run_node(node, gradients, self._run_inner):
+        for node in sorted(arrived, key=_sequence_number, reverse=True):  # as the engine: the one made last first
+            for edge, result in run_node(node, arrived[node], self._run_inner):
                 self._feed(edge, result)
 
     def _call_unstarted(self, nodes: list[Node], alone: set[Node]) -> list[Node]:

@@ -6,12 +6,17 @@ done here, once for each leaf that a pass reached with a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from farcall.autograd.functions import Node, hooks_of
 from farcall.autograd.nodes import replaced
 
-__all__ = ["add_gradients", "call_leaf_hooks", "in_own_memory"]
+__all__ = ["add_gradients", "call_leaf_hooks", "in_own_memory", "make_own_handle"]
+
+_own_handles = -1  # 1 once farcall's own hook was the first that anybody registered in this process
 
 
 def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
@@ -48,8 +53,20 @@ def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Ten
     return gradients
 
 
+def make_own_handle(register: Callable[[], object]) -> None:
+    """Call ``register``, which registers farcall's one hook, and note if there was no other before."""
+    global _own_handles
+    is_first = RemovableHandle.next_id == 0
+    register()
+    _own_handles = 1 if is_first else -1
+
+
 def call_leaf_hooks(accumulator: Node, gradient: torch.Tensor) -> torch.Tensor:
     """Call the hooks of a leaf's accumulator, which the engine does not run; the gradient as they leave it."""
+    # The look for hooks takes ten functions for each leaf. torch numbers all hooks of a process, whatever they are for,
+    # and in many programs there is none.
+    if RemovableHandle.next_id == _own_handles:
+        return gradient
     before, after = hooks_of(accumulator.register_prehook), hooks_of(accumulator.register_hook)
     for hook in before:
         (replacement,) = replaced([gradient], hook((gradient,)))

@@ -170,7 +170,9 @@ class LocalPass:
         if roots is None and (profile is not None or PROFILING.everywhere):
             self.profile = port.profile_run(profile)
         self._profiled_calls: dict[int, CallProfile] = {}
-        self._apply(machine.handle(begin, 0.0))  # the peers are told with the first bundle
+        effects = machine.handle(begin, 0.0)
+        if effects:
+            self._apply(effects)  # the peers are told with the first bundle
 
     @property
     def arrived(self) -> bool:

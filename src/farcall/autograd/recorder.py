@@ -57,6 +57,9 @@ QUICK_S: Final = 1e-3
 HELD_BACK_S: Final = 0.05
 """The longest that a message waits for another one to travel with."""
 
+SMALL_BYTES: Final = 1 << 16
+"""Gradients up to this size are laid out densely before they travel."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
 
@@ -68,8 +71,14 @@ def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
     for message in messages:
         if type(message) is Gradient:
             # As a plain tuple: naming a class costs more than all the rest of a small gradient.
-            pass_id = message.pass_id
-            carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, message.gradients))
+            pass_id, gradients = message.pass_id, message.gradients
+            for place, gradient in gradients.items():
+                if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+                    continue
+                if gradient.nbytes <= SMALL_BYTES:
+                    # That of a sum is one number, expanded. A copy here is cheaper than a description of the strides.
+                    gradients[place] = gradient.contiguous()
+            carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, gradients))
         else:
             steering.append(message)  # type: ignore[arg-type]
     written = _encoder.encode(steering) if steering else b""

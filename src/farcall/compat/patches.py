@@ -237,8 +237,16 @@ def _references() -> list[Undo]:
     def set_profiling_future(self: RRef[Any], future: Any) -> None:
         """Do nothing: the creating call itself brings its record home."""
 
+    def to_text(self: RRef[Any]) -> str:
+        ref, fork_id = (
+            f"GloballyUniqueId(created_on={number.created_on}, local_id={number.local_id})"
+            for number in (self._fork.ref, self._fork.fork_id)
+        )
+        return f"OwnerRRef({ref})" if self.is_owner() else f"UserRRef(RRefId = {ref}, ForkId = {fork_id})"
+
     methods = {
         "__init__": init,
+        "__str__": to_text,
         "remote": remote,
         "_get_profiling_future": get_profiling_future,
         "_set_profiling_future": set_profiling_future,

@@ -23,6 +23,10 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
     told: str
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def log_as_told(told: str | None) -> None:
     """Log as ``told`` (a valid option) from now on; None changes nothing. The last call counts."""
     if told is None:
@@ -37,7 +41,8 @@ def log_as_told(told: str | None) -> None:
             before.stream.close()
     level, _, file = told.partition(":")
     # Opened by us and appended to: several workers on one host may share a file, and a line is one write.
-    stream = open(os.path.expanduser(file), "a", buffering=1) if file else None  # noqa: SIM115
+    # For its user's eyes: names of functions and errors are in it.
+    stream = open(os.path.expanduser(file), "a", buffering=1, opener=_private) if file else None  # noqa: SIM115
     handler = _OwnHandler(stream)
     handler.told = told
     handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))

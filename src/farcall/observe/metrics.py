@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import msgspec
 
 from farcall.autograd.recorder import Recorder
+from farcall.html import table
 from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.membership.events import MEMBER_EVENTS
@@ -138,6 +139,27 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     device_memory: DeviceMemory = DeviceMemory()
     unresponsive: dict[str, float] = {}
     """The members that answer nobody, though they are not dead, and for how many seconds."""
+
+    def __repr__(self) -> str:
+        made, served = (sum(one.latency.count for one in calls) for calls in (self.called, self.served))
+        work = f"{made:,} calls made, {served:,} served"
+        return f"<Metrics of {self.worker!r}: {self.state}, up {self.up_s:.0f} s, {work}>"
+
+    def _repr_html_(self) -> str:
+        head = ("", "peer", "function", "calls", "p50", "p99", "failed")
+        rows = [
+            (kind, one.peer, one.function, one.latency.count, *_percentiles(one.latency), one.failed)
+            for kind, calls in (("made", self.called), ("served", self.served))
+            for one in sorted(calls, key=lambda call: -call.latency.total_s)[:_MOST_SHOWN]
+        ]
+        return table(repr(self).strip("<>"), rows, head)
+
+
+_MOST_SHOWN = 10
+
+
+def _percentiles(latency: Histogram) -> tuple[str, str]:
+    return f"{1e3 * latency.percentile(50):.3g} ms", f"{1e3 * latency.percentile(99):.3g} ms"
 
 
 def collect(node: Runtime) -> Metrics:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 
 from farcall.observe.cluster import Tracing
@@ -58,7 +59,8 @@ class Observability:
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
-        logger.info("%s: the dashboard is at %s", runtime.info.name, dashboard.url)
+        # Whoever asks for a page wants to open it, whatever is logged.
+        print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:
         """Leave a file by which commands find this node."""

@@ -11,7 +11,8 @@ their connections. Deadlines go by the ``now`` that is passed in. Must not know 
     REMIND     the member that was dialled: does the other one live? It is to dial again, and may not know it yet
 
 STEPS below is the transition table: the outcome of an attempt and the goal name the next step. Three of its cells
-decide deaths. *Nobody listens* within the host is certain at once, since the kernel speaks. A *refused* TCP port is
+decide deaths. *Nobody listens* within the host is certain at once, since the kernel speaks; so the end that was dialled
+knocks there before it leaves the other a moment to dial. A *refused* TCP port is
 believed the second time in a row, 50 ms later: its host answers, and a process that is being restarted in place gets
 those. *No answer* ends nothing by itself: the dial goes on until its time is up, and longer while the peer is a member
 (``Due.is_member``): whether it is dead is decided among the members, and only where its host does not answer.
@@ -46,6 +47,8 @@ __all__ = [
 REFUSED_PAUSE_S = 0.05
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+KNOCK_PAUSES_S = (0.002, 0.008)
+"""A process that ends closes its descriptors one after the other, and perhaps its listener last."""
 
 
 class Goal(Enum):
@@ -62,6 +65,7 @@ class Outcome(Enum):
     """What one attempt, over all addresses of a member, came to."""
 
     PROVEN = "it answered, and proved itself"
+    LISTENS = "somebody listens at its address within this host"
     NOBODY = "nobody listens at its address within this host"
     REFUSED = "its host refuses the port"
     REFUSED_AGAIN = "its host refuses the port, twice in a row"
@@ -93,6 +97,7 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
     for outcome, *steps in (
         #                       START    JOIN     CONNECT  RESUME   REMIND
         (Outcome.PROVEN,        _DONE,   _DONE,   _DONE,   _DONE,   _AGAIN),
+        (Outcome.LISTENS,       _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
         (Outcome.NOBODY,        _AGAIN,  _GONE,   _GONE,   _GONE,   _GONE),
         (Outcome.REFUSED,       _AGAIN,  _GONE,   _SOON,   _SOON,   _SOON),
         (Outcome.REFUSED_AGAIN, _AGAIN,  _GONE,   _GONE,   _GONE,   _GONE),
@@ -126,9 +131,13 @@ Event: TypeAlias = Due | Tried
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Try every address once, within ``bound_s``, and tell the outcome (`Tried`)."""
+    """Try every address once, within ``bound_s``, and tell the outcome (`Tried`).
+
+    ``knocks``: only look whether anybody listens within this host.
+    """
 
     bound_s: float
+    knocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +154,20 @@ Effect: TypeAlias = Attempt | Ended
 class Dial:
     """The attempts to get through to one member."""
 
-    def __init__(self, goal: Goal, *, until: float, now: float, backoff: Backoff, pauses_first: bool = False) -> None:
+    def __init__(
+        self,
+        goal: Goal,
+        *,
+        until: float,
+        now: float,
+        backoff: Backoff,
+        pauses_first: bool = False,
+        knocks_first: bool = False,
+    ) -> None:
         """``until``: when to stop; ``backoff`` outlives this dial where one trouble leads to several."""
         self.goal: Goal = goal
+        self._knock_pauses_s = [*reversed(KNOCK_PAUSES_S)] if knocks_first else []
+        self._knocks = knocks_first
         self._until = until
         self._backoff = backoff
         self._refusals = 0
@@ -155,7 +175,7 @@ class Dial:
         # Both name a reason in the end, however late the turn of this member comes.
         self._must_try = goal in (Goal.START, Goal.JOIN)
         self._next: float | None = now
-        if pauses_first:
+        if pauses_first and not knocks_first:
             self._pause(backoff.next_s(), now)
 
     def next_deadline(self) -> float | None:
@@ -169,14 +189,18 @@ class Dial:
                 if now >= self._until and not is_member and not self._must_try:
                     return [Ended(Step.OUT_OF_TIME, self._why)]
                 self._must_try = False
-                return [Attempt(self._remaining_s(now))]
+                knocks, self._knocks = self._knocks, False
+                return [Attempt(self._remaining_s(now), knocks)]
             case Tried(outcome, why):
                 self._why = why or outcome.value
                 self._refusals = self._refusals + 1 if outcome is Outcome.REFUSED else 0
                 if self._refusals > 1:
                     outcome = Outcome.REFUSED_AGAIN
                 step = STEPS[outcome][self.goal]
-                if step is Step.AGAIN:
+                if outcome is Outcome.LISTENS and self._knock_pauses_s:
+                    self._knocks = True
+                    self._pause(self._knock_pauses_s.pop(), now)
+                elif step is Step.AGAIN:
                     self._pause(self._backoff.next_s(), now)
                 elif step is Step.SOON:
                     self._backoff.restart(REFUSED_PAUSE_S)
@@ -243,7 +267,9 @@ class Bond:
         self.since = now
         self._received = received
 
-    def redial(self, now: float, reconnect_s: float) -> Dial:
-        """The dial that repairs the loss."""
+    def redial(self, now: float, reconnect_s: float, *, within_host: bool = False) -> Dial:
+        """The dial that repairs the loss of a connection, perhaps one ``within_host``."""
         goal = Goal.RESUME if self.dialled else Goal.REMIND
-        return Dial(goal, until=self.lost_at + reconnect_s, now=now, backoff=self.backoff, pauses_first=True)
+        knocks = within_host and not self.dialled
+        until = self.lost_at + reconnect_s
+        return Dial(goal, until=until, now=now, backoff=self.backoff, pauses_first=True, knocks_first=knocks)

@@ -13,7 +13,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     50-69   membership              protocol/membership
     70-79   observation             observe/clocks.py, protocol/observing.py
     80-89   devices                 runtime/devices
-    90-     free
+    90-99   streams                 protocol/streams.py
+    100-    free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -26,7 +27,7 @@ from typing import Final
 import msgspec
 
 from farcall.errors import NetworkError
-from farcall.protocol import observing
+from farcall.protocol import observing, streams
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.references import messages as references
 
@@ -273,6 +274,7 @@ Message = (
     | references.Message
     | membership.Message
     | observing.Message
+    | streams.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,6 +17,7 @@ __all__ = [
     "KEEP",
     "REFUSABLE",
     "REFUSED",
+    "STREAM",
     "Notes",
     "ProfileWanted",
     "Refusal",
@@ -31,6 +32,8 @@ KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
 REFUSABLE = 2
 """A request's flag: if too many calls wait at the callee, refuse this one."""
+STREAM = 8
+"""A request's flag: what the function returns is something to iterate over, and its items are sent one by one."""
 REFUSED = 4
 """A failure's flag: the request was refused, and created nothing; its payload is a `Refusal`."""
 

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 UNSET_TIMEOUT = -1.0
+LONGEST_S = 1e9
+"""Whoever may wait for thirty years waits without a limit."""
 
 
 def call_sync(
@@ -65,7 +67,7 @@ def check_timeout(seconds: float | None) -> float:
         raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
     if not seconds >= 0:
         raise ValueError(f"timeout must be a number of seconds, at least 0 (None: no limit), not {seconds!r}")
-    return seconds
+    return seconds if seconds < LONGEST_S else NEVER
 
 
 def encode_request(

@@ -7,7 +7,7 @@ functions as this module; only the types are richer here, and the arguments are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import call_remote
 from farcall.rpc.retry import Retry, async_with, check_retry, remote_with, sync_with
 from farcall.rpc.rref import RRef
+from farcall.rpc.streams import Stream, open_stream
 from farcall.runtime.calls.scope import CURRENT, Labelled
 from farcall.runtime.node import Runtime, current_runtime
 
@@ -120,6 +121,22 @@ class Worker:
         if self._retry is not None:
             return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout)
         return call_remote(node, self.name, func, args, kwargs, self._timeout)
+
+    @overload
+    def stream(self, func: Callable[P, AsyncIterable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]: ...
+    @overload
+    def stream(self, func: Callable[P, Iterable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]: ...
+    def stream(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream[Any]:
+        """Run ``func(*args, **kwargs)``, a generator most often, there; its items, as they come.
+
+        The callee runs ahead of the reader by a window of items and bytes, no further. A ``timeout`` of `options` is
+        for the whole stream; without one, each wait for an item has the default timeout.
+        """
+        if self._metadata is not None:
+            return self._labelled(Worker.stream, func, args, kwargs)  # type: ignore[no-any-return]
+        if self._retry is not None:
+            raise ValueError("a stream cannot be tried again once items were taken: use a handle without retry")
+        return open_stream(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
 
     def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``make``, a method, makes of a call in a scope with this handle's metadata."""

@@ -348,7 +348,7 @@ class Start(Proxy, Generic[T]):
         def __getattr__(self, name: str) -> Callable[..., Future[Any]]: ...
 
 
-def _request(
+def method_request(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Peer, MethodName, Frame]:
     """The owner of ``rref``, the name for errors, and the request that calls the method ``name``."""
@@ -365,16 +365,16 @@ def _request(
 
 def call_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Any:
     """Call the method and return its result."""
-    return ask(rref, *_request(rref, name, args, kwargs), timeout_s)
+    return ask(rref, *method_request(rref, name, args, kwargs), timeout_s)
 
 
 def call_method_async(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Future[Any]:
     """Call the method; a future of its result."""
-    return ask_async(rref, *_request(rref, name, args, kwargs), timeout_s)
+    return ask_async(rref, *method_request(rref, name, args, kwargs), timeout_s)
 
 
 def call_method_remote(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Call the method; a reference to its result, which the owner of the object owns."""
     references = rref._references
     timeout_s = references.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    return references.create(*_request(rref, name, args, kwargs), timeout_s, rref)
+    return references.create(*method_request(rref, name, args, kwargs), timeout_s, rref)

@@ -30,6 +30,7 @@ from farcall.errors import (
     RpcError,
     SerializationError,
 )
+from farcall.html import table
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
@@ -44,6 +45,7 @@ from farcall.rpc.owner_calls import (
     call_method_async,
     call_method_remote,
 )
+from farcall.rpc.streams import StreamMethods, stream_method
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -169,17 +171,13 @@ class RRef(Generic[T]):
         return True
 
     def __repr__(self) -> str:
-        ref, fork_id = self._fork.ref, self._fork.fork_id
-        name = "OwnerRRef" if self.is_owner() else "UserRRef"
-        return (
-            f"{name}(owner={self.owner_name()}, id={ref.created_on}:{ref.local_id}, "
-            f"fork={fork_id.created_on}:{fork_id.local_id})"
-        )
+        ref = self._fork.ref
+        return f"<RRef {ref.created_on}:{ref.local_id} to a value of {self.owner_name()!r}>"
 
-    def __str__(self) -> str:
-        # As programs that were written for torch.distributed.rpc know it.
-        ref, fork_id = (f"GloballyUniqueId({_numbers(number)})" for number in (self._fork.ref, self._fork.fork_id))
-        return f"OwnerRRef({ref})" if self.is_owner() else f"UserRRef(RRefId = {ref}, ForkId = {fork_id})"
+    def _repr_html_(self) -> str:
+        ref, owner = self._fork.ref, self.owner()
+        rows = [("owner", f"{owner.name} (rank {owner.id})"), ("id", f"{ref.created_on}:{ref.local_id}")]
+        return table("RRef", [*rows, ("here", "the value itself" if self.is_owner() else "a reference")])
 
     # ------------------------------------------------------------------ the value
 
@@ -249,6 +247,14 @@ class RRef(Generic[T]):
         ``rref.start(Class.method, ...)`` is the same call, and type checkers know its arguments and its result.
         """
         return Start(call_method_async, self, UNSET_TIMEOUT)
+
+    @property
+    def stream(self) -> StreamMethods[T]:
+        """``rref.stream.method(...)`` calls a method that is a generator at its owner; its items, as they come.
+
+        ``rref.stream(Class.method, ...)`` is the same, for type checkers.
+        """
+        return StreamMethods(stream_method, self, UNSET_TIMEOUT)
 
     def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:
         """``rref.rpc_sync().method(...)`` calls a method of the value at its owner, and returns its result."""

@@ -40,7 +40,11 @@ def is_available() -> bool:
 
 def is_of_session(module_name: object) -> bool:
     """Is this the ``__main__`` of a session that no other worker has, and can its code be sent?"""
-    return module_name == "__main__" and not hasattr(sys.modules["__main__"], "__file__") and is_available()
+    if module_name != "__main__" or not is_available():
+        return False
+    main = sys.modules["__main__"].__dict__
+    # Of a program that comes through a pipe, the file is called "<stdin>".
+    return "get_ipython" in main or str(main.get("__file__", "<")).startswith("<")
 
 
 def goes_by_value(code: Any) -> bool:

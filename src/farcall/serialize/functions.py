@@ -214,7 +214,12 @@ def _why_missing(module: ModuleType, qualified_name: str) -> str:
     line = _line_being_run(module, qualified_name.partition(".")[0])
     if line is not None:
         return f"{told} yet: it is still at line {line}. Define functions and classes before init_rpc"
-    return f"{told}; the RPC pickler does not serialize code: every worker must define or import the same functions"
+    told += "; the RPC pickler does not serialize code: every worker must define or import the same functions"
+    if module.__name__ != "__main__" or code.is_available():
+        return told
+    return (
+        f"{told}. (To call functions of a notebook or a Python prompt: pip install 'farcall[notebook]' on all workers)"
+    )
 
 
 def _line_being_run(module: ModuleType, name: str) -> int | None:

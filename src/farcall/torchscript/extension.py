@@ -4,7 +4,9 @@ Owns the cache, and the errors where a build is impossible. A library lies in a 
 everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``. A process
 that finds it there needs no right to write, and no compiler.
 
-Invariant: a library of that name is complete, since it is built elsewhere and comes there by one rename. One process
+Invariant: a library of that name is complete and was seen to load and to work, by a process made for that, since it is
+built elsewhere and comes there by one rename: some compilers make one that kills whoever loads it. A file ``refused``
+in its place says why there is none. Nothing is loaded that another user than root could have put there. One process
 builds, however many want to: the system releases the lock of a process that dies. Its compiler may live on, and never
 meets the next one's: each build has a directory of its own.
 """
@@ -18,6 +20,9 @@ import os
 import platform
 import shlex
 import shutil
+import signal
+import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -31,7 +36,7 @@ import torch
 
 from farcall.errors import RpcError
 
-__all__ = ["build", "failure", "is_loaded", "load", "why_not"]
+__all__ = ["NOT_BUILT", "build", "compile_here", "failure", "is_loaded", "load", "use", "why_not"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -41,6 +46,9 @@ _FLAGS = ("-O1", "-g0")
 _BUILDING = "build-"
 _LONGEST_WAIT_S = 600.0  # for another process's build
 _LOOK_AGAIN_S = 0.2
+NOT_BUILT = 3
+"""The exit status of `trial.py` where there is nothing to try out."""
+_REFUSED = "refused"
 
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -56,16 +64,21 @@ def build() -> Path:
     directory = _directory()
     library = directory / f"{_NAME}.so"
     if library.exists():
+        _check_owner(library)
         return library
+    _check_refused(directory)
     missing = why_not()
     if missing is not None:
         raise RpcError(missing)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)
         with (directory / "building").open("a+") as lock:
             _acquire(lock, directory)
+            _check_refused(directory)
             if not library.exists():
                 _build_into(library)
+            _check_owner(library)
     except OSError as error:
         raise RpcError(
             f"the extension for RPC in TorchScript code cannot be kept in {directory}: {error}. Set FARCALL_CACHE to a "
@@ -105,7 +118,28 @@ def _build_into(library: Path) -> None:
     for left_behind in library.parent.glob(f"{_BUILDING}*"):
         shutil.rmtree(left_behind, ignore_errors=True)  # by a build that was killed
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=library.parent, ignore_cleanup_errors=True) as scratch:
-        _compile(Path(scratch)).replace(library)
+        built = _compile(Path(scratch))
+        built.chmod(0o755)
+        built.replace(library)
+
+
+def _check_refused(directory: Path) -> None:
+    if (directory / _REFUSED).exists():
+        raise RpcError((directory / _REFUSED).read_text())
+
+
+def _check_owner(library: Path) -> None:
+    """Raise unless nobody but this user and root can have put ``library`` where it is."""
+    own, shared = (library, library.parent), (library.parent.parent, library.parent.parent.parent)
+    for path in (*own, *shared):
+        found = path.stat()
+        others = stat.S_IWOTH | (stat.S_IWGRP if path in own else 0)
+        if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & others and not found.st_mode & stat.S_ISVTX):
+            raise RpcError(
+                f"the extension for RPC in TorchScript code is not loaded from {library}: others than you and root may "
+                f"have put it there ({path} belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}). Set "
+                "FARCALL_CACHE to a directory of your own"
+            )
 
 
 def load() -> ModuleType:
@@ -121,6 +155,13 @@ def load() -> ModuleType:
                 _failure = str(error)
                 raise
         return _loaded
+
+
+def use(library: Path) -> None:
+    """Load ``library``, which nobody has tried out, in this process."""
+    global _loaded
+    with _lock:
+        _loaded = _import(library)
 
 
 def is_loaded() -> bool:
@@ -201,12 +242,57 @@ def _find_ninja() -> None:
 
 
 def _compile(directory: Path) -> Path:
-    """Build it in a fresh directory, and see that it can be loaded; return the library."""
+    """Build it in a fresh directory, and see that it works, in a process of its own; return the library."""
+    logger.warning("building the extension for RPC in TorchScript code, once: about a minute (in %s)", directory)
+    began = monotonic()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "farcall.torchscript.trial", str(directory)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LONGEST_WAIT_S,
+            check=False,
+        )
+        how, said = child.returncode, child.stderr.strip()
+    except subprocess.TimeoutExpired:
+        how, said = 1, f"it did not end within {_LONGEST_WAIT_S:.0f} s"
+    if how == NOT_BUILT:
+        raise RpcError(said)
+    if how != 0:
+        raise _refused(directory.parent, how, said)
+    logger.info("built in %.0f s", monotonic() - began)
+    return _library_in(directory)
+
+
+def _refused(home: Path, how: int, said: str) -> RpcError:
+    """The build came to an end, and who tried it out did, too: keep the verdict."""
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
-    logger.warning("building the extension for RPC in TorchScript code, once: about a minute (in %s)", directory)
-    began = monotonic()
+    died = f"was killed by {signal.Signals(-how).name}" if how < 0 else f"failed: {said.rpartition(chr(10))[2]}"
+    verdict = (
+        f"the extension for RPC in TorchScript code was built with {compiler!r}, and a process that tried it out "
+        f"{died}. Set CXX to another compiler, one that links libstdc++ as torch does, and remove {home}. Everything "
+        "else works without"
+    )
+    (home / _REFUSED).write_text(verdict)
+    return RpcError(verdict)
+
+
+def _library_in(directory: Path) -> Path:
+    (library,) = directory.glob(f"{_NAME}*.so")  # torch numbers them where a process builds again
+    return library
+
+
+def compile_here(directory: Path) -> Path:
+    """Build it in this process, which torch has load it, too; for `trial.py` only."""
+    from torch.utils import cpp_extension
+
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    _find_ninja()
     try:
         cpp_extension.load(
             _NAME,
@@ -222,6 +308,4 @@ def _compile(directory: Path) -> Path:
             f"the extension for RPC in TorchScript code could not be built with torch {torch.__version__} and "
             f"{compiler!r}: {error}"
         ) from error
-    logger.info("built in %.0f s", monotonic() - began)
-    (library,) = directory.glob(f"{_NAME}*.so")  # torch numbers them where a process builds again
-    return library
+    return _library_in(directory)

@@ -91,6 +91,8 @@ class Transport(ABC):
     buffered: bool = False
     #: False where a test looks at whole messages: then large ones do not travel in chunks
     takes_chunks: bool = True
+    #: the id of the process at the other end, where one kernel has both ends; else 0
+    peer_process: int = 0
     #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
     #: this connection breaks off
     resumable: bool = True

@@ -40,7 +40,7 @@ _BACKLOG = 1024
 _SEND_BUFFER_BYTES = 1 << 19
 _LONGEST_PATH = 100  # of about 108 that the system takes
 _SUFFIX = ".socket"
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -72,7 +72,7 @@ def _socket_name(address: str) -> str:
 class UnixTransport(SocketTransport):
     """A unix stream connection."""
 
-    __slots__ = ("_untaken",)
+    __slots__ = ("_untaken", "peer_process")
 
     kind = "unix"
     carries_descriptors = True
@@ -82,6 +82,11 @@ class UnixTransport(SocketTransport):
         # What is in there, small messages wait behind: little, but no less than keeps both ends busy.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._untaken: list[int] = []
+        self.peer_process: int = 0
+        if _PEER_CREDENTIALS is not None:  # of another pid namespace it is 0, too
+            self.peer_process = _CREDENTIALS.unpack(
+                stream.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
+            )[0]
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         if not descriptors:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from typing import Any, assert_type
 
 import farcall
@@ -78,6 +78,39 @@ def objects(ps: farcall.Worker) -> None:
     model.call.backward()  # refused: no such method
     model.start(Model.forward, "one")  # refused: of the wrong type
     model.start(scale, "one")  # refused: not of that class
+
+
+def words(text: str) -> Iterator[str]:
+    yield from text.split()
+
+
+async def words_async(text: str) -> AsyncIterator[str]:
+    for word in text.split():
+        yield word
+
+
+def total(numbers: Iterable[int]) -> int:
+    return sum(numbers)
+
+
+class Reader:
+    def lines(self, limit: int) -> Iterator[bytes]:
+        yield b"" * limit
+
+
+async def streams(ps: farcall.Worker) -> None:
+    for word in ps.stream(words, "one two"):
+        assert_type(word, str)
+    async for word in ps.stream(words_async, "one two"):
+        assert_type(word, str)
+    reader = ps.create(Reader)
+    assert_type(reader.stream(Reader.lines, 3), farcall.Stream[bytes])
+    assert_type(ps.call(total, farcall.outgoing([1, 2])), int)
+    ps.stream(words, 1)  # refused: of the wrong type
+    ps.stream(words_async)  # refused: an argument is missing
+    ps.stream(scale, 1.0)  # refused: a number is nothing to iterate over
+    reader.stream(Reader.lines, "three")  # refused: of the wrong type
+    ps.call(total, farcall.outgoing(["one"]))  # refused: items of the wrong type
 
 
 def several(ps: farcall.Worker) -> None:

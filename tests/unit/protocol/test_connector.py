@@ -134,6 +134,25 @@ def test_the_end_that_dialled_dials_again_at_once_and_the_other_reminds_it_later
         assert (machine.goal, machine.next_deadline()) == (goal, pytest.approx(first))
 
 
+def test_the_end_that_was_dialled_within_the_host_knocks_before_it_waits() -> None:
+    """Nobody there: it is known without a pause. Somebody there: it has its moment to dial again."""
+    mine = bond(dialled=False)
+    mine.lose(1, 10.0, 60.0)
+    machine = mine.redial(10.0, 60.0, within_host=True)
+    assert machine.next_deadline() == 10.0
+    for pause_s in (0.002, 0.008, 0.05):
+        (begun,) = machine.handle(Due(), 10.0)
+        assert isinstance(begun, Attempt)
+        assert begun.knocks
+        assert machine.handle(Tried(Outcome.LISTENS), 10.0) == []
+        assert machine.next_deadline() == pytest.approx(10.0 + pause_s)
+    assert machine.handle(Due(), 10.05) == [Attempt(pytest.approx(59.95), knocks=False)]
+    gone = mine.redial(10.0, 60.0, within_host=True)
+    gone.handle(Due(), 10.0)
+    assert gone.handle(Tried(Outcome.NOBODY, "gone"), 10.0) == [Ended(Step.VANISHED, "gone")]
+    assert bond(dialled=True).redial(10.0, 60.0, within_host=True).handle(Due(), 10.0) != [Attempt(60.0, knocks=True)]
+
+
 def test_a_connection_over_which_nothing_came_is_the_same_trouble() -> None:
     mine = bond(dialled=True)
     mine.lose(5, 10.0, 60.0)

@@ -9,7 +9,7 @@ import pytest
 
 from farcall.errors import NetworkError
 from farcall.ids import ForkId, RefId
-from farcall.protocol import messages, observing
+from farcall.protocol import messages, observing, streams
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.messages import (
     BlocksReleased,
@@ -72,6 +72,8 @@ EXAMPLES = [
     references.Inquire(round=1, dead=[3]),
     references.Answer(round=1, forks=[FORK]),
     references.Farewell(),
+    streams.StreamCredit(number=7, outgoing=True, items=2048, size_bytes=2**40),
+    streams.StreamClosed(number=7),
     observing.Ask(1, "snapshot", b"", True),
     observing.Told(1, "w0", b"\x01"),
     observing.Roster(1, "cluster", [observing.WorkerState("w0", 0), observing.WorkerState("w1", 1, "it has left")]),
@@ -85,7 +87,7 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_every_message_is_exported() -> None:
-    exported = {getattr(module, name) for module in (messages, observing) for name in module.__all__}
+    exported = {getattr(module, name) for module in (messages, observing, streams) for name in module.__all__}
     assert set(get_args(Message)) <= exported | {*get_args(membership.Message), *get_args(references.Message)}
 
 

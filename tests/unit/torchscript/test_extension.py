@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -173,3 +175,38 @@ def test_a_ninja_that_pip_installed_is_found(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(tmp_path))
     extension._find_ninja()
     assert shutil.which("ninja") == str(ninja)
+
+
+def test_a_build_that_kills_who_loads_it_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the compiler links libstdc++ statically: the first process that loaded it died of signal 11."""
+    tried: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        tried.append(command)
+        return subprocess.CompletedProcess(command, -signal.SIGSEGV, "", "")
+
+    monkeypatch.setattr(extension, "why_not", lambda: None)
+    monkeypatch.setattr(extension.subprocess, "run", run)
+    monkeypatch.setenv("CXX", "a-compiler-of-ours")
+    for _ in range(3):
+        with pytest.raises(RpcError, match=r"'a-compiler-of-ours', and .* killed by SIGSEGV. Set CXX to another"):
+            extension.build()
+    assert len(tried) == 1
+    assert not list(extension._directory().glob("*.so"))
+
+
+@pytest.mark.parametrize("which", ["library", "directory", "cache"])
+def test_what_others_could_have_put_there_is_not_loaded(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    pretend_to_build(monkeypatch)
+    library = extension.build()
+    planted = {"library": library, "directory": library.parent, "cache": library.parents[2]}[which]
+    before = planted.stat().st_mode
+    planted.chmod(0o777)
+    with pytest.raises(RpcError, match="others than you and root"):
+        extension.build()
+    planted.chmod(before)
+    assert extension.build() == library
+    if os.getuid() == 0:
+        os.chown(planted, 65534, -1)
+        with pytest.raises(RpcError, match="belongs to user 65534"):
+            extension.build()

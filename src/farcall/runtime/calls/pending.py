@@ -190,6 +190,10 @@ class CallTable:
         """Take a call out of the table; whoever gets it completes it."""
         return self._pending.pop(call_id, None)
 
+    def find(self, call_id: int) -> PendingCall | None:
+        """The call of that number, if it still waits for its answer."""
+        return self._pending.get(call_id)
+
     def fail_overdue(self, now: float) -> float:
         """On the I/O thread: fail the calls whose time is up; returns when the next is due."""
         nearest = NEVER

@@ -34,6 +34,8 @@ MOST_COUNTED_S = 2 * BRIEF_S
 PARDON_RUNS = 4
 MOST_PARDON_RUNS = 4096
 """How often, times 4 for each ban, a function must be brief on a worker before it may run on the I/O thread again."""
+MOST_FUNCTIONS = 4096
+"""So many names are remembered."""
 FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
 
@@ -76,6 +78,8 @@ class InlineFunctions:
         """Note that ``function`` took so long; how long is it expected to take the next time?"""
         counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
         expected_s = self._expected_s[function] = (self._expected_s.get(function, counted_s) + counted_s) / 2
+        if len(self._expected_s) > MOST_FUNCTIONS:
+            self._forget_all()
         if expected_s < QUICK_S and function in self.quick:
             return expected_s  # as nearly always
         if expected_s >= BRIEF_S or (function in self._banned and not self._is_pardoned(function)):
@@ -87,6 +91,11 @@ class InlineFunctions:
             self.quick.discard(function)
             self.brief.add(function)
         return expected_s
+
+    def _forget_all(self) -> None:
+        """Begin anew: callers choose the names, and may choose new ones without end."""
+        for table in (self.quick, self.brief, self._expected_s, self._banned, self._bans):
+            table.clear()
 
     def _is_pardoned(self, function: bytes) -> bool:
         left = self._banned.get(function, 1) - 1

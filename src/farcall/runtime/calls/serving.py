@@ -27,7 +27,7 @@ import torch
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, Notes
+from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.notes import write_notes
@@ -60,6 +60,9 @@ logger: logging.Logger = logging.getLogger("farcall")
 HOLD_S = 200e-6
 HOLD_BYTES = 64 * 1024
 """Answers that travel together wait no longer than this for each other, and are not larger."""
+
+
+SPECIAL = KEEP | STREAM
 
 
 class ReferenceKeeper(Protocol):
@@ -119,6 +122,8 @@ class Server:
         """Called after each answer; set once the node is leaving."""
         self.references: ReferenceKeeper = NoReferences()
         """The references of the node; the layer above sets them once, before the first message comes."""
+        self.stream_request: Callable[[Server, Peer, Frame], Request] = Request
+        """Makes the request of a frame with the flag STREAM; set once by the layer above, like ``references``."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes what is run for a request, where that is not the request itself; set by the layer above."""
 
@@ -141,7 +146,11 @@ class Server:
 
     def accept(self, peer: Peer, frame: Frame) -> None:
         """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
-        request = self.references.kept_request(self, peer, frame) if frame.flags & KEEP else Request(self, peer, frame)
+        if frame.flags & SPECIAL:
+            make = self.references.kept_request if frame.flags & KEEP else self.stream_request
+            request = make(self, peer, frame)
+        else:
+            request = Request(self, peer, frame)
         self.unanswered[peer.number, frame.call_id] = request
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
@@ -168,10 +177,10 @@ class Server:
         if request is not None:
             self._cancel(request)
 
-    def on_peer_gone(self, peer: Peer) -> None:
-        """Nobody waits for what ``peer`` has asked for."""
+    def cancel_all(self, peer: Peer | None = None) -> None:
+        """``peer`` is gone, or (None) this node ends: nobody waits for the answers."""
         for request in self.active:
-            if request.peer is peer and request.cancellable:
+            if (peer is None or request.peer is peer) and request.cancellable:
                 self._cancel(request)
 
     def _cancel(self, request: Request) -> None:
@@ -367,7 +376,11 @@ class Request:
     def _fail(self, error: BaseException) -> None:
         if self.cancelled:
             self.server.answered(self)
-            return
+        else:
+            self._send(self.failure(error), False)
+
+    def failure(self, error: BaseException) -> Frame:
+        """``error``, written down for the caller; counted and logged here."""
         if type(error) is StoredFailure:
             frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
@@ -381,7 +394,7 @@ class Request:
             self.server.event_log.note(
                 event_log.FAILED, self.peer.info.name, self.function_name or "a call", in_one_line(error)
             )
-        self._send(frame, False)
+        return frame
 
     def _send(self, frame: Frame, more: bool) -> None:
         frame.call_id = self.frame.call_id

@@ -17,6 +17,7 @@ Thread rules
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -109,6 +110,8 @@ class Loop:
         self._former: list[threading.Thread] = []
         self.on_thread_start: Callable[[], None] = lambda: None
         """Called first on each thread that becomes the I/O thread."""
+        self.on_death: Callable[[BaseException], None] = lambda error: None
+        """Called on the I/O thread, which ends with ``error``: nothing is read, and no timer runs, from now on."""
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         close_in_children(self)
@@ -252,9 +255,10 @@ class Loop:
 
     def _close(self) -> None:
         if self._wake_read >= 0:
-            self._poller.close()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            with contextlib.suppress(OSError):  # where somebody else has closed them
+                self._poller.close()
+                os.close(self._wake_read)
+                os.close(self._wake_write)
             self._wake_read = self._wake_write = -1
 
     def close_after_fork(self) -> None:
@@ -263,6 +267,16 @@ class Loop:
         self._close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            # The poller itself fails, as where a function of the user's has closed descriptors that are not its own.
+            if self._running:
+                logger.error("the I/O thread %s ends: %s", self._name, error)
+                self._running = False
+                self.on_death(error)
+
+    def _serve(self) -> None:
         self._ident = _get_ident()
         reading.loop = self
         self.on_thread_start()

@@ -42,7 +42,7 @@ from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import Dialler, Found, Target
+from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Transport
@@ -255,7 +255,8 @@ class Connector:
         # No warning yet: it is made again, or its end is told in one line.
         logger.info("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
         purpose = Resume(bond.session_id, link.session.resume()) if bond.dialled else Remind(bond.session_id)
-        if not self._redial(tie, bond.redial(now, self._reconnect_s), purpose, reason):
+        dial = bond.redial(now, self._reconnect_s, within_host=link.transport.kind in WITHIN_THE_HOST)
+        if not self._redial(tie, dial, purpose, reason):
             return False
         self._owner.watcher.on_interrupted(peer.info, reason)
         return True

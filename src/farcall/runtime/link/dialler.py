@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Final
 
 from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
@@ -35,7 +36,7 @@ from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered,
 from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
 
-__all__ = ["Dialler", "Found", "Target", "prove", "sealed", "usable_ways"]
+__all__ = ["WITHIN_THE_HOST", "Dialler", "Found", "Target", "prove", "sealed", "usable_ways"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -43,10 +44,11 @@ BOUNDS_S = {Goal.START: (NEVER, 10.0), Goal.JOIN: (1.0, 3.0)}
 """How long one address may take to connect, and to prove itself: a starting member has nothing better to do."""
 DEFAULT_BOUNDS_S = (1.0, 30.0)
 """Members may be busy for long: a connection that waits to be accepted is as good as a new one."""
+KNOCK_S = 0.01
 HOST_LOOK_S = 1.0
 HOST_SILENT_S = 3.0
 """How often, while a member proves nothing, its host is looked for, and how long that may be silent."""
-WITHIN_THE_HOST = ("unix", "memory")
+WITHIN_THE_HOST: Final = ("unix", "memory")
 _OUTCOMES = {
     RefusalReason.WRONG_PEER: Outcome.ANOTHER,
     RefusalReason.OTHER_CLUSTER: Outcome.ANOTHER,
@@ -168,7 +170,7 @@ class Dialler:
             (effect,) = self._dial.handle(Due(self._is_member()), monotonic())
             if isinstance(effect, Attempt):
                 began_at = monotonic()
-                found = self._attempt(self._dial.goal, effect.bound_s)
+                found = self._knock() if effect.knocks else self._attempt(self._dial.goal, effect.bound_s)
                 if found.outcome is Outcome.UNANSWERED and self.unanswered_since is None:
                     self.unanswered_since = began_at
                 effects = self._dial.handle(Tried(found.outcome, found.why), monotonic())
@@ -179,6 +181,19 @@ class Dialler:
             assert isinstance(effect, Ended)
             return effect, found
         return Ended(Step.OUT_OF_TIME, "nobody waits for it any more"), found
+
+    def _knock(self) -> Found:
+        """Look whether anybody listens where the lost connection led, within this host."""
+        target = self._target
+        for way in target.ways:
+            if way.partition(":")[0] == target.lost_kind:
+                try:
+                    dial(way, KNOCK_S).close()
+                except DialRefused:
+                    return Found(Outcome.NOBODY, _nobody(way))
+                except TransportError:
+                    pass  # its backlog is full: somebody listens
+        return Found(Outcome.LISTENS)
 
     def _attempt(self, goal: Goal, bound_s: float) -> Found:
         """Try every address once; a connection that is found is the caller's."""
@@ -201,11 +216,7 @@ class Dialler:
             except DialRefused as error:
                 if kind in WITHIN_THE_HOST:
                     if kind == target.lost_kind:
-                        return Found(
-                            Outcome.NOBODY,
-                            f"its process or its node has ended, nobody listens at {way} any more; its own output may "
-                            "say why",
-                        )
+                        return Found(Outcome.NOBODY, _nobody(way))
                 elif goal is not Goal.REMIND or leads_to(way, target.lost_host):
                     refused = error
                 else:
@@ -252,6 +263,10 @@ class Dialler:
         if way not in self._told:
             self._told.add(way)
             logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
+
+
+def _nobody(way: str) -> str:
+    return f"its process or its node has ended, nobody listens at {way} any more; its own output may say why"
 
 
 def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:

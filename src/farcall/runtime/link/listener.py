@@ -159,6 +159,11 @@ class PeerListener:
             count = guest.transport.receive_bytes_into(memoryview(buffer))
             if count is None:
                 return
+            if count == 0 and guest.handshake.peer_claim is None:
+                self._let_out(
+                    guest
+                )  # it only knocked: a member that asks whether this node is there, or a health check
+                return
             if count == 0:
                 raise DialFailed("it closed the connection before it proved anything")
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
@@ -210,8 +215,11 @@ class PeerListener:
             self._loop.forget(descriptor)
 
     def _dismiss(self, guest: _Guest, reason: str) -> None:
-        self._guests.discard(guest)
         self._tell(reason, guest.transport)
+        self._let_out(guest)
+
+    def _let_out(self, guest: _Guest) -> None:
+        self._guests.discard(guest)
         self._let_go(guest.transport)
         guest.transport.close()
 

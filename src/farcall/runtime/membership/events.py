@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import select
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
 from typing import NamedTuple
 
 from farcall.errors import Delivery, NetworkError, PeerDead
@@ -37,6 +40,8 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 __all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
+ENDS_S = 2.0
+RECENTLY_S = 10.0
 MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead")
 
 
@@ -168,6 +173,31 @@ class _Inbox:
             await waiting
 
 
+_lost_processes: dict[int, float] = {}
+"""Processes of this host that other members were lost with, and when."""
+
+
+def wait_for_lost_processes() -> None:
+    """At the end of this process: let those end first whose loss may be the reason, within ENDS_S.
+
+    Whoever started them all reports the first that fails, and this one has only lost another.
+    """
+    deadline = monotonic() + ENDS_S
+    for process, lost_at in list(_lost_processes.items()):
+        if process in (0, os.getpid(), os.getppid()) or monotonic() - lost_at > RECENTLY_S:
+            continue
+        try:
+            descriptor = os.pidfd_open(process)
+        except (AttributeError, OSError):
+            continue  # not on this system; or it has ended
+        try:
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(max(0.0, deadline - monotonic()) * 1000.0)
+        finally:
+            os.close(descriptor)
+
+
 class MemberChanges:
     """What a node does about each change among its members."""
 
@@ -239,6 +269,11 @@ class MemberChanges:
             self.peers_lost += 1
             logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
         how = peer.farewell if peer.leaving else f"is gone: {reason}"
+        if not peer.leaving or peer.farewell != LEFT:
+            now = monotonic()
+            for process in [process for process, at in _lost_processes.items() if now - at > RECENTLY_S]:
+                del _lost_processes[process]
+            _lost_processes[peer.link.transport.peer_process] = now
 
         def lost(call: PendingCall) -> PeerDead:
             sent = call.call_id not in peer.link.never_sent

@@ -67,7 +67,7 @@ class ClusterLinks:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(
-            info, me.incarnation, is_static, on_message, resources.memory, dispatcher.cancel
+            info, me.incarnation, is_static, on_message, resources.memory, dispatcher.on_own_control
         )
         self.peers: PeerTable = PeerTable(
             self.myself,

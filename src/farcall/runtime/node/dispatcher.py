@@ -106,7 +106,7 @@ class Dispatcher:
             messages.BlocksReleased: RemotePeer.on_blocks_released,
             messages.QueueFull: RemotePeer.on_queue_full,
             messages.QueueHasRoom: RemotePeer.on_queue_has_room,
-            messages.CallCancelled: lambda peer, message: self.cancel(peer, message.call_id),
+            messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
@@ -121,19 +121,33 @@ class Dispatcher:
 
     def on_frame(self, peer: RemotePeer, frame: Frame) -> None:
         """Route one frame. On the thread that reads the link: it must not block."""
-        if frame.kind == CONTROL:
-            self._on_control(peer, frame)
-            return
-        if not peer.known:
-            self._hold(peer, frame)
-            return
-        if frame.buffers:
-            try:
-                peer.look_up(frame)
-            except SegmentRefused as error:
-                peer.link.abort(str(error))
+        try:
+            if frame.kind == CONTROL:
+                self._on_control(peer, frame)
                 return
-        self.on_message(peer, frame)
+            if not peer.known:
+                self._hold(peer, frame)
+                return
+            if frame.buffers:
+                peer.look_up(frame)
+            self.on_message(peer, frame)
+        except Exception as error:
+            self._mishandled(peer, error)
+
+    def _mishandled(self, peer: Peer, error: Exception) -> None:
+        """A frame could not be handled: the link ends, and nobody else, who may only have lent the thread, hears of it.
+
+        Its sender is of another version, or hostile, or farcall has a fault; whichever it is, something was lost that
+        both ends count as delivered, so they cannot go on.
+        """
+        if isinstance(error, RpcError):
+            logger.info("%s: a message of %s had no effect: %s", self._name, peer.info.name, error)
+        elif isinstance(peer, RemotePeer):
+            if not isinstance(error, SegmentRefused):
+                logger.error("%s: a message of %s cannot be handled", self._name, peer.info.name, exc_info=error)
+            peer.link.abort(f"{peer.info.name} sent what cannot be handled: {type(error).__name__}: {error}")
+        else:
+            raise error
 
     def on_message(self, peer: Peer, frame: Frame) -> None:
         """Hand a request, an answer or a letter to its handler."""
@@ -189,9 +203,9 @@ class Dispatcher:
             frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         return True
 
-    def cancel(self, peer: Peer, call_id: int) -> None:
-        """The caller of a request, ``peer``, no longer waits for it."""
-        self._server.cancel(peer, call_id)
+    def on_own_control(self, peer: Any, message: messages.Message) -> None:
+        """Handle what this node says to itself, on whichever thread says it: only what may be handled anywhere."""
+        self._controls[type(message)](peer, message)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
@@ -209,10 +223,13 @@ class Dispatcher:
 
     def redeliver(self, peer: Peer, frame: Frame) -> None:
         """On the I/O thread: take a message that the references of this node have deferred."""
-        if frame.kind == REQUEST and frame.flags & REFUSED:
-            self.refuse(peer, frame)
-        else:
-            self.on_message(peer, frame)
+        try:
+            if frame.kind == REQUEST and frame.flags & REFUSED:
+                self.refuse(peer, frame)
+            else:
+                self.on_message(peer, frame)
+        except Exception as error:
+            self._mishandled(peer, error)
 
     def _on_control(self, peer: RemotePeer, frame: Frame) -> None:
         try:
@@ -227,7 +244,13 @@ class Dispatcher:
         if type(message) in self._in_order or self._loop.on_thread():
             handle(peer, message)
         else:
-            self._loop.call_soon(lambda: handle(peer, message))
+            self._loop.call_soon(lambda: self._handle_later(handle, peer, message))
+
+    def _handle_later(self, handle: Callable[[RemotePeer, Any], None], peer: RemotePeer, message: Any) -> None:
+        try:
+            handle(peer, message)
+        except Exception as error:
+            self._mishandled(peer, error)
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         peer.leaving, peer.farewell = True, message.reason

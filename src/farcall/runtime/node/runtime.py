@@ -26,7 +26,7 @@ import torch
 
 from farcall.channel.segments import host_token
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Cancelled, Expelled, RpcError, ShutdownTimeout, UnknownWorker
+from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, ShutdownTimeout, UnknownWorker
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
@@ -181,7 +181,8 @@ class Runtime:
         self.server: Server = Server(
             self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
         )
-        self.hooks.peer_gone.append(self.server.on_peer_gone)
+        self.hooks.peer_gone.append(self.server.cancel_all)
+        self.hooks.ended.append(self.server.cancel_all)
         self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
@@ -232,6 +233,7 @@ class Runtime:
             self.hooks.peer_joined.append(lambda peer: self.use_devices().meet(peer))
         self.loop.timer(self._trim).at(self.started_at + TRIM_EVERY_S)
         self.loop.on_thread_start = self._own_thread  # it runs quick functions, too
+        self.loop.on_death = self._on_io_thread_lost
         # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
@@ -492,7 +494,7 @@ class Runtime:
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
         self._exiting = True
-        if not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
+        if self.others() and not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
             logger.warning(
                 "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
             )
@@ -502,10 +504,25 @@ class Runtime:
         """On the I/O thread: the others hold this node for dead, and that is final."""
         if self._lifecycle.is_over():
             return
-        verdict = Expelled(
-            f"{self.info.name} was declared dead by the other members ({why}): it can do no more here; call "
-            "shutdown(), then init_rpc to join again"
+        self._give_up(
+            Expelled(
+                f"{self.info.name} was declared dead by the other members ({why}): it can do no more here; call "
+                "shutdown(), then init_rpc to join again"
+            )
         )
+
+    def _on_io_thread_lost(self, error: BaseException) -> None:
+        """On the I/O thread, which ends: a node without one would look alive, and answer nobody."""
+        if not self._lifecycle.is_over():
+            self._give_up(
+                NotInitialized(
+                    f"{self.info.name} ended, since its I/O thread failed ({type(error).__name__}: {error}): has a "
+                    "function closed descriptors that are not its own? Call shutdown(), then init_rpc to join again"
+                )
+            )
+
+    def _give_up(self, verdict: RpcError) -> None:
+        """This node can do no more: every call fails with ``verdict``."""
         logger.error("%s", verdict)
         self._lifecycle.verdict = verdict
         self.links.myself.ended = verdict

@@ -24,7 +24,7 @@ __all__ = ["LoopbackPeer"]
 class LoopbackPeer(Peer):
     """This node, as the target of its own calls."""
 
-    __slots__ = ("_memory", "_on_cancelled", "_on_message", "ended")
+    __slots__ = ("_memory", "_on_control", "_on_message", "ended")
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class LoopbackPeer(Peer):
         is_static: bool,
         on_message: Callable[[Peer, Frame], None],
         memory: ReceivePool,
-        on_cancelled: Callable[[Peer, int], None],
+        on_control: Callable[[Peer, messages.Message], None],
     ) -> None:
         super().__init__(info, incarnation, is_static)
         self._on_message = on_message
         self._memory = memory
-        self._on_cancelled = on_cancelled
+        self._on_control = on_control
         self.ended: RpcError | None = None
 
     def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
@@ -69,7 +69,10 @@ class LoopbackPeer(Peer):
         pass
 
     def cancel(self, call_id: int) -> None:
-        self._on_cancelled(self, call_id)
+        self.control(messages.CallCancelled(call_id))
+
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        self._on_control(self, message)
 
     def tell_full(self, queued: int, limit: int) -> None:
         self.on_queue_full(messages.QueueFull(queued, limit))

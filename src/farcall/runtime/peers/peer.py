@@ -117,6 +117,10 @@ class Peer:
     def cancel(self, call_id: int) -> None:
         """Nobody waits for the answer to this call any more."""
 
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        """Send a control message, if that still can be done; never waits."""
+        raise NotImplementedError
+
     def watch(self) -> None:
         """The thread that reads this peer's link is about to run what may take long."""
 

@@ -47,6 +47,7 @@ from farcall.runtime.rendezvous.agreement import (
     read_slot,
     read_table,
 )
+from farcall.runtime.rendezvous.patience import Patience
 from farcall.runtime.rendezvous.records import Proofs, Records, Unproved, secret_of
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 
@@ -86,16 +87,15 @@ class StaticRendezvous:
         self._proofs = Proofs(self._secret, has_secret, place.name)
         self._timeout_s = options.start_deadline_s
         self._deadline = time.monotonic() + self._timeout_s
-        first = place.rank == 0
-        cluster_id = secrets.token_hex(8) if first else ""
+        self._patience = Patience(place.name, rank=place.rank, size=place.world_size, deadline=self._deadline)
+        cluster_id = secrets.token_hex(8) if place.rank == 0 else ""
         self._slot = Slot(me, place.world_size, has_secret, cluster_id, wishes_of(options))
         self._slot_text = as_text(self._slot)
         self._records: Records | None = None
-        self._heard_first = first
+        self._heard_first = place.rank == 0
         self._base = f"farcall/{place.attempt}"
         self._generation = 0
-        self._table = b""
-        self._next_beat = 0.0
+        self._table, self._next_beat = b"", 0.0
         self._names: dict[int, str] = {}
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
@@ -245,10 +245,10 @@ class StaticRendezvous:
         return None if data is None else read_outcome(data)
 
     def _beat(self) -> None:
-        now = time.monotonic()
-        if now < self._next_beat:
+        if time.monotonic() < self._next_beat:
             return
-        self._next_beat = now + _BEAT_S
+        self._patience.look(self._absent)
+        self._next_beat = time.monotonic() + _BEAT_S
         self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
         if not self._heard_first:
             self._heard_first = self._open.read(self._key("slot/0")) is not None

@@ -29,6 +29,7 @@ from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.protocol.backoff import Backoff
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
+from farcall.runtime.rendezvous.patience import Patience
 from farcall.transport.tcp import parse_tcp
 
 __all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "loopback_listener", "open_store"]
@@ -98,6 +99,9 @@ def find_meeting_place(
 ) -> MeetingPlace:
     """Work out rank, size and place: an argument wins over the environment and must agree with the url."""
     parts = urlsplit(init_method)
+    if parts.scheme == "env" and world_size == 1 and "MASTER_ADDR" not in environ:
+        # One that is alone meets nobody: any place will do.
+        environ = {"RANK": "0", **environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     query = dict(parse_qsl(parts.query))
     uses_environment = parts.scheme == "env"
     found_rank = _choose("rank", rank, query, environ if uses_environment else None)
@@ -121,6 +125,13 @@ def find_meeting_place(
     }
     host, port = _find_endpoint(init_method, environ)
     return MeetingPlace(host=host, port=port, path=parts.path if parts.scheme == "file" else "", **common)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
 
 
 def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapping[str, str] | None) -> int:
@@ -328,7 +339,9 @@ def _tcp_store(
 def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threading.Event) -> None:
     """Try the port until somebody listens: torch's own wait prints a stack for each try."""
     pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
+    patience = Patience(place.name, rank=place.rank, size=place.world_size, deadline=deadline)
     while True:
+        patience.look(lambda: [0])
         left_s = max(0.05, min(_CONNECT_S, deadline - time.monotonic()))
         try:
             socket.create_connection((place.host, place.port), timeout=left_s).close()

@@ -6,7 +6,7 @@ A message has the name of its frame's kind and one or more of its own; a rule th
     request    "call", "create" (of a reference, by `remote`), "fetch" (of its value, by `to_here`)
     response, failure
     letter     "Gradient", and the class of each message in it: "StartPass", "PassDone", "PassFailed", "AbortPass",
-               "ReleaseContext"
+               "ReleaseContext"; "Part", of a stream
     control    the class of the message, of `protocol/messages.py` or `protocol/references`: "CallCancelled", "Release"
 
 Messages about shared memory have no name: both ends count descriptors and leases, so losing or repeating one would
@@ -45,6 +45,7 @@ from farcall.protocol.frames import (
 from farcall.protocol.notes import KEEP, decode_notes, without_creation
 from farcall.protocol.session import remains_of
 from farcall.rpc import owner_methods
+from farcall.rpc.stream_writing import STREAMS
 from farcall.serialize import encode_function
 
 __all__ = ["CALLS", "KINDS", "Message", "Splitter", "check_kinds"]
@@ -62,7 +63,7 @@ CALLS: Final = frozenset({"request", "response", "failure"})
 
 _FRAMES: Final = {int(kind): kind.name.lower() for kind in Kind}
 _REQUESTS: Final = frozenset({"call", "create", "fetch"})
-_LETTERS: Final = frozenset(kind.__name__ for kind in typing.get_args(gradients.Message)) | {"Gradient"}
+_LETTERS: Final = frozenset(kind.__name__ for kind in typing.get_args(gradients.Message)) | {"Gradient", "Part"}
 _MEMORY_NAMES: Final = frozenset(kind.__name__ for kind in _MEMORY)
 _CONTROLS: Final = frozenset(kind.__name__ for kind in typing.get_args(messages.Message)) - _MEMORY_NAMES
 KINDS: Final = frozenset(_FRAMES.values()) | _REQUESTS | _LETTERS | _CONTROLS
@@ -138,6 +139,8 @@ def _names_of(message: Frame) -> frozenset[str]:
     if message.kind == REQUEST:
         narrower = "create" if message.flags & KEEP else "fetch" if message.function == _FETCH else "call"
         return frozenset({kind, narrower})
+    if message.kind == LETTER and message.call_id == STREAMS:
+        return frozenset({kind, "Part"})
     if message.kind == LETTER:
         # A letter with gradients is pickled, and a tool that looks on must not unpickle anything.
         inside = ["Gradient"] if message.flags else [letter["type"] for letter in _steering.decode(message.payload)]

@@ -22,6 +22,7 @@ from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.io import bounded_call as patience
 from farcall.runtime.rendezvous import addresses
+from farcall.runtime.rendezvous import patience as telling
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
@@ -71,6 +72,19 @@ def joined(futures: list[Future[Membership]]) -> list[Membership]:
 
 
 # ---------------------------------------------------------------- agreement
+
+
+def test_who_waits_is_told_for_whom_and_once(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telling, "SPEAK_AFTER_S", 0.0)
+    first = start("w0", 0, 3)
+    wait_until(lambda: "waits at" in caplog.text)
+    joined([first, start("w1", 1, 3), start("w2", 2, 3)])
+    told = [record.getMessage() for record in caplog.records if "rank 0 of 3" in record.getMessage()]
+    assert len(told) == 1
+    assert "for rank 1, rank 2, " in told[0]
+    assert "`farcall run --workers 3 PROGRAM`" in told[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 16])
@@ -386,6 +400,11 @@ def test_torchrun_hosts_the_store_and_counts_restarts() -> None:
     assert place.attempt == "2"
 
 
+def test_one_that_is_alone_needs_no_place() -> None:
+    place = find_meeting_place(-1, 1, "env://", {})
+    assert (place.rank, place.world_size, place.host) == (0, 1, "127.0.0.1")
+
+
 def test_the_url_gives_all() -> None:
     place = find_meeting_place(-1, None, "tcp://[::1]:1234?rank=0&world_size=2", {})
     assert (place.rank, place.world_size, place.host, place.port) == (0, 2, "::1", 1234)
@@ -400,7 +419,7 @@ def test_the_url_gives_all() -> None:
     [
         (-1, None, "env://", {}, BadRank, "environment variable RANK expected"),
         (0, None, "env://", {}, ValueError, "MASTER_ADDR"),
-        (0, 1, "env://", {}, ValueError, "MASTER_ADDR"),
+        (0, 2, "env://", {}, ValueError, "MASTER_ADDR"),
         (0, 1, "env://", {"MASTER_ADDR": "h"}, ValueError, "MASTER_PORT"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "x"}, ValueError, "from 1 to 65535"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),

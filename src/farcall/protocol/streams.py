@@ -1,0 +1,186 @@
+"""Streams: items that one member sends to another as they are made, in order, each once, no more than it may.
+
+Owns the messages of a stream and the two machines at its ends; knows neither items nor threads. A stream is numbered
+by its call (the callee writes), or by its writer (``outgoing``: an argument of a call, which the caller writes).
+
+    message         way                  says
+    `Part`          writer -> reader     in the head of a letter: which items are in it; whether the stream ends here
+    `StreamCredit`  reader -> writer     how many items, and bytes, may have been sent in all by now
+    `StreamClosed`  reader -> writer     nobody wants more of an outgoing stream (a call's is ended by cancelling it)
+
+A link delivers each message once. Small ones may pass large ones, so a part says the number of its first item, and the
+reader puts parts in order. Totals in a credit, not differences: the latest one counts, whatever became of others.
+
+    writer     event                        becomes
+    open       an item, and there is room   open; the item counts against the credit
+    open       an item, and there is none   open; the item waits for credit
+    open       no more items, or an error   ended, with a last part
+    open       closed, or the reader died   closed: the source of the items is closed
+
+    reader     event                        becomes
+    open       a part in order              open; it and those that waited for it can be taken
+    open       a part ahead of others       open; it waits
+    open       a part seen before           open; it is dropped
+    open       the last part                ended, once all items before it have been taken
+    open       the writer died              broken, once all items that came in order have been taken
+
+Room: a writer may send while the items sent are fewer than those granted, and the bytes, too. So a reader never holds
+more than its window of items, nor more than its window of bytes and one item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+__all__ = [
+    "WINDOW_BYTES",
+    "WINDOW_ITEMS",
+    "Part",
+    "ReaderMachine",
+    "StreamClosed",
+    "StreamCredit",
+    "WriterMachine",
+    "decode_part",
+    "encode_part",
+]
+
+WINDOW_ITEMS = 1024
+WINDOW_BYTES = 16 * 1024 * 1024
+"""How much may be on its way, or wait to be taken. The first credit of a call's stream."""
+
+T = TypeVar("T")
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """The head of a letter with items."""
+
+    number: int
+    outgoing: bool
+    first: int  # the number of the first item in it, from 0
+    segments: list[tuple[int, int, int]]  # (items, bytes of the payload, buffers): each is pickled by itself
+    last: bool = False  # no item follows; if the payload is not empty, it is the error that ended the stream
+
+    @property
+    def items(self) -> int:
+        """How many items are in it."""
+        return sum(segment[0] for segment in self.segments)
+
+
+class StreamCredit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=90):
+    """So much of a stream may have been sent, from its beginning."""
+
+    number: int
+    outgoing: bool
+    items: int
+    size_bytes: int
+
+
+class StreamClosed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=91):
+    """Nobody reads that outgoing stream any more."""
+
+    number: int
+
+
+Message = StreamCredit | StreamClosed
+
+encode_part: Callable[[Part], bytes] = msgspec.msgpack.Encoder().encode
+decode_part: Callable[[bytes], Part] = msgspec.msgpack.Decoder(Part).decode
+
+
+class WriterMachine:
+    """What a writer has sent, and may send."""
+
+    __slots__ = ("granted_bytes", "granted_items", "sent_bytes", "sent_items")
+
+    def __init__(self, items: int = 0, size_bytes: int = 0) -> None:
+        """``items``, ``size_bytes``: the first credit."""
+        self.granted_items: int = items
+        self.granted_bytes: int = size_bytes
+        self.sent_items: int = 0
+        self.sent_bytes: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """May another item be sent?"""
+        return self.sent_items < self.granted_items and self.sent_bytes < self.granted_bytes
+
+    def send(self, items: int, size_bytes: int) -> int:
+        """Count items against the credit; the number of the first of them."""
+        first = self.sent_items
+        self.sent_items += items
+        self.sent_bytes += size_bytes
+        return first
+
+    def on_credit(self, items: int, size_bytes: int) -> None:
+        """The reader grants so much, in all."""
+        self.granted_items = max(self.granted_items, items)
+        self.granted_bytes = max(self.granted_bytes, size_bytes)
+
+
+class ReaderMachine(Generic[T]):
+    """The order of the parts that arrive, and the credit for what was taken. A part is whatever the driver hands in."""
+
+    __slots__ = (
+        "_ahead",
+        "_granted_bytes",
+        "_granted_items",
+        "_next",
+        "_taken_bytes",
+        "_taken_items",
+        "_total",
+        "_window_bytes",
+        "_window_items",
+    )
+
+    def __init__(self, items: int = WINDOW_ITEMS, size_bytes: int = WINDOW_BYTES, *, granted: bool = True) -> None:
+        """``granted``: the writer knows of the first window without being told."""
+        self._window_items = items
+        self._window_bytes = size_bytes
+        self._granted_items = items if granted else 0
+        self._granted_bytes = size_bytes if granted else 0
+        self._taken_items = 0
+        self._taken_bytes = 0
+        self._next = 0
+        self._ahead: dict[int, tuple[int, T]] = {}
+        self._total: int | None = None
+
+    def on_part(self, first: int, items: int, part: T) -> list[T]:
+        """A part came: those that can be taken now, in order."""
+        if first < self._next or first in self._ahead or items == 0:
+            return []
+        self._ahead[first] = (items, part)
+        found = []
+        while self._next in self._ahead:
+            count, ready = self._ahead.pop(self._next)
+            self._next += count
+            found.append(ready)
+        return found
+
+    def on_last(self, total: int) -> None:
+        """There are so many items in all."""
+        self._total = total
+
+    @property
+    def complete(self) -> bool:
+        """Have all items come?"""
+        return self._next == self._total
+
+    def take(self, items: int, size_bytes: int) -> tuple[int, int] | None:
+        """So much was taken: the new credit, if the writer is to be told of it now.
+
+        Told when half of a window is free: a message for every item would cost as much as the items.
+        """
+        self._taken_items += items
+        self._taken_bytes += size_bytes
+        may_items = self._taken_items + self._window_items
+        may_bytes = self._taken_bytes + self._window_bytes
+        if self._total is not None or not (
+            may_items - self._granted_items >= self._window_items // 2
+            or may_bytes - self._granted_bytes >= self._window_bytes // 2
+        ):
+            return None
+        self._granted_items, self._granted_bytes = may_items, may_bytes
+        return may_items, may_bytes

@@ -1,0 +1,251 @@
+"""The reading end of a stream: parts arrive, are put in order, and are taken one by one.
+
+Parts arrive on the thread that reads the link, which only puts them in order. Whoever takes an item unpickles it, and
+grants credit for it. Knows two kinds of ends: that of a call, and that of an argument which the caller writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from farcall.errors import RpcError, RpcTimeout
+from farcall.protocol.frames import FAILURE, Frame
+from farcall.protocol.notes import REFUSED
+from farcall.protocol.streams import Part, ReaderMachine, StreamClosed, StreamCredit
+from farcall.rpc.call import refusal
+from farcall.rpc.outcome import LoopGate, Opens
+from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node import Runtime
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import decode_failure, discard, read_value
+
+if TYPE_CHECKING:
+    from farcall.rpc.streams import Streams
+
+__all__ = ["Incoming", "Reader", "StreamCall"]
+
+
+class _News:
+    """Has something arrived? For a thread that reads the link meanwhile."""
+
+    __slots__ = ("arrived",)
+
+    def __init__(self) -> None:
+        self.arrived: bool = False
+
+
+class Reader:
+    """The reading end of one stream.
+
+    Mutable: parts in order (``ready``), which the link's reader appends and the program's thread takes; why no more
+    come; ``_gate``, where the program waits.
+    """
+
+    def __init__(self, streams: Streams, peer: Peer, what: str, *, outgoing: bool) -> None:
+        self.streams: Streams = streams
+        self.node: Runtime = streams.node
+        self.peer: Peer = peer
+        self.name: str = what
+        self._outgoing = outgoing
+        self._machine: ReaderMachine[tuple[Part, Frame]] = ReaderMachine(granted=not outgoing)
+        self.ready: deque[tuple[Part, Frame]] = deque()
+        self._news = _News()
+        self._gate: Opens | None = None
+        self._last: Frame | None = None
+        self._error: BaseException | None = None
+        self.closed: bool = False
+        self.number: int = 0
+
+    # --- on the thread that reads the link ------------------------------------------------------------------
+
+    def on_part(self, part: Part, frame: Frame) -> None:
+        """A letter came."""
+        self.number = part.number
+        if self.closed:
+            discard(frame.payload, self.peer)
+            return
+        if part.last:
+            self._last = frame
+            self._machine.on_last(part.first)
+        else:
+            self.ready.extend(self._machine.on_part(part.first, part.items, (part, frame)))
+        self._tell()
+
+    def break_off(self, error: BaseException) -> None:
+        """No further part will come."""
+        if self._error is None:
+            self._error = error
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.arrived = True
+        gate = self._gate
+        if gate is not None:
+            gate.open()
+
+    @property
+    def complete(self) -> bool:
+        """Have all parts come?"""
+        return self._machine.complete
+
+    # --- on the program's thread ----------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Is there nothing to wait for?"""
+        return bool(self.ready) or self._machine.complete or self._error is not None or self.closed
+
+    def take(self) -> deque[Any]:
+        """The items of the next part. At the end of the stream there are none; at a bad end its error is raised."""
+        if self.ready:
+            part, frame = self.ready.popleft()
+            return self._read(part, frame)
+        if self._machine.complete:
+            last = self._last
+            if last is not None and len(last.payload):
+                self._last = None
+                raise decode_failure(last, self.peer)
+        elif self._error is not None:
+            raise self._error
+        return deque()
+
+    def _read(self, part: Part, frame: Frame) -> deque[Any]:
+        items: deque[Any] = deque()
+        size_bytes = len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers)
+        if len(part.segments) == 1:
+            items.extend(read_value(frame, self.peer))
+        else:
+            payload, buffers = memoryview(frame.payload), frame.buffers
+            at = buffer_at = 0
+            for _, length, count in part.segments:
+                segment = Frame(frame.kind, payload=payload[at : at + length])
+                segment.buffers = list(buffers[buffer_at : buffer_at + count])
+                items.extend(read_value(segment, self.peer))
+                at += length
+                buffer_at += count
+        told = self._machine.take(part.items, size_bytes)
+        if told is not None:
+            self.peer.control(StreamCredit(self.number, self._outgoing, *told))
+        return items
+
+    def wait(self) -> None:
+        """Block until there is something to take; raises `RpcTimeout` where nothing comes for too long."""
+        deadline = self.wait_until()
+        with self.node.calls.waiting():
+            self._news.arrived = False
+            if not self.over:
+                self.peer.help_until(self._news, deadline)
+            while not self.over:
+                gate = self._gate = Gate()
+                if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
+                    raise self._too_late()
+                self._gate = None
+
+    async def wait_soon(self) -> None:
+        """The same for a coroutine."""
+        deadline = self.wait_until()
+        loop = asyncio.get_running_loop()
+        while not self.over:
+            gate = self._gate = LoopGate(loop)
+            if not self.over:
+                try:
+                    await asyncio.wait_for(gate.passed, None if deadline == NEVER else max(0.0, deadline - monotonic()))
+                except TimeoutError:
+                    raise self._too_late() from None
+            self._gate = None
+
+    def wait_until(self) -> float:
+        """Until when to wait for the next item."""
+        return monotonic() + self.node.timeout_s if self.node.timeout_s else NEVER
+
+    def _too_late(self) -> RpcTimeout:
+        self.close()
+        return RpcTimeout(
+            f"{self.peer.info.name} sent no item of {self.name}() for {self.node.timeout_s:g} s (rpc_timeout); "
+            "options(timeout=...) bounds a stream as a whole instead"
+        )
+
+    def close(self) -> None:
+        """End the stream at the other side, too. Not for destructors: it takes locks."""
+        if not self.closed:
+            self.closed = True
+            if not self._machine.complete and self._error is None:
+                self._end()
+            self._tell()
+        while self.ready:
+            discard(self.ready.popleft()[1].payload, self.peer)
+
+    def _end(self) -> None:
+        """Tell the writer that nobody wants more."""
+        raise NotImplementedError
+
+
+class StreamCall(Reader, PendingCall):
+    """A call whose callee sends items."""
+
+    def __init__(self, streams: Streams, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+        super().__init__(streams, peer, name_of(what), outgoing=False)
+        self.what: Callable[..., Any] = what
+        self.timeout_s: float = timeout_s
+        now = monotonic()
+        self.started_at: float = now
+        self.deadline: float = now + timeout_s if timeout_s else NEVER
+        self.arrived: bool = False
+        self.call_id: int = 0
+
+    def on_answer(self, frame: Frame) -> None:
+        """The function is done, or its generator. Parts may still be on their way: the answer may pass large ones."""
+        self.arrived = True
+        if frame.kind == FAILURE:
+            self.break_off(refusal(frame, self.peer) if frame.flags & REFUSED else decode_failure(frame, self.peer))
+        elif not self.complete:
+            self.streams.lingering[self.call_id] = self
+
+    def on_failure(self, error: RpcError) -> None:
+        """No answer will come, and no part."""
+        if self.profile is not None:
+            self.profile.ended()
+        self.arrived = True
+        self.break_off(error)
+
+    def wait_until(self) -> float:
+        # A stream with a deadline of its own is ended by the table of calls.
+        return super().wait_until() if self.deadline == NEVER else NEVER
+
+    def _end(self) -> None:
+        self.node.calls.cancel(self)
+
+
+class Incoming(Reader):
+    """An outgoing stream, at its reader."""
+
+    def __init__(self, streams: Streams, peer: Peer, number: int) -> None:
+        super().__init__(streams, peer, "an outgoing stream", outgoing=True)
+        self.number = number
+        self.began: bool = False
+
+    def begin(self) -> None:
+        """Have the writer begin: with the first wait for an item, not before."""
+        if not self.began:
+            self.began = True
+            told = self._machine.take(0, 0)
+            assert told is not None
+            self.peer.control(StreamCredit(self.number, True, *told))
+
+    def wait(self) -> None:
+        self.begin()
+        super().wait()
+
+    async def wait_soon(self) -> None:
+        self.begin()
+        await super().wait_soon()
+
+    def _end(self) -> None:
+        self.peer.control(StreamClosed(self.number))
+        self.streams.forget(self)

@@ -1,0 +1,375 @@
+"""The writing end of a stream: items become letters, as fast as the reader's credit allows.
+
+An item is pickled when it is yielded, so its maker may change it at once. Small items travel together: they are held
+back while the next one comes quickly, HOLD_S at most. A large item, or one with references or on a device, is a letter
+of its own.
+
+Thread rules: one thread, or one coroutine, puts items in. The I/O thread sends what was held back for too long, grants
+credit and closes. It never waits for the lock: whoever has it is about to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterable, Callable, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from farcall.errors import RpcError
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import LARGE_BYTES, LETTER, REQUEST, RESPONSE, Frame
+from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMachine, encode_part
+from farcall.rpc.outcome import LoopGate, Opens
+from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.scope import CURRENT, Dependents
+from farcall.runtime.calls.serving import Request, Server
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import encode_failure, has_devices, withdraw, write_value
+
+if TYPE_CHECKING:
+    from farcall.rpc.streams import Streams
+
+__all__ = ["STREAMS", "OutgoingPump", "StreamRequest", "Writer"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+STREAMS = 2
+"""The subject of these letters, in the place of the call id."""
+HOLD_S = 0.001
+"""The longest that an item waits for another one to travel with."""
+QUICK_S = 0.0002
+"""The next item is waited for if the last one came within this."""
+MOST_ITEMS = 256
+MOST_BYTES = LARGE_BYTES // 2
+"""What travels together at most."""
+_PLAIN = frozenset((int, float, bool, type(None)))
+_TEXTS = frozenset((str, bytes))
+_SMALL = 1024
+
+
+class Closed(Exception):
+    """The reader is gone: nobody wants another item."""
+
+
+class Writer:
+    """The writing end of one stream.
+
+    Mutable: what was put in and not sent yet (``_plain``, ``_segments``), under the lock; the machine, whose credit
+    only grows; ``closed``, once; ``_gate``, where the maker of items waits for credit.
+    """
+
+    def __init__(self, streams: Streams, peer: Peer, number: int, *, outgoing: bool) -> None:
+        self._streams = streams
+        self.peer: Peer = peer
+        self._number = number
+        self._outgoing = outgoing
+        # The reader of an outgoing stream says when it begins; that of a call has begun by calling.
+        self._machine = WriterMachine() if outgoing else WriterMachine(WINDOW_ITEMS, WINDOW_BYTES)
+        self._lock = threading.Lock()
+        self._plain: list[Any] = []
+        self._segments: list[tuple[int, Frame]] = []
+        self._waiting_bytes = 0
+        self._flushed = 0
+        self._last_at = 0.0
+        self._gate: Opens | None = None
+        self.closed: bool = False
+
+    # --- from the reader, on any thread; never blocks -------------------------------------------------------
+
+    def on_credit(self, items: int, size_bytes: int) -> None:
+        """So much may have been sent by now."""
+        self._machine.on_credit(items, size_bytes)
+        self._open_gate()
+
+    def close(self) -> None:
+        """Nobody wants more."""
+        self.closed = True
+        self._open_gate()
+
+    def _open_gate(self) -> None:
+        gate = self._gate
+        if gate is not None:
+            gate.open()
+
+    # --- by the maker of the items --------------------------------------------------------------------------
+
+    def put(self, item: Any) -> None:
+        """Send ``item``, soon; waits while the reader grants no more. Raises `Closed` when it never will."""
+        segment = self._segment(item)
+        while self._must_wait():
+            gate = Gate()
+            if self._waits_at(gate):
+                with self._streams.node.calls.waiting():
+                    gate.wait()
+            self._gate = None
+        self._add(item, segment)
+
+    async def put_soon(self, item: Any) -> None:
+        """The same for a coroutine."""
+        segment = self._segment(item)
+        while self._must_wait():
+            gate = LoopGate(asyncio.get_running_loop())
+            if self._waits_at(gate):
+                await gate.passed
+            self._gate = None
+        self._add(item, segment)
+
+    def _must_wait(self) -> bool:
+        if self.closed:
+            raise Closed
+        if self._machine.has_room:
+            return False
+        with self._lock:
+            self._flush()  # nothing is held back from a reader that may be waiting for it
+        return True
+
+    def _waits_at(self, gate: Opens) -> bool:
+        self._gate = gate  # first: whoever grants or closes looks at it afterwards
+        return not self._machine.has_room and not self.closed
+
+    def _segment(self, item: Any) -> Frame | None:
+        """``item``, pickled; None: it is of a kind that nobody can change, and is pickled with others."""
+        kind = item.__class__
+        if kind in _PLAIN or (kind in _TEXTS and len(item) < _SMALL):
+            return None
+        frame = Frame(REQUEST if self._outgoing else RESPONSE)  # which tells how devices are mapped
+        write_value(frame, [item], self.peer)
+        frame.kind, frame.call_id = LETTER, STREAMS
+        if frame.buffers and (not _goes_alone(frame) or getattr(self.peer, "lending", None) is None):
+            # Its maker may change the memory as soon as we return; into shared memory it is copied anyway.
+            frame.buffers = [memoryview(bytearray(buffer)) for buffer in frame.buffers]
+        return frame
+
+    def _add(self, item: Any, segment: Frame | None) -> None:
+        now = perf_counter()
+        quick = now - self._last_at < QUICK_S
+        self._last_at = now
+        with self._lock:
+            if segment is None:
+                self._machine.send(1, 0)  # its bytes are counted when they are known
+                self._plain.append(item)
+            elif _goes_alone(segment):
+                self._machine.send(1, _size_of(segment))
+                self._flush()
+                self._send([(1, segment)])
+                return
+            else:
+                self._pack()
+                size_bytes = _size_of(segment)
+                self._machine.send(1, size_bytes)
+                self._waiting_bytes += size_bytes
+                self._segments.append((1, segment))
+            count = len(self._plain) + len(self._segments)
+            if not quick or count >= MOST_ITEMS or self._waiting_bytes >= MOST_BYTES:
+                self._flush()
+                return
+        if count == 1:
+            self._streams.flush_later(self)
+
+    def finish(self, failure: Frame | None) -> None:
+        """No item follows; because of ``failure``, if there is one."""
+        part = Part(self._number, self._outgoing, self._machine.sent_items, [], True)
+        frame = Frame(LETTER, 0, STREAMS, encode_part(part))
+        if failure is not None:
+            frame.payload, frame.buffers = failure.payload, failure.buffers
+        with self._lock:
+            self._flush()
+            self.peer.send(frame)
+
+    # --- letters --------------------------------------------------------------------------------------------
+
+    def flush_nowait(self) -> None:
+        """On the I/O thread: send what is held back, unless the maker of the items is at it."""
+        if self._lock.acquire(False):
+            try:
+                self._flush()
+            except RpcError:
+                self.close()  # the reader's node is gone
+            finally:
+                self._lock.release()
+
+    def _pack(self) -> None:
+        """Under the lock: make one segment of the plain items."""
+        if self._plain:
+            frame = Frame(LETTER)
+            write_value(frame, self._plain, self.peer)
+            size_bytes = _size_of(frame)
+            self._machine.send(0, size_bytes)
+            self._waiting_bytes += size_bytes
+            self._segments.append((len(self._plain), frame))
+            self._plain = []
+
+    def _flush(self) -> None:
+        """Under the lock: send all that waits."""
+        self._pack()
+        if self._segments:
+            segments, self._segments = self._segments, []
+            self._waiting_bytes = 0
+            self._send(segments)
+
+    def _send(self, segments: list[tuple[int, Frame]]) -> None:
+        counts = [(items, len(segment.payload), len(segment.buffers)) for items, segment in segments]
+        part = Part(self._number, self._outgoing, self._flushed, counts)
+        self._flushed += part.items
+        frame = segments[0][1]
+        if len(segments) > 1:
+            payload = b"".join([segment.payload for _, segment in segments])
+            buffers = [buffer for _, segment in segments for buffer in segment.buffers]
+            frame = Frame(LETTER, payload=payload, buffers=buffers)
+        frame.call_id, frame.function = STREAMS, encode_part(part)
+        if frame.forks:
+            write_notes(frame)
+        try:
+            self.peer.send(frame)
+        except BaseException:
+            withdraw(frame)
+            raise
+
+
+def _goes_alone(frame: Frame) -> bool:
+    return bool(frame.undo) or _size_of(frame) >= MOST_BYTES or has_devices(frame.payload)
+
+
+def _size_of(frame: Frame) -> int:
+    size_bytes = len(frame.payload)
+    for buffer in frame.buffers:
+        size_bytes += buffer.nbytes
+    return size_bytes
+
+
+class StreamRequest(Request):
+    """A request whose function returns an iterator, of whichever kind; its items are the answer, before the answer."""
+
+    __slots__ = ("writer",)
+
+    def __init__(self, streams: Streams, server: Server, peer: Peer, frame: Frame) -> None:
+        super().__init__(server, peer, frame)
+        self.writer: Writer = Writer(streams, peer, frame.call_id, outgoing=False)
+
+    def answer(self, outcome: list[Any], more: bool = False) -> None:
+        """The function has returned: go through what it returned, on a thread or loop of its own."""
+        source = outcome.pop()
+        Dependents.watch(self, self.writer.close)
+        if isinstance(source, Iterable):
+            self.server.submit(_Pump(self, source))
+        elif isinstance(source, AsyncIterable):
+            self.deferred = True
+            cancel = self.server.coroutines.run(_go_through(self.writer, source), self._on_written)
+            Dependents.watch(self, cancel)
+        else:
+            self._fail(
+                TypeError(
+                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: a stream "
+                    "is of a generator, an async generator, or a function that returns something to iterate over"
+                )
+            )
+
+    def _on_written(self, task: Any) -> None:
+        self.end(None if task.cancelled() else task.exception())
+
+    def end(self, error: BaseException | None) -> None:
+        """All items were put in, or ``error`` came instead."""
+        try:
+            if isinstance(error, Closed) or self.cancelled:
+                self.server.answered(self)
+                return
+            # The error goes behind the last item, not into the answer, which might pass large items on their way.
+            self.writer.finish(None if error is None else self.failure(error))
+        except RpcError:
+            self.server.answered(self)  # the reader's node is gone
+        else:
+            super().answer([None])
+
+
+async def _go_through(writer: Writer, source: AsyncIterable[Any]) -> None:
+    try:
+        async for item in source:
+            await writer.put_soon(item)
+    finally:
+        close = getattr(source, "aclose", None)
+        if close is not None:
+            await close()
+
+
+class _Pump:
+    """Goes through the iterator of a `StreamRequest`; a task of the executor."""
+
+    __slots__ = ("_request", "_source")
+
+    expected_s = UNKNOWN_S
+
+    def __init__(self, request: StreamRequest, source: Iterable[Any]) -> None:
+        self._request = request
+        self._source = source
+
+    def run(self, more: bool) -> None:
+        request = self._request
+        request.thread_id = threading.get_ident()
+        outer = CURRENT.set(request)
+        try:
+            error = _pump(request.writer, self._source)
+        finally:
+            CURRENT.reset(outer)
+        request.end(error)
+
+    def drop(self) -> None:
+        self._request.drop()
+
+
+class OutgoingPump:
+    """Goes through an iterable of the caller's; a task of the executor."""
+
+    __slots__ = ("_here", "_on_end", "_run", "_source", "_writer")
+
+    expected_s = UNKNOWN_S
+
+    def __init__(
+        self,
+        here: WorkerInfo,
+        writer: Writer,
+        source: Iterable[Any],
+        *,
+        run: Callable[..., BaseException | None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """``run(function, ...)`` calls the function in the context of whoever made the stream."""
+        self._here = here
+        self._writer = writer
+        self._source = source
+        self._run = run
+        self._on_end = on_end
+
+    def run(self, more: bool) -> None:
+        try:
+            error = self._run(_pump, self._writer, self._source)
+            if not isinstance(error, Closed):
+                self._writer.finish(None if error is None else encode_failure(error, self._here))
+        except RpcError:
+            pass  # the reader's node is gone
+        finally:
+            self._on_end()
+
+    def drop(self) -> None:
+        self._on_end()
+
+
+def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
+    """Put all items of ``source`` in; what ended that, if something did."""
+    error: BaseException | None = None
+    try:
+        for item in source:
+            writer.put(item)
+    except BaseException as raised:
+        error = raised
+    close = getattr(source, "close", None)
+    if error is not None and close is not None and hasattr(source, "gi_frame"):
+        try:
+            close()  # a generator's ``finally`` runs here and now
+        except BaseException as raised:
+            error = raised if not isinstance(error, Closed) else error
+            logger.warning("a generator of a stream could not be closed: %s: %s", type(raised).__name__, raised)
+    return error

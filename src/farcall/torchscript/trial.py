@@ -1,0 +1,61 @@
+"""A program that builds the extension and tries it out: ``python -m farcall.torchscript.trial DIRECTORY``.
+
+Builds and loads the library, compiles scripts that call and refer, runs them, and has one fail. It ends with 0 if all
+of that is right. Whatever else becomes of it (a signal, more often than not) becomes of nobody else (`extension.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed.rpc as rpc
+
+from farcall import api
+from farcall.errors import RpcError
+from farcall.options import RpcBackendOptions
+from farcall.torchscript import bridging, extension
+
+
+def _add(x: torch.Tensor, y: int) -> torch.Tensor:
+    if y < 0:
+        raise ValueError("too small")
+    return x + y
+
+
+def _ask(to: str, y: int) -> torch.Tensor:
+    given = rpc.remote(to, _add, (torch.ones(2), y))
+    return rpc.rpc_sync(to, _add, (given.to_here(), y))  # type: ignore[no-any-return]
+
+
+def main(library: Path) -> None:
+    """Raise, or die, unless ``library`` works."""
+    extension.use(library)
+    bridging.enable()
+    globals()["_add"] = torch.jit.script(_add)
+    ask = torch.jit.script(_ask)
+    with tempfile.TemporaryDirectory() as directory:
+        options = RpcBackendOptions(init_method=f"file://{directory}/meeting")
+        api.init_rpc("trial", rank=0, world_size=1, rpc_backend_options=options)
+        found = ask("trial", 3)
+        if found.tolist() != [7.0, 7.0]:
+            raise RuntimeError(f"a script's call returned {found}")
+        try:
+            ask("trial", -1)
+        except Exception as error:
+            if "too small" not in str(error):
+                raise
+        else:
+            raise RuntimeError("a script's call that must fail did not")
+        api.shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        built = extension.compile_here(Path(sys.argv[1]))
+    except RpcError as error:
+        print(error, file=sys.stderr)
+        sys.exit(extension.NOT_BUILT)
+    main(built)

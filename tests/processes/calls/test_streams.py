@@ -1,0 +1,292 @@
+"""Streams between nodes of one process: order, ends, credit, both directions, both kinds of iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.kit.team import team
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
+from torch.distributed import TCPStore
+
+import farcall
+import farcall.autograd
+from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
+from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
+from farcall.rpc.streams import Streams
+from farcall.runtime.node import runtime_of
+
+SEEN: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libuv_is_up() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    TCPStore("127.0.0.1", 0, 1, True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[farcall.Node]]:
+    SEEN.clear()
+    with team([None] * 2, rpc_timeout=LONG_S) as started:
+        yield started
+        for node in started:
+            streams = runtime_of(node).part(Streams) if node._runtime.running else None
+            if streams is not None:
+                wait_until(lambda streams=streams: not streams._writers and not streams._incoming)  # type: ignore[misc]
+    started.clear()
+
+
+@pytest.fixture
+def ps(nodes: list[farcall.Node]) -> farcall.Worker:
+    return nodes[0]["w1"]
+
+
+def count(up_to: int) -> Iterator[int]:
+    try:
+        for index in range(up_to):
+            SEEN["made"] = index
+            yield index
+    finally:
+        SEEN["ended"] = True
+
+
+async def count_async(up_to: int) -> AsyncIterator[int]:
+    try:
+        for index in range(up_to):
+            SEEN["made"] = index
+            if index % 100 == 0:
+                await asyncio.sleep(0)
+            yield index
+    finally:
+        SEEN["ended"] = True
+
+
+def failing_after(items: int) -> Iterator[int]:
+    yield from range(items)
+    raise ValueError("as you wish")
+
+
+def various(size: int) -> Iterator[Any]:
+    buffer = torch.zeros(size)
+    for index in range(20):
+        yield index
+        yield {"text": "x" * index, "list": [index]}
+        buffer.fill_(index)  # what was yielded must not change with it
+        yield buffer
+        yield "y" * (index * 1000)
+
+
+def forever() -> Iterator[int]:
+    try:
+        index = 0
+        while True:
+            yield index
+            index += 1
+    finally:
+        SEEN["ended"] = True
+
+
+class Model:
+    def tokens(self, word: str) -> Iterator[str]:
+        yield from word
+
+    async def tokens_async(self, word: str) -> AsyncIterator[str]:
+        for letter in word:
+            yield letter
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+@pytest.mark.parametrize("items", [0, 1, 5, 5000])
+def test_items_come_in_order_each_once(ps: farcall.Worker, function: Any, items: int) -> None:
+    assert list(ps.stream(function, items)) == list(range(items))
+
+    async def program() -> list[int]:
+        return [item async for item in ps.stream(function, items)]
+
+    assert asyncio.run(program()) == list(range(items))
+
+
+@pytest.mark.parametrize("size", [4, 5000, 200_000])
+def test_items_are_values_of_the_moment_they_were_yielded(ps: farcall.Worker, size: int) -> None:
+    items = list(ps.stream(various, size))
+    assert len(items) == 80
+    for index in range(20):
+        assert items[4 * index] == index
+        assert items[4 * index + 1] == {"text": "x" * index, "list": [index]}
+        assert torch.equal(items[4 * index + 2], torch.full((size,), float(index)))
+        assert items[4 * index + 3] == "y" * (index * 1000)
+
+
+def test_oneself_is_a_worker_like_others(nodes: list[farcall.Node]) -> None:
+    assert list(nodes[0]["w0"].stream(count, 3000)) == list(range(3000))
+    assert nodes[0]["w0"].call(total, farcall.outgoing(range(3000))) == sum(range(3000))
+
+
+def test_methods_are_streams_too(ps: farcall.Worker) -> None:
+    model = ps.create(Model)
+    assert "".join(model.stream.tokens("hello")) == "hello"
+    assert "".join(model.stream(Model.tokens_async, "hello")) == "hello"
+    assert list(ps.stream(sorted, [3, 1, 2])) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("items", [0, 5, 3000])
+def test_an_error_comes_after_the_items_before_it(ps: farcall.Worker, items: int) -> None:
+    stream = ps.stream(failing_after, items)
+    assert [next(stream) for _ in range(items)] == list(range(items))
+    with pytest.raises(ValueError, match="as you wish"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_what_is_no_stream_says_so(ps: farcall.Worker) -> None:
+    with pytest.raises(TypeError, match="was called as a stream, and returned a int"):
+        list(ps.stream(abs, -1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="without retry"):
+        ps.options(retry=farcall.Retry(2)).stream(count, 1)
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+def test_a_slow_reader_holds_the_writer_back(ps: farcall.Worker, function: Any) -> None:
+    stream = ps.stream(function, 100_000)
+    assert next(stream) == 0
+    wait_until(lambda: SEEN["made"] >= WINDOW_ITEMS - 1)
+    assert ps.call(abs, -1) == 1  # others use the link meanwhile
+    assert SEEN["made"] <= WINDOW_ITEMS
+    assert [next(stream) for _ in range(10_000)] == list(range(1, 10_001))
+    assert SEEN["made"] <= 10_000 + WINDOW_ITEMS + 1
+    stream.close()
+    wait_until(lambda: SEEN.get("ended"))
+
+
+def test_bytes_hold_the_writer_back(ps: farcall.Worker) -> None:
+    stream = ps.stream(megabytes, 1000)
+    next(stream)
+    wait_until(lambda: SEEN["made"] >= WINDOW_BYTES // 2**20 - 1)
+    assert SEEN["made"] <= WINDOW_BYTES // 2**20 + 1
+    stream.close()
+    wait_until(lambda: SEEN.get("ended"))
+
+
+def megabytes(items: int) -> Iterator[torch.Tensor]:
+    try:
+        for index in range(items):
+            SEEN["made"] = index
+            yield torch.full((2**18,), float(index))
+    finally:
+        SEEN["ended"] = True
+
+
+def test_every_way_out_ends_the_generator(ps: farcall.Worker) -> None:
+    def is_ended() -> bool:
+        return bool(SEEN.pop("ended", False))
+
+    for item in ps.stream(forever):
+        if item == 5:
+            break
+    del item
+    gc.collect()
+    wait_until(is_ended, "the end of a dropped stream")
+    with ps.stream(forever) as stream:
+        next(stream)
+    wait_until(is_ended, "the end of a closed stream")
+    with pytest.raises(RpcTimeout):
+        list(ps.options(timeout=0.2).stream(forever))
+    wait_until(is_ended, "the end at a timeout")
+
+    async def program() -> None:
+        async with asyncio.timeout(0.2):
+            async for _ in ps.stream(count_slowly):
+                pass
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(program())
+    wait_until(is_ended, "the end of a cancelled task's stream")
+
+
+async def count_slowly() -> AsyncIterator[int]:
+    try:
+        yield 0
+        await asyncio.sleep(LONG_S)
+    finally:
+        SEEN["ended"] = True
+
+
+def test_a_generator_that_is_silent_is_waited_for_within_the_default_timeout(nodes: list[farcall.Node]) -> None:
+    runtime_of(nodes[0]).timeout_s = 0.2
+    stream = nodes[0]["w1"].stream(count_slowly)
+    assert next(stream) == 0
+    with pytest.raises(RpcTimeout, match=r"w1 sent no item of count_slowly\(\) for 0.2 s"):
+        next(stream)
+    wait_until(lambda: SEEN.get("ended"))
+
+
+def test_the_death_of_either_side_ends_it() -> None:
+    SEEN.clear()
+    with team([None] * 2, rpc_timeout=LONG_S) as (reader, writer):
+        stream = reader["w1"].stream(forever)
+        next(stream)
+        writer.shutdown(graceful=False)
+        with pytest.raises(PeerDead):
+            list(stream)
+        wait_until(lambda: SEEN.pop("ended", False))
+        reader.shutdown(graceful=False)
+    with team([None] * 2, rpc_timeout=LONG_S) as (reader, writer):
+        stream = reader["w1"].stream(forever)
+        next(stream)
+        reader.shutdown(graceful=False)
+        wait_until(lambda: SEEN.pop("ended", False))
+        writer.shutdown(graceful=False)
+
+
+# ---------------------------------------------------------------------- outgoing
+
+
+def total(numbers: Iterable[int]) -> int:
+    return sum(numbers)
+
+
+async def total_async(numbers: farcall.Stream[int]) -> int:
+    return sum([number async for number in numbers])
+
+
+def first(numbers: Iterable[int]) -> int:
+    return next(iter(numbers))
+
+
+def doubled(numbers: Iterable[int]) -> Iterator[int]:
+    for number in numbers:
+        yield 2 * number
+
+
+def test_the_callee_reads_what_the_caller_makes(ps: farcall.Worker) -> None:
+    assert ps.call(total, farcall.outgoing(count(5000))) == sum(range(5000))
+    assert ps.call(total_async, farcall.outgoing(count(5000))) == sum(range(5000))
+    assert SEEN.pop("ended")
+    assert ps.call(first, farcall.outgoing(forever())) == 0
+    wait_until(lambda: SEEN.pop("ended", False))
+    with pytest.raises(ValueError, match="as you wish"):
+        ps.call(total, farcall.outgoing(failing_after(3)))
+    assert list(ps.stream(doubled, farcall.outgoing(count(3000)))) == list(range(0, 6000, 2))
+    sent = farcall.outgoing([1, 2])
+    assert ps.call(total, sent) == 3
+    with pytest.raises(SerializationError, match="can be sent once"):
+        ps.call(total, sent)
+    with pytest.raises(TypeError, match="something to iterate over"):
+        farcall.outgoing(3)  # type: ignore[arg-type]
+
+
+def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall.Worker) -> None:
+    assert ps.call(first, farcall.outgoing(count(100_000))) == 0
+    assert SEEN["made"] <= WINDOW_ITEMS + 1
+
+
+def test_a_context_of_gradients_is_refused(nodes: list[farcall.Node]) -> None:
+    with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
+        nodes[0]["w1"].stream(count, 1)
