@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from time import perf_counter, process_time, thread_time
 
-from farcall.runtime.calls.executor import BRIEF_S, UNKNOWN_S
+from farcall.runtime.calls.executor import BRIEF_S
 
 __all__ = ["QUICK_S", "Contest", "InlineFunctions"]
 
@@ -66,19 +66,16 @@ class InlineFunctions:
         """The functions that may run on the I/O thread."""
         self.brief: set[bytes] = set()
         """Those that may where they keep nobody waiting."""
-        self._expected_s: dict[bytes, float] = {}
+        self.expected_s: dict[bytes, float] = {}
+        """How long each function is expected to take, wherever it runs."""
         self._banned: dict[bytes, int] = {}  # how often each must be brief elsewhere first
         self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
-
-    def expected_s(self, function: bytes) -> float:
-        """How long ``function`` is expected to take, wherever it runs."""
-        return self._expected_s.get(function, UNKNOWN_S)
 
     def ran(self, function: bytes, took_s: float) -> float:
         """Note that ``function`` took so long; how long is it expected to take the next time?"""
         counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
-        expected_s = self._expected_s[function] = (self._expected_s.get(function, counted_s) + counted_s) / 2
-        if len(self._expected_s) > MOST_FUNCTIONS:
+        expected_s = self.expected_s[function] = (self.expected_s.get(function, counted_s) + counted_s) / 2
+        if len(self.expected_s) > MOST_FUNCTIONS:
             self._forget_all()
         if expected_s < QUICK_S and function in self.quick:
             return expected_s  # as nearly always
@@ -94,7 +91,7 @@ class InlineFunctions:
 
     def _forget_all(self) -> None:
         """Begin anew: callers choose the names, and may choose new ones without end."""
-        for table in (self.quick, self.brief, self._expected_s, self._banned, self._bans):
+        for table in (self.quick, self.brief, self.expected_s, self._banned, self._bans):
             table.clear()
 
     def _is_pardoned(self, function: bytes) -> bool:

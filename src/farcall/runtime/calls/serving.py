@@ -29,7 +29,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
-from farcall.runtime.calls.executor import Executor, Task
+from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
@@ -243,7 +243,7 @@ class Request:
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
-        self.expected_s: float = server.inline.expected_s(frame.function)
+        self.expected_s: float = server.inline.expected_s.get(frame.function, UNKNOWN_S)
         """How long its function is expected to take; once it has run, the next time."""
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later

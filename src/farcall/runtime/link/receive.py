@@ -399,7 +399,9 @@ class Incoming:
         """
         # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
         loop = self._loop
-        if reading.link is not self or not loop.on_thread() or not (quick or (not self._frames and loop.has_time)):
+        if reading.link is not self or reading.loop is not loop:
+            return None
+        if not quick and (self._frames or not loop.has_time):
             return None
         self.watch_reader()
         watch = reading.watch
