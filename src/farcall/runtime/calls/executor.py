@@ -143,6 +143,11 @@ class Executor:
             return len(self._workers) - len(self._idle) - self._hunters
 
     @property
+    def at_peace(self) -> bool:
+        """Were brief tasks in each other's way lately, so that one thread runs them best?"""
+        return monotonic() < self._try_more_at
+
+    @property
     def size(self) -> int:
         """How many threads are kept for functions that do not wait for calls."""
         return self._size
@@ -270,15 +275,20 @@ class Executor:
         room = int(self._processors * active / max(processors, PARALLEL_SHARE))
         if active > 1 and (processors < PARALLEL_SHARE * active or room < active):
             self._most_hunters = max(1, min(int(processors / PARALLEL_SHARE), room))
-            self._try_more_at = now + self._peace_s
-            self._peace_s = min(2 * self._peace_s, LONGEST_PEACE_S)
-            return False
-        if active > 1:
-            self._peace_s = FIRST_PEACE_S
-        if room <= active or now < self._try_more_at:
-            return False
-        self._most_hunters = active + 1
-        return True
+            self._make_peace(now)
+        elif room <= active:
+            if active == 1:
+                self._make_peace(now)
+        elif now >= self._try_more_at:
+            self._most_hunters = active + 1
+            if active > 1:
+                self._peace_s = FIRST_PEACE_S
+            return True
+        return False
+
+    def _make_peace(self, now: float) -> None:
+        self._try_more_at = now + self._peace_s
+        self._peace_s = min(2 * self._peace_s, LONGEST_PEACE_S)
 
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker
