@@ -35,6 +35,8 @@ from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
 from farcall.runtime.node.lifecycle import Lifecycle
+from farcall.serialize import restrict
+from farcall.serialize.allowance import read_table
 
 __all__ = ["Node", "leave"]
 
@@ -95,6 +97,8 @@ class Node:
         options = self._options
         try:
             log_as_told(options.observing.log)
+            if options.allowed is not None:
+                restrict(read_table(options.allowed))
             make_calls: Callable[..., CallTable] = CallTable
             if options.observing.opentelemetry:
                 make_calls = partial(TracedCalls, telemetry=Telemetry(self._lifecycle.name))

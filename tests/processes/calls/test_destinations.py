@@ -281,12 +281,17 @@ def check_awaiting() -> None:
         done = farcall.rpc_async("w1", add, (1, 2))
         done.wait()
         assert await done == 3
-        # The event loop goes on meanwhile, and a cancelled wait leaves the call alone.
+        # The event loop goes on meanwhile. A cancelled wait cancels the call, unless it is shielded.
         waiting = farcall.rpc_async("w1", Gate.wait, ("awaited",))
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(waiting, 0.01)
+            await asyncio.wait_for(asyncio.shield(waiting), 0.01)
         await farcall.rpc_async("w1", Gate.open, ("awaited",))
         assert await waiting == "awaited"
+        waiting = farcall.rpc_async("w1", Gate.wait, ("given up",))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiting, 0.01)
+        assert waiting.cancelled()
+        await farcall.rpc_async("w1", Gate.open, ("given up",))
         with pytest.raises(RpcTimeout):
             await farcall.rpc_async("w1", Gate.wait, ("never awaited",), timeout=0.05)
         await farcall.rpc_async("w1", Gate.open, ("never awaited",))

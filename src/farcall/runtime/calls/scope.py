@@ -46,6 +46,9 @@ __all__ = [
 ]
 
 NOTHING: Mapping[str, str] = {}
+GRACE_S = 0.5
+"""An inherited deadline is enforced so much later here. Its end arrives as a cancellation, before that; and until then
+the outermost caller, whose timeout it is, can ask what everybody was doing. This is the net for a lost connection."""
 
 
 class Served(Protocol):
@@ -122,11 +125,12 @@ def inherit(call: Nested, scope: Scope | None, default_s: float) -> Inherited | 
             if served is not None and not Dependents.add(served, call):
                 raise Cancelled(f"the call that {served.function_name}() serves was cancelled", Delivery.NOT_SENT)
             if scope.deadline < call.deadline:
-                chosen = True
-                call.deadline = scope.deadline
-                call.timeout_s = scope.deadline - monotonic()
-                if call.timeout_s <= 0:
+                left_s = scope.deadline - monotonic()
+                if left_s <= 0:
                     raise RpcTimeout("the time of the call that this function serves is over", Delivery.NOT_SENT)
+                call.deadline = scope.deadline + GRACE_S
+                call.timeout_s = left_s + GRACE_S
+                return Inherited(left_s, metadata)
     if not chosen and not metadata:
         return None
     return Inherited(max(1e-3, call.deadline - monotonic()) if chosen and call.deadline != NEVER else 0.0, metadata)

@@ -19,12 +19,13 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from sys import audit
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from farcall.errors import RpcError, SerializationError
+from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
@@ -54,6 +55,7 @@ from farcall.serialize import (
     withdraw,
     write_value,
 )
+from farcall.serialize.allowance import INSTALLED
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -310,9 +312,12 @@ class Request:
                 args, kwargs = read_value(frame, self.peer) if frame.payload else ((), None)
             else:
                 func, args, kwargs = read_value(frame, self.peer)
+                if INSTALLED.allowance is not None:
+                    raise NotAllowed(f"{func!r} was sent by value, and this worker serves named functions only")
             if server.stream_pool is not None and has_devices(frame.payload):
                 started = perf_counter()  # the copies that a device makes say nothing about the function
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
+            audit("farcall.call", self.peer.info.name, func)
             # The request keeps no memory: an argument that the function drops is freed at once.
             frame.payload = b""
             frame.buffers = frame.forks = ()

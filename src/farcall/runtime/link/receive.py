@@ -324,17 +324,14 @@ class Incoming:
                 return False
             watch = reading.watch
             if watch is not None:
-                if not watch:
+                # Before the next frame is looked at: from here on nobody else may take this thread for late.
+                reading.watch = None
+                if not self._loop.standby.end(watch):
                     return self._retire()
                 if not began:
                     began = watch.since
                 elif watch.since - began > SLICE_S and frames and reading.loop is self._loop:
                     return False  # other links and timers have waited long enough; the rest comes behind them
-        watch = reading.watch
-        if watch is not None:
-            reading.watch = None
-            if not self._loop.standby.end(watch):
-                return self._retire()
         return True
 
     def _retire(self) -> bool:
