@@ -28,6 +28,8 @@ _BUSIEST = 5
 
 Cell = Callable[[Row], str | Text]
 _WIDE: dict[str, Cell] = {
+    "cpu": lambda row: f"{100 * row.cpus:.0f} %",
+    "memory": lambda row: _size(row.now.memory_bytes),
     "calls/s": lambda row: _rate(row.called_per_s),
     "served/s": lambda row: _rate(row.served_per_s),
     "p50": lambda row: _duration(row.latency.percentile(50)),
@@ -46,7 +48,7 @@ _NARROW: dict[str, Cell] = {
     **{title: _WIDE[title] for title in ("queue", "refs")},
 }
 """The columns of a terminal with fewer than ENOUGH_COLUMNS."""
-ENOUGH_COLUMNS = 112
+ENOUGH_COLUMNS = 124
 
 
 def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:

@@ -320,13 +320,11 @@ class Incoming:
                 self._loop.standby.forget()
                 return False
             watch = reading.watch
-            if watch is not None and not watch:
-                return self._retire()
-        watch = reading.watch
-        if watch is not None:
-            reading.watch = None
-            if not self._loop.standby.end(watch):
-                return self._retire()
+            if watch is not None:
+                # Before the next frame is looked at: from here on nobody else may take this thread for late.
+                reading.watch = None
+                if not self._loop.standby.end(watch):
+                    return self._retire()
         return True
 
     def _retire(self) -> bool:
