@@ -62,6 +62,26 @@ def demo(
     raise typer.Exit(run(_console(), steps // 2 * 2, output))
 
 
+@app.command()
+def certificates(
+    directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
+    hosts: Annotated[list[str], typer.Argument(help="Names or addresses under which the hosts are dialled.")],
+    name: Annotated[
+        list[str] | None, typer.Option(help="A name of a worker that the certificates allow (bind_names); repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
+) -> None:
+    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall[tls]."""
+    from farcall.cli.certificates import make_certificates
+
+    console = _console()
+    for host, certificate, key in make_certificates(directory, hosts, name or (), days):
+        console.print(
+            f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
+        )
+    console.print(f"Give each host its own files and ca.pem; keep {directory / 'ca.key'} where you are.")
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )

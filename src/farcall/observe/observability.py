@@ -53,7 +53,9 @@ class Observability:
         key = observer_key(membership.secret)
 
         def connect() -> Observer:
-            return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
+            return Observer.connect_any(
+                runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
+            )
 
         dashboard = Dashboard(connect, port)
         dashboard.start()
