@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from farcall.options import MemoryOptions as MemoryOptions
     from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
+    from farcall.options import TlsOptions as TlsOptions
     from farcall.rpc import functions as functions
     from farcall.rpc.combine import as_completed as as_completed
     from farcall.rpc.combine import gather as gather
@@ -69,6 +70,7 @@ _HOMES = {
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "Stream": "farcall.rpc.streams",
+    "TlsOptions": "farcall.options",
     "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
@@ -120,6 +122,7 @@ __all__ = [
     "Retry",
     "RpcBackendOptions",
     "Stream",
+    "TlsOptions",
     "Worker",
     "WorkerInfo",
     "all_gather",

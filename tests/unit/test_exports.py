@@ -25,6 +25,7 @@ PUBLIC = [
     "Retry",
     "RpcBackendOptions",
     "Stream",
+    "TlsOptions",
     "Worker",
     "WorkerInfo",
     "all_gather",

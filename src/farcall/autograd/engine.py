@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, Reached
-from farcall.autograd.leaves import Leaves, add_gradients, feed
+from farcall.autograd.leaves import Leaves, add_gradients, feed, is_watched
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_engine
 from farcall.autograd.phases import Answers, Heard, Phases
 
@@ -119,6 +119,7 @@ class LocalGraph:
             if not stack:
                 break
             frontier = stack.pop().next_functions
+        is_relayed = not seen
         waiting: set[Node] = set()
         if unheard:
             for node, _ in sinks:
@@ -141,7 +142,11 @@ class LocalGraph:
         if is_due and sinks:
             roots, self._buffers = self._buffers, {}
             self._heard.clear()
-            for edge, gradient in zip(sinks, run_engine(roots, sinks, self._keep_graph), strict=True):
+            for node, _ in sinks:
+                is_relayed = is_relayed and type(node) is RECEIVE and not is_watched(node)
+            # Tensors that were received and sent on as they were: the engine would do nothing.
+            found = roots.values() if is_relayed else run_engine(roots, sinks, self._keep_graph)
+            for edge, gradient in zip(sinks, found, strict=True):
                 node = edge[0]
                 if type(node) is not RECEIVE:
                     if gradient is not None:

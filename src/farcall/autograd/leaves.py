@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from farcall.autograd.functions import ACCUMULATE, Edge, Node, Reached, hooks_of
 from farcall.autograd.nodes import Gradients, Roots, replaced
 
-__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "make_own_handle"]
+__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "is_watched", "make_own_handle"]
 
 Leaves = dict[Node, torch.Tensor]
 """The gradients of leaves, by accumulator."""
@@ -74,6 +74,17 @@ def make_own_handle(register: Callable[[], object]) -> None:
     is_first = RemovableHandle.next_id == 0
     register()
     _own_handles = 1 if is_first else -1
+
+
+def is_watched(receive: Node) -> bool:
+    """Whether a hook may be there to see the gradients of a receive, or a tensor keeps its own."""
+    if RemovableHandle.next_id != _own_handles:
+        return True
+    for weak_tensor in receive.tensors:
+        tensor = weak_tensor()
+        if tensor is not None and tensor.retains_grad:
+            return True
+    return False
 
 
 def call_end_hooks(node: Node, gradients: Reached) -> Reached:

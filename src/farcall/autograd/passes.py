@@ -46,7 +46,7 @@ from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile, is_profiled
 
 if TYPE_CHECKING:
-    from farcall.autograd.contexts import Context
+    from farcall.autograd.context import Context
 
 __all__ = ["Event", "Gradient", "LocalPass", "Message", "Port"]
 

@@ -137,11 +137,17 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
         return next((thread for thread in self.threads if thread.id == thread_id), None)
 
 
+_OWNERS = "farcall.rpc.owner_methods"
+_OF_OWNERS = {"fetch": "to_here"}
+"""What an owner runs for a method of a reference, where that has another name."""
+
+
 def function_title(function: bytes, otherwise: str = "") -> str:
-    """The name of a function as it travels; of pickled ones, ``otherwise``."""
+    """The name of a function as its caller wrote it; of pickled ones, ``otherwise``."""
     kind, name = function[:1], function[1:]
     if kind == b"p":
-        return name.partition(b"\0")[2].decode(errors="replace")
+        module, _, path = name.decode(errors="replace").partition("\0")
+        return f"rref.{_OF_OWNERS.get(path, path).removeprefix('methods.of_')}" if module == _OWNERS else path
     if kind in (b"o", b"b", b"s"):
         return name.decode(errors="replace")
     return otherwise or "(pickled function)"

@@ -20,7 +20,7 @@ from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target
+from farcall.runtime.link.dialler import Dialler, Target, tls_for
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
@@ -39,6 +39,7 @@ class Mesh:
     def __init__(self, membership: Membership, options: RpcBackendOptions, peers: PeerTable) -> None:
         self._membership = membership
         self._allowed = options.allowed_transports
+        self._tls = tls_for(options, membership.secret)
         self._peers = peers
         self._hello = Hello(membership.me, membership.cluster_id)
         self._diallers: set[Dialler] = set()
@@ -55,6 +56,7 @@ class Mesh:
             why_not=self._why_not,
             on_member=lambda transport, established: self._on_member(transport, established, dialled=False),
             returning=self._peers.connector,
+            tls=self._tls,
         )
         # The nearest first: all would come to rank 0 first, otherwise, and then to rank 1.
         lower = [member for member in reversed(membership.members) if member.rank < membership.rank]
@@ -102,7 +104,7 @@ class Mesh:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         dial = Dial(Goal.START, until=deadline, now=monotonic(), backoff=backoff)
         me = self._hello.wanting(Connect(is_first=True))
-        dialler = Dialler(dial, target, me, membership.secret)
+        dialler = Dialler(dial, target, me, membership.secret, tls=self._tls)
         self._diallers.add(dialler)
         if self._stopped:
             return "the start was given up"

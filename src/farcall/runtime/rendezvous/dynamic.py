@@ -30,7 +30,7 @@ from farcall.protocol.member import Member
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target
+from farcall.runtime.link.dialler import Dialler, Target, tls_for
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
@@ -110,6 +110,7 @@ class Search:
         self._meeting = meeting
         self._me = me
         self._allowed = options.allowed_transports
+        self._tls = tls_for(options, meeting.secret)
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
@@ -191,7 +192,7 @@ class Search:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
         me = Hello(self._me, meeting.cluster_id)
-        ended, found = Dialler(dial, target, me, meeting.secret).run()
+        ended, found = Dialler(dial, target, me, meeting.secret, tls=self._tls).run()
         if ended.step is Step.VANISHED:
             if found.error is not None:
                 self._why[name or target.ways[0]] = ended.why
@@ -240,6 +241,7 @@ class DynamicRendezvous:
             why_not=lambda peer: None,  # to be heard about membership; all else the members decide
             on_member=lambda transport, established: peers.connected(transport, established, False),
             returning=peers.connector,
+            tls=tls_for(self._options, membership.secret),
         )
         newcomer = _Newcomer(membership, listener, loop, peers)
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)

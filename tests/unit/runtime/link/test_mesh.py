@@ -51,7 +51,7 @@ def test_slow_members_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(mesh.DIALS_AT_ONCE)
 
     class SlowDialler:
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **named: Any) -> None:
             pass
 
         def run(self) -> tuple[Ended, Found]:
