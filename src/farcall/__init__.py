@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.rpc import functions as functions
+    from farcall.rpc.batches import batched as batched
     from farcall.rpc.combine import as_completed as as_completed
     from farcall.rpc.combine import gather as gather
     from farcall.rpc.combine import map as map
@@ -78,6 +79,7 @@ _HOMES = {
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
+    "batched": "farcall.rpc.batches",
     "current_call": "farcall.runtime.calls.scope",
     "debug": "farcall",
     "errors": "farcall",
@@ -124,6 +126,7 @@ __all__ = [
     "as_completed",
     "autograd",
     "barrier",
+    "batched",
     "current_call",
     "debug",
     "errors",

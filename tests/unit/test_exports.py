@@ -31,6 +31,7 @@ PUBLIC = [
     "as_completed",
     "autograd",
     "barrier",
+    "batched",
     "current_call",
     "debug",
     "errors",
