@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
     from farcall.api import all_gather as all_gather
+    from farcall.api import allow as allow
     from farcall.api import barrier as barrier
     from farcall.api import get_rpc_timeout as get_rpc_timeout
     from farcall.api import get_worker_info as get_worker_info
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from farcall.options import MemoryOptions as MemoryOptions
     from farcall.options import ObservingOptions as ObservingOptions
     from farcall.options import RpcBackendOptions as RpcBackendOptions
+    from farcall.options import TlsOptions as TlsOptions
     from farcall.rpc import functions as functions
     from farcall.rpc.batches import batched as batched
     from farcall.rpc.combine import as_completed as as_completed
@@ -69,6 +71,7 @@ _HOMES = {
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "Stream": "farcall.rpc.streams",
+    "TlsOptions": "farcall.options",
     "Worker": "farcall.rpc.handles",
     "WorkerInfo": "farcall.ids",
     "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
@@ -76,6 +79,7 @@ _HOMES = {
     "_set_rpc_timeout": "farcall.api",
     "_use_rpc_pickler": "farcall.api",
     "all_gather": "farcall.api",
+    "allow": "farcall.api",
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
@@ -120,9 +124,11 @@ __all__ = [
     "Retry",
     "RpcBackendOptions",
     "Stream",
+    "TlsOptions",
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",

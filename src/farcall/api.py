@@ -34,8 +34,8 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.membership.events import MemberEvent, wait_for_lost_processes
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
-from farcall.runtime.node.current import slot
-from farcall.serialize import use_rpc_pickler
+from farcall.runtime.node.current import STARTED, slot
+from farcall.serialize import Allowance, restrict, use_rpc_pickler
 
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
@@ -81,6 +81,23 @@ def init_rpc(
         runtime = runtime_of(node)
         runtime.part(NodeReferences).traced = not _ignore_rref_leak
         slot.runtime = runtime
+
+
+def allow(functions: Iterable[Any] = (), classes: Iterable[Any] = ()) -> None:
+    """Let others call, create and unpickle only these in this process, before it has a node.
+
+    Everything else is refused by its name with ``NotAllowed``, before it is imported; callables that are sent by value
+    are refused, too. Plain values, containers, tensors and references always travel. Every member of a group must allow
+    something, or none of them: one that takes code cannot join one that does not.
+
+    Args:
+        functions: functions of modules, or their names, ``"module:name"``.
+        classes: classes, or their names: they may be created, their instances sent here, and methods of those that this
+            process owns called through references, but for names that begin with an underscore.
+    """
+    if STARTED:
+        raise RuntimeError("farcall.allow must be called before init_rpc: members have been told otherwise")
+    restrict(Allowance(functions, classes))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:

@@ -10,7 +10,8 @@
     │   └── MissingPeers          not all members arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
-    │   └── FunctionNotFound      the callee has no such function
+    │   ├── FunctionNotFound      the callee has no such function
+    │   └── NotAllowed            the callee serves only what its program names, and this is not among it
     ├── RemoteError             the callee raised something that cannot be rebuilt here
     ├── NetworkError            the call's fate depends on the network (``.delivery``)
     │   ├── Overloaded            too many calls wait at the callee, which did not run this one
@@ -45,6 +46,7 @@ __all__ = [
     "InitError",
     "MissingPeers",
     "NetworkError",
+    "NotAllowed",
     "NotInitialized",
     "Overloaded",
     "PeerDead",
@@ -105,6 +107,10 @@ class SerializationError(RpcError):
 
 class FunctionNotFound(SerializationError, AttributeError):
     """The function named by the caller does not exist on the callee."""
+
+
+class NotAllowed(SerializationError):
+    """The receiver serves, and unpickles, only what its program names (`farcall.allow`); this is not among it."""
 
 
 class RemoteError(RpcError):

@@ -1,9 +1,10 @@
 """The choices of a user about a node: frozen, and checked once, at construction.
 
-``RpcBackendOptions`` has the fields that most programs set, and four groups of the others (`MembershipOptions`,
-`MemoryOptions`, `LimitOptions`, `ObservingOptions`). Each owns its defaults, the environment variables behind them and
-the values it allows. An argument wins over its environment variable, which wins over the default; both are read when
-the object is made, so an options object that exists is complete and valid, and no other module reads ``FARCALL_*``.
+``RpcBackendOptions`` has the fields that most programs set, and groups of the others (`MembershipOptions`,
+`MemoryOptions`, `LimitOptions`, `ObservingOptions`, `TlsOptions`). Each owns its defaults, the environment variables
+behind them and the values it allows. An argument wins over its environment variable, which wins over the default; both
+are read when the object is made, so an options object that exists is complete and valid, and no other module reads
+``FARCALL_*``.
 
 Knows neither torch nor sockets: users of the options find out whether an address can be reached, or shared memory
 works here. Long because the checks of all groups share their forms.
@@ -27,12 +28,16 @@ __all__ = [
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
+    "ENV_ALLOWED",
+    "ENV_CLUSTER_NAME",
     "ENV_DASHBOARD_PORT",
     "ENV_LOG",
     "ENV_METRICS_PORT",
     "ENV_RUNTIME_DIRECTORY",
     "ENV_SECRET",
     "ENV_SECRET_FILE",
+    "ENV_TLS",
+    "ENV_TLS_FILES",
     "ENV_TRANSPORTS",
     "TRANSPORTS",
     "LimitOptions",
@@ -40,6 +45,7 @@ __all__ = [
     "MemoryOptions",
     "ObservingOptions",
     "RpcBackendOptions",
+    "TlsOptions",
 ]
 
 DEFAULT_RPC_TIMEOUT_S: Final = 60.0
@@ -49,10 +55,14 @@ DEFAULT_START_TIMEOUT_S: Final = 60.0
 DEFAULT_BUSY_WAIT_S: Final = 150e-6
 
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
+ENV_ALLOWED: Final = "FARCALL_ALLOWED"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
+ENV_TLS: Final = "FARCALL_TLS"
+ENV_TLS_FILES: Final = ("FARCALL_TLS_CA", "FARCALL_TLS_CERT", "FARCALL_TLS_KEY")
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 ENV_LOG: Final = "FARCALL_LOG"
+ENV_CLUSTER_NAME: Final = "FARCALL_CLUSTER_NAME"
 ENV_RUNTIME_DIRECTORY: Final = "FARCALL_RUNTIME_DIRECTORY"
 ENV_METRICS_PORT: Final = "FARCALL_METRICS_PORT"
 ENV_DASHBOARD_PORT: Final = "FARCALL_DASHBOARD_PORT"
@@ -164,6 +174,8 @@ class ObservingOptions(_Checked):
     """What a node shows of itself, and where.
 
     Args:
+        cluster_name: what people call this cluster, in ``farcall top``, on the live page and for ``--cluster``.
+            Default: ``FARCALL_CLUSTER_NAME``, else a number that farcall makes.
         observable: whether commands of the same user on this host (``farcall top``, ``farcall stacks``) find this node,
             by a file that only this user may read. With the cluster's secret it can be observed in any case.
         runtime_directory: where those files are. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
@@ -180,6 +192,7 @@ class ObservingOptions(_Checked):
     """
 
     observable: bool = True
+    cluster_name: str | None = None
     runtime_directory: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
@@ -189,13 +202,59 @@ class ObservingOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._check_each(_check_flag, "observable", "opentelemetry")
-        directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)
-        if directory is not None and not isinstance(directory, str):
-            raise TypeError(f"runtime_directory must be a str, not {type(directory).__name__}")
-        self._set("runtime_directory", directory)
+        for name, variable in (("runtime_directory", ENV_RUNTIME_DIRECTORY), ("cluster_name", ENV_CLUSTER_NAME)):
+            text = _from_environment(getattr(self, name), variable)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+            self._set(name, text)
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
             self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsOptions(_Checked):
+    """Connections over TCP are encrypted, and both ends show a certificate (TLS 1.3).
+
+    Args:
+        ca: a file with the certificate of the authority that has signed those of all members (PEM).
+        certificate: a file with this node's certificate.
+        key: a file with its private key.
+        check_hosts: the certificate of a member must name the host, or the address, that is dialled.
+        bind_names: the certificate of a worker must also have the worker's name among its own.
+        from_secret: no certificates: the cluster's secret is the key. Needs Python 3.13.
+
+    ``farcall certificates`` makes such files. They are read again when they change.
+    """
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    check_hosts: bool = True
+    bind_names: bool = False
+    from_secret: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_each(_check_flag, "check_hosts", "bind_names", "from_secret")
+        for name in ("ca", "certificate", "key"):
+            path = getattr(self, name)
+            if not isinstance(path, str | os.PathLike):
+                raise TypeError(f"{name} of TlsOptions must be a path, not {path!r}")
+            self._set(name, os.fspath(path))
+        if self.from_secret:
+            if any(self.files) or self.bind_names:
+                raise ValueError("TlsOptions(from_secret=True) has no certificates: leave out the files and bind_names")
+            return
+        for name, path in zip(("ca", "certificate", "key"), self.files, strict=True):
+            if not path:
+                raise ValueError(f"TlsOptions needs {name}, a file (`farcall certificates` makes all three)")
+            if not os.path.isfile(path):
+                raise ValueError(f"{name} of TlsOptions: there is no file {path}")
+
+    @property
+    def files(self) -> tuple[str, str, str]:
+        """The three files."""
+        return self.ca, self.certificate, self.key
 
 
 @dataclass(frozen=True)
@@ -216,6 +275,11 @@ class RpcBackendOptions(_Checked):
         secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
             Default: ``FARCALL_SECRET``, else what is in the file ``FARCALL_SECRET_FILE``, else a key of this user's on
             this machine: without a secret, members of other machines and other users are not met.
+        tls: `TlsOptions`, to encrypt connections over TCP. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT`` and
+            ``FARCALL_TLS_KEY``, names of files; or ``FARCALL_TLS=secret``; else connections are proved, but not
+            encrypted.
+        allowed: ``"module:table"``, a dict with ``functions`` and ``classes``, as `farcall.allow` takes them: what
+            others may call, create and unpickle here. Default: ``FARCALL_ALLOWED``, else everything.
         transports: which of ``"unix"`` and ``"tcp"`` may be used.
             Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
         device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
@@ -241,6 +305,8 @@ class RpcBackendOptions(_Checked):
     start_timeout_s: float | None = field(default=None, kw_only=True)
     advertise: str | None = field(default=None, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
+    tls: TlsOptions | None = field(default=None, kw_only=True)
+    allowed: str | None = field(default=None, kw_only=True)
     transports: Sequence[str] | None = field(default=None, kw_only=True)
     device_maps: DeviceMaps = field(default_factory=dict, kw_only=True)
     devices: Sequence[Any] = field(default=(), kw_only=True)
@@ -272,6 +338,8 @@ class RpcBackendOptions(_Checked):
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
         self._set("secret", _check_secret(_secret_from_environment() if self.secret is None else self.secret))
+        self._set("tls", _check_tls(_tls_from_environment() if self.tls is None else self.tls))
+        self._set("allowed", _check_allowed(_from_environment(self.allowed, ENV_ALLOWED)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
 
     @property
@@ -331,6 +399,24 @@ def _secret_from_environment() -> str | bytes | None:
             return file.read(MAX_SECRET_FILE_BYTES).rstrip(b"\r\n")
     except OSError as error:
         raise ValueError(f"{ENV_SECRET_FILE} names a file that cannot be read: {error}") from error
+
+
+def _tls_from_environment() -> TlsOptions | None:
+    files = [os.environ.get(variable) or "" for variable in ENV_TLS_FILES]
+    way = os.environ.get(ENV_TLS) or ""
+    if way and way != "secret":
+        raise ValueError(f"{ENV_TLS} must be 'secret', not {way!r}; files are named by {', '.join(ENV_TLS_FILES)}")
+    if not any(files):
+        return TlsOptions(from_secret=True) if way else None
+    if way or not all(files):
+        raise ValueError(f"set {', '.join(ENV_TLS_FILES)} all, and {ENV_TLS} not; or {ENV_TLS} alone")
+    return TlsOptions(ca=files[0], certificate=files[1], key=files[2])
+
+
+def _check_tls(value: object) -> TlsOptions | None:
+    if value is not None and not isinstance(value, TlsOptions):
+        raise TypeError(f"tls must be a farcall.TlsOptions, not {value!r}")
+    return value
 
 
 def _check_seconds(name: str, value: object, remedy: str) -> float:
@@ -464,6 +550,17 @@ def _check_secret(value: object) -> str | bytes | None:
             f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}: "
             "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )
+    return value
+
+
+def _check_allowed(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"allowed must be a str, not {type(value).__name__}")
+    module, _, table = value.partition(":")
+    if not module or not table.isidentifier():
+        raise ValueError(f"allowed (or {ENV_ALLOWED}) must name a table, as 'module:table', not {value!r}")
     return value
 
 

@@ -38,7 +38,9 @@ LATE_S = 6.0
 DISTURBED = 4
 SHORTEST_DEATH_S = 3.0
 OPTIONS: dict[str, Any] = {
-    "membership": MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.2, suspicion_s=SHORTEST_DEATH_S),
+    "membership": MembershipOptions(
+        probe_interval_s=0.3, probe_timeout_s=0.2, suspicion_s=SHORTEST_DEATH_S, unresponsive_s=SHORTEST_DEATH_S
+    ),
     "num_worker_threads": 4,
 }
 NAMES = ["here", "calm", *(f"w{number}" for number in range(DISTURBED))]

@@ -45,6 +45,8 @@ def test_blocks_that_are_not_run_are_few_and_known() -> None:
     assert sorted(f"{page}: {title}" for page, title in titles if title.startswith("Not run: ")) == [
         "docs/gpu.md: Not run: needs two GPUs",
         "docs/secret.md: Not run: the file is yours",
+        "docs/security.md: Not run: the files are yours",
+        "docs/security.md: Not run: the module is yours",
         "docs/torchscript.md: Not run: it needs a C++ compiler",
         "docs/torchscript.md: Not run: the package is yours",
     ]

@@ -126,3 +126,22 @@ def crosses_undefined(rank: int) -> None:
 
 def test_an_undefined_gradient_crosses_workers() -> None:
     run_cluster(2, crosses_undefined)
+
+
+def keeps_what_it_relays(rank: int) -> None:
+    """Without any hook in the process: gradients of tensors that are only passed on do not go through the engine."""
+    if rank:
+        return
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as context_id:
+        y = farcall.rpc_sync("w1", torch.mul, (x, 2))
+        z = farcall.rpc_sync("w1", torch.mul, (y, 3))
+        y.retain_grad()
+        autograd.backward(context_id, [farcall.rpc_sync("w1", torch.mul, (z, 5)).sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((2,), 30.0))
+    assert y.grad is not None
+    assert torch.equal(y.grad, torch.full((2,), 15.0))
+
+
+def test_a_tensor_that_is_only_passed_on_keeps_its_gradient_if_asked_to() -> None:
+    run_cluster(2, keeps_what_it_relays)

@@ -93,12 +93,12 @@ def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> Non
 def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its key proves no member, whatever it says it wants."""
+    """It names no address that it was told by the cluster, and its key proves no member, whatever it says it wants."""
     asked: list[object] = []
     monkeypatch.setattr(Connector, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
     monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
     monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):
-        with pytest.raises(NothingToObserve, match="wrong secret"):
+        with pytest.raises(NothingToObserve, match="wrong address"):
             observer(tmp_path)
         assert asked == []

@@ -283,13 +283,13 @@ def test_a_node_that_is_not_observable_leaves_no_file(tmp_path: Path) -> None:
 
 
 def files_in(rank: int, directory: str) -> list[str]:
-    return os.listdir(directory)
+    return [name for name in os.listdir(directory) if name.endswith(".node")]
 
 
 def test_files_are_gone_after_a_graceful_end(tmp_path: Path) -> None:
     with Cluster(2, tmp_path) as cluster:
-        assert len(list(cluster.directory.iterdir())) == 2
-    assert list(cluster.directory.iterdir()) == []
+        assert len(list(cluster.directory.glob("*.node"))) == 2
+    assert list(cluster.directory.glob("*.node")) == []
 
 
 def test_top_prints_a_table_for_scripts(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 from tests.kit.times import AT_ONCE_S, LONG_S
 
+import farcall
 import farcall.options
 from farcall.errors import BadRank, InitError, MissingPeers
 from farcall.options import RpcBackendOptions
@@ -334,3 +335,75 @@ def test_a_busy_port_is_told_at_once_and_by_name(start: Any, monkeypatch: pytest
         with pytest.raises(InitError, match=rf"in use here by .*\(process {os.getpid()}\).*choose another"):
             start("a", 0, 2, url, 4 * LONG_S).result(4 * LONG_S)
         assert time.monotonic() - began < LONG_S
+
+
+# ---------------------------------------------------------------------- with and without a size
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_one_that_gave_no_world_size_is_named_at_once(scheme: str, tmp_path: Path, port: int) -> None:
+    """Whoever comes second: without a size it founds a group of its own, or finds a group that has one."""
+    url = f"file://{tmp_path}/store" if scheme == "file" else f"tcp://127.0.0.1:{port}"
+    options = RpcBackendOptions(init_method=url, start_timeout_s=LONG_S)
+    since = time.monotonic()
+    with farcall.Node("forgetful", 0, options=options), pytest.raises(InitError, match="forgetful gave none"):
+        farcall.Node("w1", 1, 2, options).start()
+    assert time.monotonic() - since < AT_ONCE_S
+
+
+def test_one_without_a_world_size_does_not_found_a_group_beside_one_that_is_meeting(tmp_path: Path) -> None:
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/store", start_timeout_s=LONG_S)
+    nodes = [farcall.Node(f"w{rank}", rank, 2, options) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(nodes[0].start)
+        while b"slot/0" not in (tmp_path / "store").read_bytes() if (tmp_path / "store").exists() else True:
+            time.sleep(0.01)
+        with pytest.raises(InitError, match="gave no world_size"):
+            farcall.Node("forgetful", 1, options=options).start()
+        nodes[1].start()
+        first.result()
+        list(pool.map(farcall.Node.shutdown, nodes))
+
+
+SURVIVOR = """
+import sys, time
+import farcall
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", secret="a secret of the test")
+farcall.init_rpc(f"w{rank}", rank=rank, rpc_backend_options=options)
+while len(farcall.members()) < 3:
+    time.sleep(0.05)
+print("ready", flush=True)
+while rank == 0 or len(farcall.members()) > 2:
+    time.sleep(0.05)
+farcall.shutdown()
+"""
+
+
+def test_survivors_of_the_stores_host_print_no_stack(port: int) -> None:
+    """torch's client does, where it is asked for something after the server died."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SURVIVOR, str(rank), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        processes[0].kill()
+        for process in processes[1:]:
+            _, errors = process.communicate(timeout=2 * LONG_S)
+            assert process.returncode == 0, errors
+            assert [line for line in errors.splitlines() if "lost w0" not in line] == []
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -78,6 +78,7 @@ class Program:
         self.values: list[Value] = []
         self.leaves: list[Value] = []
         self.hooks: tuple[dict[int, list[Any]], dict[int, list[Any]]] = ({}, {})
+        self.kept: list[Value] = []
         self.counted = 0
         self.earlier: dict[int, frozenset[int]] = {}  # by function: those that led to its inputs
         self.world_size = len(network.workers)
@@ -158,8 +159,15 @@ class Program:
             self.values.append(Value(first.worker, here, twin, self.earlier[self.counted] | {self.counted}))
 
     def hook(self, value: Value) -> None:
+        """A hook of the tensor, one of its node before or after it, or a gradient kept with the tensor."""
         number = len(self.hooks[0])
         factor = self.rng.uniform(0.5, 1.5)
+        kind = self.rng.choice(["tensor", "tensor", "before", "after", "kept"])
+        outputs = [
+            0 if node is None else len(node._input_metadata) for node in (value.here.grad_fn, value.twin.grad_fn)
+        ]
+        if kind != "kept" and outputs[0] != outputs[1]:
+            kind = "tensor"  # it came with others, all of them outputs of one receive
         for log, tensor in zip(self.hooks, (value.here, value.twin), strict=True):
             seen = log.setdefault(number, [])
 
@@ -171,7 +179,23 @@ class Program:
                 seen.append(gradient.clone())
                 return gradient * factor
 
-            tensor.register_hook(note)
+            def before(gradients: tuple[torch.Tensor | None, ...], note: Any = note) -> Any:
+                return tuple(map(note, gradients))
+
+            def after(results: Any, gradients: tuple[torch.Tensor | None, ...], note: Any = note) -> None:
+                for gradient in gradients:
+                    note(gradient)
+
+            node: Any = tensor.grad_fn
+            if node is None or kind == "tensor":
+                tensor.register_hook(note)
+            elif kind == "kept":
+                tensor.retain_grad()
+                self.kept.append(value)
+            elif kind == "before":
+                node.register_prehook(before)
+            else:
+                node.register_hook(after)
 
     def check(self, times: int = 1) -> None:
         for number, seen in self.hooks[0].items():
@@ -179,6 +203,9 @@ class Program:
             assert len(seen) == len(expected), f"hook {number} ran {len(seen)} times, not {len(expected)}"
             for got, wanted in zip(seen, expected, strict=True):
                 torch.testing.assert_close(got, wanted)
+        for value in self.kept:
+            assert (value.here.grad is None) == (value.twin.grad is None)
+            torch.testing.assert_close(value.here.grad, value.twin.grad)
         for leaf in self.leaves:
             worker = self.network.workers[leaf.worker]
             found = worker.get_gradients(self.context_id).get(leaf.here) if worker.is_valid(self.context_id) else None
@@ -285,6 +312,8 @@ def test_an_error_anywhere_reaches_the_origin_and_leaves_nothing(seed: int, worl
             worker.retrieve(program.context_id).gradients.clear()
     for log in program.hooks[0].values():
         log.clear()
+    for value in program.kept:
+        value.here.grad = None
     Counted.runs.clear()
     Counted.runs.update(dict.fromkeys(ran, 1))
     network.workers[0].backward(program.context_id, program.roots)

@@ -25,9 +25,11 @@ PUBLIC = [
     "Retry",
     "RpcBackendOptions",
     "Stream",
+    "TlsOptions",
     "Worker",
     "WorkerInfo",
     "all_gather",
+    "allow",
     "as_completed",
     "autograd",
     "barrier",
@@ -64,6 +66,7 @@ UNDERSCORED = [
     "_use_rpc_pickler",
 ]
 OF_NODE = [
+    "aclose",
     "all_gather",
     "barrier",
     "checks_leaks",

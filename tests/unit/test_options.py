@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 
 import farcall.options
-from farcall.options import LimitOptions, MembershipOptions, MemoryOptions, ObservingOptions, RpcBackendOptions
+from farcall.options import (
+    LimitOptions,
+    MembershipOptions,
+    MemoryOptions,
+    ObservingOptions,
+    RpcBackendOptions,
+    TlsOptions,
+)
 
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_SECRET_FILE", "FARCALL_TRANSPORTS"):
+    tls = (farcall.options.ENV_TLS, *farcall.options.ENV_TLS_FILES)
+    for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_SECRET_FILE", "FARCALL_TRANSPORTS", *tls):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -72,6 +80,7 @@ def test_start_timeout_wins() -> None:
         (MembershipOptions, {"indirect_probes": 0}, ValueError, "at least 1"),
         (ObservingOptions, {"metrics_port": 1 << 16}, ValueError, "0 to 65535"),
         (ObservingOptions, {"log": "loud"}, ValueError, "info, debug"),
+        (ObservingOptions, {"cluster_name": 7}, TypeError, "cluster_name must be a str"),
         (RpcBackendOptions, {"start_timeout_s": 0}, ValueError, "more than 0"),
         (RpcBackendOptions, {"init_method": 3}, TypeError, "must be a str"),
         (RpcBackendOptions, {"init_method": "localhost"}, ValueError, "env://"),
@@ -190,3 +199,42 @@ def test_what_is_no_device_map(maps: object) -> None:
 def test_a_time_that_no_clock_can_tell_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="finite number of seconds"):
         RpcBackendOptions(rpc_timeout=seconds)
+
+
+def test_tls_by_option_and_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert RpcBackendOptions().tls is None
+    paths = [tmp_path / name for name in ("ca.pem", "host.pem", "host.key")]
+    for path in paths:
+        path.touch()
+    given = TlsOptions(ca=str(paths[0]), certificate=str(paths[1]), key=str(paths[2]))
+    assert RpcBackendOptions(tls=given).tls is given
+    for variable, path in zip(farcall.options.ENV_TLS_FILES, paths, strict=True):
+        monkeypatch.setenv(variable, str(path))
+    assert RpcBackendOptions().tls == given
+    monkeypatch.delenv("FARCALL_TLS_KEY")
+    with pytest.raises(ValueError, match="FARCALL_TLS_KEY"):
+        RpcBackendOptions()
+    for variable in farcall.options.ENV_TLS_FILES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("FARCALL_TLS", "secret")
+    assert RpcBackendOptions().tls == TlsOptions(from_secret=True)
+    monkeypatch.setenv("FARCALL_TLS", "yes")
+    with pytest.raises(ValueError, match="'secret'"):
+        RpcBackendOptions()
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind", "why"),
+    [
+        ({}, ValueError, "needs ca"),
+        ({"ca": "/nowhere", "certificate": "/nowhere", "key": "/nowhere"}, ValueError, "no file"),
+        ({"ca": 1}, TypeError, "a path"),
+        ({"from_secret": True, "bind_names": True}, ValueError, "no certificates"),
+        ({"check_hosts": 1}, TypeError, "check_hosts"),
+    ],
+)
+def test_tls_options_that_cannot_be(choices: dict[str, object], kind: type[Exception], why: str) -> None:
+    with pytest.raises(kind, match=why):
+        TlsOptions(**choices)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="TlsOptions"):
+        RpcBackendOptions(tls="yes")  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -196,6 +197,7 @@ def make_receive(from_worker: int, message_id: int, tensors: Sequence[torch.Tens
         with torch.enable_grad():
             _apply_receive(_ANCHOR, from_worker, message_id, *tensors)
     node: Node = tensors[0].grad_fn
+    node.tensors = list(map(ref, tensors))
     if len(tensors) > 1:
         for tensor in tensors:
             tensor._backward_hooks = _ReceivedHooks()

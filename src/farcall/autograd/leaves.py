@@ -1,7 +1,7 @@
-"""Gradients of leaves: how they add up, where they lie, and the hooks of the accumulators that would have taken them.
+"""Gradients at the ends of a worker's graph: how those of leaves add up, where they lie; and the hooks of end nodes.
 
-The engine stops before a leaf's accumulator, so `.grad` stays as it is. What the accumulator would have done besides is
-done here, once for each leaf that a pass reached with a gradient.
+The engine stops before a leaf's accumulator, so `.grad` stays as it is, and before a receive. What else it would have
+done there is done here, once for each of them that a pass reached with a gradient.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections.abc import Callable
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from farcall.autograd.functions import Node, hooks_of
-from farcall.autograd.nodes import replaced
+from farcall.autograd.functions import ACCUMULATE, Edge, Node, Reached, hooks_of
+from farcall.autograd.nodes import Gradients, Roots, replaced
 
-__all__ = ["add_gradients", "call_leaf_hooks", "in_own_memory", "make_own_handle"]
+__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "is_watched", "make_own_handle"]
+
+Leaves = dict[Node, torch.Tensor]
+"""The gradients of leaves, by accumulator."""
 
 _own_handles = -1  # 1 once farcall's own hook was the first that anybody registered in this process
 
@@ -26,6 +29,18 @@ def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Ten
     if first.layout is not second.layout and second.layout is torch.strided:
         return second + first  # torch adds a sparse tensor to a dense one, not the other way round
     return first + second
+
+
+def feed(edge: Edge, gradient: torch.Tensor, buffers: Roots, leaves: Leaves) -> None:
+    """Add a gradient for an edge to the ``buffers`` of a graph, or to its ``leaves``."""
+    node = edge[0]
+    if type(node) is ACCUMULATE and not node.variable._backward_hooks:
+        # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+        known = leaves.get(node)
+        leaves[node] = gradient if known is None else add_gradients(known, gradient)
+    else:
+        known = buffers.get(edge)
+        buffers[edge] = gradient if known is None else add_gradients(known, gradient)
 
 
 def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
@@ -61,16 +76,29 @@ def make_own_handle(register: Callable[[], object]) -> None:
     _own_handles = 1 if is_first else -1
 
 
-def call_leaf_hooks(accumulator: Node, gradient: torch.Tensor) -> torch.Tensor:
-    """Call the hooks of a leaf's accumulator, which the engine does not run; the gradient as they leave it."""
-    # The look for hooks takes ten functions for each leaf. torch numbers all hooks of a process, whatever they are for,
+def is_watched(receive: Node) -> bool:
+    """Whether a hook may be there to see the gradients of a receive, or a tensor keeps its own."""
+    if RemovableHandle.next_id != _own_handles:
+        return True
+    for weak_tensor in receive.tensors:
+        tensor = weak_tensor()
+        if tensor is not None and tensor.retains_grad:
+            return True
+    return False
+
+
+def call_end_hooks(node: Node, gradients: Reached) -> Reached:
+    """Call the hooks of an accumulator or a receive, where the engine stops; the gradients as they leave them."""
+    # The look for hooks takes ten functions for each node. torch numbers all hooks of a process, whatever they are for,
     # and in many programs there is none.
     if RemovableHandle.next_id == _own_handles:
-        return gradient
-    before, after = hooks_of(accumulator.register_prehook), hooks_of(accumulator.register_hook)
+        return gradients
+    before, after = hooks_of(node.register_prehook), hooks_of(node.register_hook)
+    if not before and not after:
+        return gradients
+    seen: Gradients = [gradients.get(place) for place in range(len(node._input_metadata))]
     for hook in before:
-        (replacement,) = replaced([gradient], hook((gradient,)))
-        gradient = gradient if replacement is None else replacement
+        seen = replaced(seen, hook(tuple(seen)))
     for hook in after:
-        hook((), (gradient,))
-    return gradient
+        hook((), tuple(seen))
+    return {place: seen[place] for place in gradients}

@@ -1,8 +1,8 @@
-"""Calling a single node of an autograd graph outside torch's engine.
+"""Nodes of an autograd graph, run: by torch's engine up to some edges, or a single one outside it.
 
-Does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python function
-expects, the search for nan in anomaly mode, results cut to the edges that need them and fitted to dtype and shape.
-Tensor hooks are left out: the engine has run them when it stopped at the node. (Those of a node that no defined
+`run_node` does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python
+function expects, the search for nan in anomaly mode, results cut to the edges that need them and fitted to dtype and
+shape. Tensor hooks are left out: the engine has run them when it stopped at the node. (Those of a node that no defined
 gradient reaches are not called: torch would call them with None, but a node does not tell which they are.)
 
 `torch.utils.checkpoint` with use_reentrant=True always runs this way: it starts a backward pass of its own, which torch
@@ -11,22 +11,50 @@ allows only outside `inputs=` passes, and which would add the gradients of its r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointFunction
 
 from farcall.autograd.functions import Edge, Node, gradient_edge, hooks_of
 
-__all__ = ["CHECKPOINT", "Gradients", "Roots", "replaced", "run_node"]
+__all__ = ["CHECKPOINT", "Gradients", "Roots", "RunInner", "replaced", "run_engine", "run_node"]
 
 Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
 RunInner = Callable[[Roots, Sequence[Edge]], Gradients]
 
+_new_tuple: Any = tuple.__new__  # without GradientEdge's own function
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+
 CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
+
+
+def run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that arrive at ``inputs``. torch.autograd.grad does the same and takes 25 us longer."""
+    # With `inputs`, the engine runs only nodes on the way to one of them, and captures what arrives there. It does not
+    # run the accumulators of leaves, so `.grad` stays as it is; their hooks are called in `LocalPass._finish`.
+    wanted: list[GradientEdge] = []
+    starts: list[GradientEdge] = []
+    for node, index in inputs:
+        wanted.append(_new_tuple(GradientEdge, (node, index, None)))
+    if not wanted or not roots:
+        return (None,) * len(wanted)
+    for node, index in roots:
+        starts.append(_new_tuple(GradientEdge, (node, index, None)))
+    result: tuple[torch.Tensor | None, ...] = _run_backward(
+        tuple(starts),
+        tuple(roots.values()),
+        keep_graph,
+        False,
+        tuple(wanted),
+        allow_unreachable=True,  # an input that no root reaches gets None
+        accumulate_grad=False,
+    )
+    return result
 
 
 def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[tuple[Edge, torch.Tensor]]:

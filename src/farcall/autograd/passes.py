@@ -23,7 +23,7 @@ from torch.autograd.profiler import record_function
 
 from farcall.autograd.engine import LocalGraph
 from farcall.autograd.functions import RECEIVE_NAME, SEND_NAME, Edge, Reached
-from farcall.autograd.leaves import call_leaf_hooks, in_own_memory
+from farcall.autograd.leaves import call_end_hooks, in_own_memory
 from farcall.autograd.nodes import Roots
 from farcall.autograd.replicas import REPLICAS, reduce_gradients
 from farcall.errors import PeerDead, RpcError, RpcTimeout
@@ -46,7 +46,7 @@ from farcall.protocol.notes import ProfileWanted
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile, is_profiled
 
 if TYPE_CHECKING:
-    from farcall.autograd.contexts import Context
+    from farcall.autograd.context import Context
 
 __all__ = ["Event", "Gradient", "LocalPass", "Message", "Port"]
 
@@ -244,8 +244,10 @@ class LocalPass:
             graph = self._graph
             if graph is not None:
                 for node, gradients in graph.run().items():
-                    if gradients and is_profiled():
-                        _leave_mark(RECEIVE_NAME)
+                    if gradients:
+                        gradients = call_end_hooks(node, gradients)
+                        if is_profiled():
+                            _leave_mark(RECEIVE_NAME)
                     answer = Gradient(self.machine.context_id, self.machine.pass_id, node.message_id, gradients)
                     self._outbox.setdefault(node.from_worker, []).append(answer)
                 if not graph.unheard:
@@ -260,7 +262,9 @@ class LocalPass:
     def _finish(self, graph: LocalGraph) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for node, gradient in graph.leaves.items():
-            gradients[node.variable] = call_leaf_hooks(node, gradient)
+            hooked = call_end_hooks(node, {0: gradient})[0]
+            if hooked is not None:
+                gradients[node.variable] = hooked
         if gradients:
             if REPLICAS:
                 gradients = reduce_gradients(gradients)

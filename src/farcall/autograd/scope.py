@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from farcall.autograd.contexts import Context, Contexts
+from farcall.autograd.context import Context
+from farcall.autograd.contexts import Contexts
 from farcall.autograd.recorder import Recorder
 from farcall.runtime.node import HasRuntime, current_runtime
 from farcall.serialize import RECORDING

@@ -30,7 +30,7 @@ app: typer.Typer = typer.Typer(
 
 def _console() -> Console:
     # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
-    return Console() if sys.stdout.isatty() else Console(width=120)
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def _show_version(wanted: bool) -> None:
@@ -60,6 +60,26 @@ def demo(
     from farcall.cli.demo.show import run
 
     raise typer.Exit(run(_console(), steps // 2 * 2, output))
+
+
+@app.command()
+def certificates(
+    directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
+    hosts: Annotated[list[str], typer.Argument(help="Names or addresses under which the hosts are dialled.")],
+    name: Annotated[
+        list[str] | None, typer.Option(help="A name of a worker that the certificates allow (bind_names); repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
+) -> None:
+    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall[tls]."""
+    from farcall.cli.certificates import make_certificates
+
+    console = _console()
+    for host, certificate, key in make_certificates(directory, hosts, name or (), days):
+        console.print(
+            f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
+        )
+    console.print(f"Give each host its own files and ca.pem; keep {directory / 'ca.key'} where you are.")
 
 
 @app.command(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farcall import autograd as farcall_autograd
-from farcall.autograd.contexts import Context
+from farcall.autograd.context import Context
 
 __all__ = ["context", "is_available"]
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -154,6 +155,13 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     """The members that answer nobody, though they are not dead, and for how many seconds."""
     batches: list[BatchMetrics] = []
 
+    cpu_s: float = 0.0
+    """Processor time of its process, of all threads."""
+    memory_bytes: int = 0
+    """Memory that its process holds (resident), shared memory included; 0: unknown on this system."""
+    cluster_name: str = ""
+    """The name that somebody gave to the cluster, if any."""
+
     def __repr__(self) -> str:
         made, served = (sum(one.latency.count for one in calls) for calls in (self.called, self.served))
         work = f"{made:,} calls made, {served:,} served"
@@ -210,7 +218,18 @@ def collect(node: Runtime) -> Metrics:
         },
         batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
+        cpu_s=time.process_time(),
+        memory_bytes=_resident_bytes(),
+        cluster_name=node.options.observing.cluster_name or "",
     )
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _calls(peer: str, by_function: FunctionCounters) -> Iterable[CallMetrics]:

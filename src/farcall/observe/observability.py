@@ -53,7 +53,9 @@ class Observability:
         key = observer_key(membership.secret)
 
         def connect() -> Observer:
-            return Observer.connect_any(runtime.addresses, key, membership.cluster_id, runtime.info.name)
+            return Observer.connect_any(
+                runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
+            )
 
         dashboard = Dashboard(connect, port)
         dashboard.start()
@@ -76,6 +78,7 @@ class Observability:
             process_start=process_start(os.getpid()),
             namespace=namespace(),
             started_at=time.time(),
+            cluster_name=runtime.options.observing.cluster_name or "",
         )
         try:
             file = PresenceFile(runtime_directory(directory), presence)

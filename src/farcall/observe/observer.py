@@ -26,10 +26,10 @@ from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
 from farcall.observe.metrics import Metrics
 from farcall.observe.presence import find_nodes
 from farcall.observe.snapshot import WorkerSnapshot
-from farcall.options import RpcBackendOptions
+from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import runtime_directory
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, Observe, observer_key
+from farcall.protocol.hello import Hello, Observe, observer_key, tls_key
 from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
@@ -43,6 +43,7 @@ from farcall.protocol.observing import (
 from farcall.runtime.link.dialler import prove
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
+from farcall.transport.tls import tls_of
 
 __all__ = ["Answers", "NothingToObserve", "Observer", "receive_some", "send_all"]
 
@@ -88,7 +89,11 @@ class Observer:
             nodes = find_nodes(directory)
         except OSError as error:
             raise NothingToObserve(f"workers of this host cannot be found: {error}") from error
-        wanted = [one for one in nodes if one.cluster_id.startswith(cluster) or one.name.startswith(cluster)]
+        wanted = [
+            one
+            for one in nodes
+            if any(text.startswith(cluster) for text in (one.cluster_id, one.cluster_name, one.name))
+        ]
         clusters = {one.cluster_id: one for one in wanted}
         if not wanted:
             more = f" that matches {cluster!r}" if cluster else ""
@@ -98,25 +103,28 @@ class Observer:
             )
         if len(clusters) > 1:
             lines = [
-                f"  {cluster_id}  {', '.join(one.name for one in wanted if one.cluster_id == cluster_id)}"
-                for cluster_id in clusters
+                f"  {one.cluster_name or cluster_id}  "
+                f"{', '.join(member.name for member in wanted if member.cluster_id == cluster_id)}"
+                for cluster_id, one in clusters.items()
             ]
             raise NothingToObserve("there are several clusters: choose one with --cluster\n" + "\n".join(lines))
         failures = []
         for one in wanted:
             try:
-                return cls.connect_any(one.addresses, bytes.fromhex(one.key), one.cluster_id, one.name)
+                return cls.connect_any(one.addresses, bytes.fromhex(one.key), one.cluster_id, one.name, options)
             except (TransportError, NetworkError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")
         raise NothingToObserve("no worker of the cluster could be reached: " + "; ".join(failures))
 
     @classmethod
-    def connect_any(cls, addresses: Iterable[str], key: bytes, cluster_id: str, member: str) -> Observer:
+    def connect_any(
+        cls, addresses: Iterable[str], key: bytes, cluster_id: str, member: str, options: RpcBackendOptions
+    ) -> Observer:
         """Connect to ``member`` of this host at the first of its addresses that works."""
         failure: TransportError | None = None
         for address in sorted(addresses, key=lambda address: not address.startswith("unix:")):
             try:
-                return cls.connect(address, key, cluster_id, member)
+                return cls.connect(address, key, cluster_id, member, tls=options.tls)
             except TransportError as error:
                 failure = error
         raise failure or DialFailed(f"{member} has no address")
@@ -124,17 +132,20 @@ class Observer:
     @classmethod
     def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
         """Connect to the member at ``address`` (``host:port`` or as farcall writes it) with the cluster's secret."""
-        secret = (options or RpcBackendOptions()).secret_bytes
+        options = options or RpcBackendOptions()
+        secret = options.secret_bytes
         if secret is None:
             raise NothingToObserve("set FARCALL_SECRET to the cluster's secret to observe it from elsewhere")
         known = address.partition(":")[0] in ("tcp", "unix")
-        return cls.connect(address if known else f"tcp://{address}", observer_key(secret))
+        return cls.connect(address if known else f"tcp://{address}", observer_key(secret), tls=options.tls)
 
     @classmethod
-    def connect(cls, address: str, key: bytes, cluster_id: str = "", member: str | None = None) -> Observer:
+    def connect(
+        cls, address: str, key: bytes, cluster_id: str = "", member: str | None = None, *, tls: TlsOptions | None = None
+    ) -> Observer:
         """Connect to the member at ``address`` with the observer's key."""
         deadline = monotonic() + DIAL_S
-        transport = dial(address, DIAL_S)
+        transport = dial(address, DIAL_S, None if tls is None else tls_of(tls, tls_key(key)))
         try:
             me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
             return cls(*prove(transport, member, me, key, deadline))

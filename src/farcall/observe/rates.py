@@ -38,6 +38,13 @@ class Row:
     received_per_s: float
     errors: int
     """Calls that failed, timed out or were lost."""
+    cpus: float = 0.0
+    """Processors that it kept busy."""
+
+
+def cluster_title(cluster_id: str, metrics: Iterable[Metrics]) -> str:
+    """What a cluster is called: the name that somebody gave it, or its id."""
+    return next((one.cluster_name for one in metrics if one.cluster_name), cluster_id)
 
 
 def rows(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[Row]:
@@ -57,6 +64,7 @@ def rows(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[Row]:
                 sent_per_s=max(0, sent) / seconds,
                 received_per_s=max(0, received) / seconds,
                 errors=errors_of(one.called) - errors_of(then.called),
+                cpus=max(0.0, one.cpu_s - then.cpu_s) / seconds,
             )
         )
     return found

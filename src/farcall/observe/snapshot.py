@@ -21,8 +21,11 @@ from types import FrameType
 
 import msgspec
 
+from farcall.rpc.stream_reading import StreamCall
+from farcall.rpc.stream_writing import StreamRequest
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 
 __all__ = [
@@ -137,11 +140,17 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
         return next((thread for thread in self.threads if thread.id == thread_id), None)
 
 
+_OWNERS = "farcall.rpc.owner_methods"
+_OF_OWNERS = {"fetch": "to_here"}
+"""What an owner runs for a method of a reference, where that has another name."""
+
+
 def function_title(function: bytes, otherwise: str = "") -> str:
-    """The name of a function as it travels; of pickled ones, ``otherwise``."""
+    """The name of a function as its caller wrote it; of pickled ones, ``otherwise``."""
     kind, name = function[:1], function[1:]
     if kind == b"p":
-        return name.partition(b"\0")[2].decode(errors="replace")
+        module, _, path = name.decode(errors="replace").partition("\0")
+        return f"rref.{_OF_OWNERS.get(path, path).removeprefix('methods.of_')}" if module == _OWNERS else path
     if kind in (b"o", b"b", b"s"):
         return name.decode(errors="replace")
     return otherwise or "(pickled function)"
@@ -187,7 +196,9 @@ def _unconnected(node: Runtime) -> list[str]:
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """The view of a call that this node makes."""
     for_s = monotonic() - call.started_at
-    return OutgoingCall(call.call_id, call.peer.info.name, name_of(call.what), for_s, call.timeout_s, call.thread_id)
+    name = name_of(call.what) + (f" (stream, {call.items_taken:,} items)" if isinstance(call, StreamCall) else "")
+    timeout_s = 0.0 if call.timeout_s == NEVER else call.timeout_s
+    return OutgoingCall(call.call_id, call.peer.info.name, name, for_s, timeout_s, call.thread_id)
 
 
 def served_call(request: Request) -> ServedCall:
@@ -200,10 +211,13 @@ def served_call(request: Request) -> ServedCall:
     else:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
+    title = function_title(frame.function, request.function_name)
+    if isinstance(request, StreamRequest):
+        title += f" (stream, {request.writer.describe()})"
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
-        function=function_title(frame.function, request.function_name),
+        function=title,
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,

@@ -19,9 +19,10 @@ The last but one row is for a dialer that resumes a session (`session.py`): its 
 it has (`hello.py`), and the listener, once the dialer is proven, says behind its own proof how many it has itself
 (``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
 A greeting is a `Hello` and a nonce; a proof is an HMAC, under a key made from the secret, of both greetings
-as they went over the wire. So either both ends saw the same version, members, purposes, cluster, dialled address and
-nonces, or one end refuses. `Established.session_key` is made of all that, and only the two ends know it. The listener
-says nothing before a valid greeting, and proves nothing before the dialer has.
+as they went over the wire, and under TLS of both certificates. So either both ends saw the same version, members,
+purposes, cluster, dialled address, certificates and nonces, or one end refuses. `Established.session_key` is made of
+all that, and only the two ends know it. The listener says nothing before a valid greeting, and proves nothing before
+the dialer has.
 An observer proves itself with ``observer_key(secret)`` in the place of the secret: the same key
 for both ends of its connection, and no key to any other.
 Invariant: a peer's bytes cause no exception but ``HandshakeRefused``, and 64 KiB are kept at most.
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -51,6 +53,7 @@ from farcall.protocol.hello import (
     VERSION_END,
     Greeting,
     Hello,
+    Inspect,
     Kind,
     Observe,
     RefusalReason,
@@ -101,10 +104,20 @@ class Handshake:
     """One end of one connection's handshake.
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
-    that must answer (or dial); None lets any member of the cluster in.
+    that must answer (or dial); None lets any member of the cluster in. ``binding`` gives what both ends have seen of
+    each other below this handshake, once a message has come: it is part of the proof.
     """
 
-    def __init__(self, side: Side, me: Hello, secret: bytes, nonce: bytes, expected_peer: str | None = None) -> None:
+    def __init__(
+        self,
+        side: Side,
+        me: Hello,
+        secret: bytes,
+        nonce: bytes,
+        expected_peer: str | None = None,
+        *,
+        binding: Callable[[], bytes] = bytes,
+    ) -> None:
         if not secret:
             raise ValueError("the shared secret must not be empty")
         if len(nonce) != NONCE_BYTES:
@@ -114,6 +127,7 @@ class Handshake:
         self._secret = secret
         self._nonce = nonce
         self._expected_peer = expected_peer
+        self._binding = binding
         self._root_key = hkdf_extract(b"farcall handshake", secret)
         self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce)))
         # What we would refuse from a peer we must not send to one.
@@ -239,6 +253,12 @@ class Handshake:
                 RefusalReason.OTHER_CLUSTER,
                 f"{peer.member.name!r} belongs to cluster {peer.cluster_id!r}, this node to {self._me.cluster_id!r}",
             )
+        if peer.member.trust != self._me.member.trust and not isinstance(dialer.purpose, Observe | Inspect):
+            raise refuse(
+                RefusalReason.OTHER_TRUST,
+                f"{peer.member.name!r} trusts members with {peer.member.trust}, this node with "
+                f"{self._me.member.trust}: have every process call farcall.allow before it starts, or none",
+            )
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
                 RefusalReason.WRONG_ADDRESS,
@@ -258,9 +278,9 @@ class Handshake:
             self._root_key = hkdf_extract(b"farcall handshake", observer_key(self._secret))
         # Both greetings exactly as sent; each carries its length, so the two cannot be split in another way.
         if self._side is Side.DIALER:
-            self._transcript = hashlib.sha256(self._my_greeting + message).digest()
+            self._transcript = hashlib.sha256(self._my_greeting + message + self._binding()).digest()
             return message_of(Kind.DIALER_PROOF, self._proof_of(Side.DIALER))
-        self._transcript = hashlib.sha256(message + self._my_greeting).digest()
+        self._transcript = hashlib.sha256(message + self._my_greeting + self._binding()).digest()
         return self._my_greeting
 
     def _is_meant(self, dialer: Hello) -> bool:
@@ -325,6 +345,7 @@ class Handshake:
         advice = {
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
+            RefusalReason.OTHER_TRUST: "; have every process call farcall.allow before it starts, or none",
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

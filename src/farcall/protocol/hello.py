@@ -158,6 +158,11 @@ def observer_key(secret: bytes) -> bytes:
     return hkdf_expand(hkdf_extract(b"farcall observer", secret), b"key")
 
 
+def tls_key(observer: bytes) -> bytes:
+    """What TLS without certificates begins with, from the observer's key: both members and observers have it."""
+    return hkdf_expand(observer, b"tls")
+
+
 def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
     """RFC 5869, first step, with SHA-256."""
     return hmac.digest(salt, secret, "sha256")
@@ -181,6 +186,7 @@ class RefusalReason(StrEnum):
     OTHER_CLUSTER = "other cluster"
     WRONG_PEER = "wrong peer"
     WRONG_ADDRESS = "wrong address"
+    OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
     NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; decided by the driver
 

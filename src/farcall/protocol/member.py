@@ -7,7 +7,7 @@ everywhere; `incarnation_text` is its form for people and for public values.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ``addresses`` are as transports write them, the preferred one first. ``admission`` numbers the admissions to a group
     without a fixed size, 0 for founders and in groups of fixed size. A name or a rank is given away again only when its
     holder is dead or has left, so of two incarnations that share one, the later admission is the true holder.
+    ``trust`` is what it lets others send: code, or calls of what its program has named (`farcall.allow`).
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
@@ -35,6 +36,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     addresses: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     host_token: _Text = ""
     admission: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    trust: Literal["code", "calls"] = "code"
 
 
 def new_incarnation(random_bits: int) -> int:

@@ -22,6 +22,7 @@ from farcall.rpc.owned_values import Owned
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls.results import Later, MarkedResult, is_async_execution
 from farcall.runtime.node import runtime_of_thread
+from farcall.serialize.allowance import INSTALLED
 
 
 def _find(created_on: int, local_id: int) -> Owned:
@@ -62,7 +63,11 @@ class _Method:
         return Later(owned.when_ready, lambda: self._call(owned, args, kwargs))
 
     def _call(self, owned: Owned, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        method: Callable[..., Any] = getattr(owned.get(to_send=True), self._name)
+        value = owned.get(to_send=True)
+        if INSTALLED.allowance is not None:
+            INSTALLED.allowance.check_method(value, self._name)
+        method: Callable[..., Any] = getattr(value, self._name)
+        del value
         result = method(*args, **kwargs) if kwargs else method(*args)
         return MarkedResult(result) if is_async_execution(method) else result
 

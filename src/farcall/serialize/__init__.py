@@ -1,16 +1,18 @@
 """Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
 
+from farcall.serialize.allowance import Allowance
 from farcall.serialize.context import Decoding, Encoding, current_decoding, current_encoding, decline, withdraw
 from farcall.serialize.devices import PeerDevices, discard, has_devices, withdraw_lent
 from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
-from farcall.serialize.pickler import TablePickler, is_custom, read_value, takes_long, write_call, write_value
+from farcall.serialize.pickler import TablePickler, is_custom, read_value, restrict, takes_long, write_call, write_value
 from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
 from farcall.serialize.recording import RECORDING, Recording
 from farcall.serialize.tensors import map_cpu_tensors
 
 __all__ = [
     "RECORDING",
+    "Allowance",
     "Decoding",
     "Encoding",
     "PeerDevices",
@@ -33,6 +35,7 @@ __all__ = [
     "map_cpu_tensors",
     "read_value",
     "register_reducer",
+    "restrict",
     "takes_long",
     "use_rpc_pickler",
     "withdraw",

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from farcall.errors import SerializationError
+from farcall.serialize.allowance import loads
 from farcall.serialize.context import (
     CURRENT,
     IN_BAND_LIMIT_BYTES,
@@ -241,7 +242,7 @@ def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes |
     """The table, and the payload without it."""
     end = len(payload) - 1 - _length.size
     (length,) = _length.unpack_from(payload, end)
-    table: DeviceTable = pickle.loads(payload[end - length : end])
+    table: DeviceTable = loads(payload[end - length : end])
     return table, memoryview(payload)[: end - length]
 
 

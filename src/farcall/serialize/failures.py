@@ -21,6 +21,7 @@ import torch
 
 from farcall.errors import RemoteError
 from farcall.protocol.frames import FAILURE, Frame
+from farcall.serialize.allowance import loads
 from farcall.serialize.pickler import read_value, write_value
 
 __all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
@@ -76,7 +77,7 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
     The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
     """
     try:
-        type_name, message, remote_traceback, reduction = pickle.loads(frame.payload)
+        type_name, message, remote_traceback, reduction = loads(frame.payload)
     except Exception as error:
         return RemoteError(f"the call failed, and so did reading why: {type(error).__name__}: {error}")
     rebuilt: BaseException | None = None

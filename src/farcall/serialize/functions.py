@@ -29,9 +29,10 @@ import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize import code, policy
+from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.rebuild import find_operator, find_script_function
 
-__all__ = ["decode_function", "encode_function"]
+__all__ = ["decode_function", "encode_function", "forget_names"]
 
 _MOST_CACHED = 4096
 _missing = object()
@@ -69,6 +70,12 @@ def decode_function(data: bytes | memoryview) -> Any:
         if found is not _missing:
             return found
     return _decode_function(data)
+
+
+def forget_names() -> None:
+    """Look all names up anew: others may be allowed from now on."""
+    _read.clear()
+    _final.clear()
 
 
 def _encode_function(function: Any) -> bytes | None:
@@ -150,6 +157,8 @@ def _not_importable(function: Any, module_name: str, name: str) -> Serialization
 
 def _decode_function(data: bytes) -> Any:
     kind, name = data[:1], data[1:]
+    if INSTALLED.allowance is not None:
+        INSTALLED.allowance.check_function(data)
     try:
         if kind == b"p":
             return _find_path(data, name.decode())
@@ -165,7 +174,7 @@ def _decode_function(data: bytes) -> Any:
                 found = _final[data] = find_script_function(name.decode())
             return found
         if kind == b"k":
-            return pickle.loads(name)
+            return loads(name)
     except FunctionNotFound:
         raise
     except Exception as error:

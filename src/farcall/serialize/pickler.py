@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from farcall.errors import FunctionNotFound, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
+from farcall.serialize.allowance import Allowance, install, loads
 from farcall.serialize.code import HINT
 from farcall.serialize.context import (
     CURRENT,
@@ -39,12 +40,13 @@ from farcall.serialize.context import (
 from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
 from farcall.serialize.diagnosis import find_culprit
 from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_flat
+from farcall.serialize.functions import forget_names
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_mapped, reduce_other, reduce_tensor
 
-__all__ = ["TablePickler", "is_custom", "read_value", "takes_long", "write_call", "write_value"]
+__all__ = ["TablePickler", "is_custom", "read_value", "restrict", "takes_long", "write_call", "write_value"]
 
 _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
@@ -56,7 +58,7 @@ _NAMES_A_CLASS = pickle.STACK_GLOBAL
 _table_length = struct.Struct("<I")
 
 _PRELUDE = SEEDS.prelude
-_loads = pickle.loads
+_loads: Callable[..., Any] = pickle.loads
 _idle: list[Encoding] = []
 _MOST_IDLE = 64
 
@@ -140,6 +142,14 @@ def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
         ) from error
     finally:
         enter_encoding(previous)
+
+
+def restrict(allowance: Allowance | None) -> None:
+    """Read, and call, only what ``allowance`` names from now on; None: whatever members send."""
+    global _loads
+    install(allowance)
+    _loads = pickle.loads if allowance is None else loads
+    forget_names()
 
 
 def is_custom(payload: bytes | memoryview) -> bool:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from farcall.transport.interface import Listener, Transport
 from farcall.transport.memory import MemoryListener, dial_memory
-from farcall.transport.tcp import TcpListener, dial_tcp
+from farcall.transport.tcp import TcpListener, dial_tcp, parse_tcp
+from farcall.transport.tls import Tls
 from farcall.transport.unix import UnixListener, dial_unix
 
 
@@ -34,9 +35,12 @@ def _way(address: str) -> _Way:
     return way
 
 
-def dial(address: str, timeout_s: float) -> Transport:
-    """Connect to ``address`` within ``timeout_s``, or raise ``DialFailed``."""
-    return _way(address).dial(address, timeout_s)
+def dial(address: str, timeout_s: float, tls: Tls | None = None) -> Transport:
+    """Connect to ``address`` within ``timeout_s``, or raise ``DialFailed``; with ``tls`` where a network is between."""
+    transport = _way(address).dial(address, timeout_s)
+    if tls is None or not transport.needs_sealing:
+        return transport
+    return tls.dialled(transport, parse_tcp(address)[0])
 
 
 def listen(address: str) -> Listener:

@@ -83,6 +83,10 @@ class Transport(ABC):
     peer_host: str = ""
     #: True where a network is between the two ends, and others may write to the connection
     needs_sealing: bool = False
+    #: what both ends have seen of each other, where they have, to be part of what they prove
+    binding: bytes = b""
+    #: the names that the other end may have, where it has shown them in a certificate and that is asked for
+    peer_names: frozenset[str] | None = None
     #: bytes that were offered, not taken, and will leave all the same: they are part of something that has begun
     pending_bytes: int = 0
     #: bytes that came and cannot be given out before more do

@@ -13,8 +13,7 @@ sooner; large ones by HMAC-SHA-256, which processors have instructions for (1.2 
 against 1.5 for 256 KiB). Both let other threads run meanwhile.
 
 Bodies are copied before they are sealed: a tensor that another thread changes while it is sent arrives torn, as over
-any connection, but must not break it. A record is made once: who was told that nothing was taken offers the same bytes
-again.
+any connection, but must not break it.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from struct import Struct
 from typing import Final
 
 from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportForged
+from farcall.transport.layer import Layer
 
 __all__ = ["MAX_BODY_BYTES", "SealedTransport"]
 
@@ -59,7 +59,7 @@ class _Sealer:
         return large.digest()[:_SEAL_BYTES]
 
 
-class SealedTransport(Transport):
+class SealedTransport(Layer):
     """One end of a sealed connection.
 
     Mutable: the record that is partly sent, and received bytes: of records that are incomplete, and of one that was
@@ -69,33 +69,20 @@ class SealedTransport(Transport):
     __slots__ = (
         "_body",
         "_end",
-        "_inner",
         "_receiving",
         "_room",
         "_sending",
         "_staging",
         "_start",
-        "_unsent",
         "_view",
-        "carries_descriptors",
-        "kind",
-        "peer_host",
-        "pending_bytes",
     )
-
-    needs_sealing = False
 
     def __init__(self, inner: Transport, *, send_key: bytes, receive_key: bytes, first_bytes: bytes = b"") -> None:
         """``first_bytes`` came behind the handshake."""
-        self._inner = inner
-        self.kind: str = inner.kind
-        self.peer_host: str = inner.peer_host
-        self.carries_descriptors: bool = False
+        super().__init__(inner)
         self._sending = _Sealer(send_key)
         self._receiving = _Sealer(receive_key)
         self._room = memoryview(b"")
-        self._unsent = memoryview(b"")
-        self.pending_bytes: int = 0
         self._staging = bytearray(max(16 * 1024, len(first_bytes)))
         self._view = memoryview(self._staging)
         self._staging[: len(first_bytes)] = first_bytes
@@ -122,12 +109,7 @@ class SealedTransport(Transport):
             self.pending_bytes = end - _HEAD.size
             _HEAD.pack_into(self._room, 0, self.pending_bytes, self._sending.seal(self._room[_HEAD.size : end]))
             self._unsent = self._room[:end]
-        taken = self._inner.send((self._unsent,))
-        self._unsent = self._unsent[taken:]
-        if self._unsent:
-            return 0
-        gone, self.pending_bytes = self.pending_bytes, 0
-        return gone
+        return self._push()
 
     def send_bytes(self, data: bytes) -> int:
         if self._unsent or not 0 < len(data) < _LARGE_BYTES:
@@ -210,35 +192,6 @@ class SealedTransport(Transport):
             )
         self._start = begins + size
         return body
-
-    # ------------------------------------------------------------------ all else is the connection's
-
-    def wait_readable(self, timeout_s: float) -> bool:
-        if self.closed:
-            return self._inner.wait_readable(timeout_s)
-        return self.buffered or self._inner.wait_readable(timeout_s)
-
-    def wait_writable(self, timeout_s: float) -> bool:
-        return self._inner.wait_writable(timeout_s)
-
-    def silent_s(self) -> float:
-        return self._inner.silent_s()
-
-    def fileno(self) -> int | None:
-        return self._inner.fileno()
-
-    def end_sending(self) -> None:
-        self._inner.end_sending()
-
-    def interrupt(self) -> None:
-        self._inner.interrupt()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._inner.closed
 
     def describe(self) -> str:
         return f"{self._inner.describe()}, sealed"

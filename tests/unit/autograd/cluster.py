@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from farcall.autograd.contexts import Context, Contexts
+from farcall.autograd.context import Context
+from farcall.autograd.contexts import Contexts
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message
 from farcall.errors import PeerDead
 

@@ -9,7 +9,8 @@ import torch
 from tests.unit.autograd.cluster import Hang, Network, Peer
 from torch.utils.checkpoint import checkpoint
 
-from farcall.autograd.contexts import Context, Contexts
+from farcall.autograd.context import Context
+from farcall.autograd.contexts import Contexts
 from farcall.autograd.passes import LocalPass
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass

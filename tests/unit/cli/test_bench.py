@@ -98,7 +98,11 @@ def test_what_is_written_can_be_read() -> None:
     assert case["statistics"]["p50"]["rounds"]["farcall"] == [60, 410]
     assert document["failures"] == [{"case": "send 1 MiB", "contender": "stock", "reason": "a <reason>"}]
     assert len(document["targets"]) == len(TARGETS)
-    ElementTree.fromstring(as_svg(results))
+    texts = [text.text for text in ElementTree.fromstring(as_svg(results)).iter("{http://www.w3.org/2000/svg}text")]
+    assert "farcall: better by this factor than stock torch.distributed.rpc" in texts
+    assert "time, median" in texts
+    far_better = results_of("no-op", "p50", stock=[100_000], farcall=[40])
+    assert "2,500x &gt;" in as_svg(far_better)  # its bar ends where the picture does
     ElementTree.fromstring(as_svg(Results([])))
 
 

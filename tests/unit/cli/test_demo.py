@@ -57,7 +57,7 @@ def test_the_picture_says_what_happened() -> None:
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "server1 killed," in texts
     assert "back after 0.50 s" in texts
-    assert "1 steps that failed, and were done again" in texts
+    assert "1 steps failed, and were repeated" in texts
     for operation in OPERATIONS:
         assert operation in texts
 

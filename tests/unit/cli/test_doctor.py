@@ -69,7 +69,7 @@ def test_variables_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_names() -> None:
-    assert "this machine wherever" in machine.host_name("localhost").found
+    assert "so other machines cannot use it" in machine.host_name("localhost").found
     assert "does not resolve" in machine.host_name("no-such-host.invalid").found
 
 

@@ -31,6 +31,18 @@ _ROW = 24
 _TOP = 56
 _BOTTOM = 30
 _BETTER, _WORSE, _INK, _LINE = "#2a7f62", "#b5473c", "#222222", "#cccccc"
+_MOST_EXPONENT = 5
+"""Bars end at 32x: one case that is better by thousands would make all others look alike."""
+_BASELINES = {Stock.name: "stock torch.distributed.rpc", Floor.name: "the floor (bare sockets and copies)"}
+_HEADINGS = {
+    "us": "time, median",
+    "p99": "time, 99th percentile",
+    "cpu": "processor time of both ends",
+    "calls/s": "calls per second",
+    "refs/s": "references per second",
+    "GiB/s": "bytes per second",
+    "open": "open descriptors",
+}
 _HELD = {True: "[green]holds[/]", False: "[red]MISSED[/]", None: "[dim]not measured[/]"}
 
 
@@ -142,37 +154,43 @@ def as_json(results: Results, verdicts: list[Verdict], rounds: int) -> bytes:
 
 def as_svg(results: Results) -> str:
     """The whole document."""
-    baseline, rows = _rows(results)
-    low = min([-1, *(math.floor(math.log2(ratio)) for _, ratio in rows)])
-    high = max([1, *(math.ceil(math.log2(ratio)) for _, ratio in rows)])
-    height = _TOP + _ROW * len(rows) + _BOTTOM
+    baseline, groups = _groups(results)
+    ratios = [ratio for rows in groups.values() for _, ratio in rows]
+    low = min([0, *(math.floor(math.log2(1.1 * ratio)) for ratio in ratios)])  # a bar just below 1 needs no room
+    high = min(_MOST_EXPONENT, max([1, *(math.ceil(math.log2(ratio)) for ratio in ratios)]))
+    height = _TOP + _ROW * (len(ratios) + len(groups)) + _BOTTOM
     width = _LABEL_WIDTH + _PLOT_WIDTH + _RIGHT
 
     def at(ratio: float) -> float:
-        return _LABEL_WIDTH + _PLOT_WIDTH * (math.log2(ratio) - low) / (high - low)
+        return _LABEL_WIDTH + _PLOT_WIDTH * (math.log2(max(2.0**low, min(ratio, 2.0**high))) - low) / (high - low)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="12" y="26" font-size="16">farcall: times better than {baseline} (logarithmic)</text>',
+        f'<text x="12" y="26" font-size="16">farcall: better by this factor than {_BASELINES[baseline]}</text>',
     ]
-    # Not more marks than fit: every power of two on a short axis, every fourth on a long one.
-    for exponent in range(low, high + 1, math.ceil((high - low) / 10)):
+    for exponent in range(low, high + 1):
         x = at(2.0**exponent)
         name = f"{2**exponent}x" if exponent >= 0 else f"1/{2**-exponent}"
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{height - _BOTTOM + 4}" stroke="{_LINE}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height - 10}" text-anchor="middle" font-size="11">{name}</text>')
-    for index, (name, ratio) in enumerate(rows):
-        y = _TOP + _ROW * index
-        left, right = sorted((at(1), at(ratio)))
-        colour = _BETTER if ratio >= 1 else _WORSE
-        parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
-        parts.append(
-            f'<rect x="{left:.1f}" y="{y + 3}" width="{max(1.0, right - left):.1f}" height="{_ROW - 8}" '
-            f'fill="{colour}"/>'
-        )
-        parts.append(f'<text x="{right + 6:.1f}" y="{y + 15}">{figure(ratio)}x</text>')
+    y = _TOP
+    for heading, rows in groups.items():
+        parts.append(f'<text x="12" y="{y + 15}" font-weight="bold">{escape(heading)}</text>')
+        for name, ratio in rows:
+            y += _ROW
+            left, right = sorted((at(1), at(ratio)))
+            colour = _BETTER if ratio >= 1 else _WORSE
+            # A bar that leaves the picture says so: its figure counts, not its length.
+            beyond = " >" if ratio > 2.0**high else ""
+            parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+            parts.append(
+                f'<rect x="{left:.1f}" y="{y + 3}" width="{max(1.0, right - left):.1f}" height="{_ROW - 8}" '
+                f'fill="{colour}"/>'
+            )
+            parts.append(f'<text x="{right + 6:.1f}" y="{y + 15}">{figure(ratio)}x{escape(beyond)}</text>')
+        y += _ROW
     parts.append(
         f'<line x1="{at(1):.1f}" y1="{_TOP - 6}" x2="{at(1):.1f}" y2="{height - _BOTTOM + 4}" stroke="{_INK}"/>'
     )
@@ -180,14 +198,17 @@ def as_svg(results: Results) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _rows(results: Results) -> tuple[str, list[tuple[str, float]]]:
+def _groups(results: Results) -> tuple[str, dict[str, list[tuple[str, float]]]]:
+    """What farcall is compared with, and the bars by what they measure."""
     for baseline in (Stock.name, Floor.name):
-        rows = [
-            (label(results, case, statistic), median(ratios))
-            for case in results.cases
-            for statistic in results.statistics(case)
-            if (ratios := results.times_better(case, Farcall.name, baseline, statistic))
-        ]
-        if rows:
-            return baseline, rows
-    return Stock.name, []
+        groups: dict[str, list[tuple[str, float]]] = {}
+        for case in results.cases:
+            for statistic in results.statistics(case):
+                ratios = results.times_better(case, Farcall.name, baseline, statistic)
+                if ratios:
+                    measured = statistic if statistic in LOWER_IS_BETTER else case.unit
+                    heading = _HEADINGS.get(measured, measured)
+                    groups.setdefault(heading, []).append((case.name, median(ratios)))
+        if groups:
+            return baseline, groups
+    return Stock.name, {}

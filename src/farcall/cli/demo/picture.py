@@ -20,9 +20,22 @@ _WIDTH, _HEIGHT = 1000, 560
 _INK, _FAINT, _LINE = "#24292f", "#6e7781", "#d8dee4"
 _ALARM, _ALARM_FILL = "#cf222e", "#ffebe9"
 _TRAINER_COLOURS = ("#0969da", "#bc4c00")
-_OPERATION_COLOURS = ("#0969da", "#1a7f37", "#8250df", "#9a6700")
+_OPERATION_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
+"""Four that everybody can tell apart, people with weak colour vision included, on white and on black."""
 _SPIRALS = ("#0969da", "#bc4c00")
 _SHADES = ("#a8d0ff", "#c4dfff", "#e0eeff", "#f6f8fa", "#fff0e2", "#ffdcbe", "#ffc595")
+_DARK = {
+    "white": "#0d1117",
+    _INK: "#e6edf3",
+    _FAINT: "#9198a1",
+    _LINE: "#30363d",
+    _ALARM: "#ff7b72",
+    _ALARM_FILL: "#3c1618",
+    "#0969da": "#58a6ff",
+    "#bc4c00": "#f0883e",
+    **dict(zip(_SHADES, ("#123a63", "#12304f", "#11243a", "#161b22", "#2e2116", "#452c16", "#5c3917"), strict=True)),
+}
+"""Where the reader's screen is dark: the colour instead of each."""
 _SHOWN_POINTS = 400
 _SMOOTHED = 20
 """A point of a trainer's curve is the mean of so many steps."""
@@ -55,10 +68,11 @@ def as_svg(figures: Figures) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
+        _dark_style(),
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         _text(24, 32, "farcall demo", size=19, bold=True),
         _text(
-            150,
+            184,
             32,
             f"{len(SERVERS)} parameter servers, {len(TRAINERS)} trainers, {len(figures.steps)} steps through "
             f"distributed autograd; {death.worker} is killed and comes back",
@@ -72,6 +86,13 @@ def as_svg(figures: Figures) -> str:
     parts += _legend(figures)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
+
+
+def _dark_style() -> str:
+    rules = "".join(
+        f'[{what}="{light}"]{{{what}:{dark}}}' for light, dark in _DARK.items() for what in ("fill", "stroke")
+    )
+    return f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
 
 
 def _losses(figures: Figures, end_s: float) -> Iterable[str]:
@@ -90,7 +111,7 @@ def _losses(figures: Figures, end_s: float) -> Iterable[str]:
         dots, curve = ([panel.y(min(value, panel.y_to)) for value in values] for values in (losses, means))
         yield _dots(zip(xs, dots, strict=True), colour, 2.4, 0.35)
         curves.append(_curve(zip(xs, curve, strict=True), colour))
-        curves.append(_text(panel.left + panel.width - 8, panel.top + 16 + 16 * index, name, colour, end=True))
+        curves.append(_text(panel.left + panel.width - 80 * (len(TRAINERS) - 1 - index), 64, name, colour, end=True))
     yield from curves
 
 
@@ -108,7 +129,7 @@ def _latencies(figures: Figures, end_s: float) -> Iterable[str]:
         places = [
             (panel.x(step.begun_s - figures.begun_s), panel.y(math.log10(step.took_s[index]))) for step in figures.steps
         ]
-        yield _dots(places, _OPERATION_COLOURS[index], 2.2, 0.45)
+        yield _dots(places, _OPERATION_COLOURS[index], 2.6, 0.6)
     failed = [
         (panel.x(outage.begun_s - figures.begun_s), panel.y(math.log10(outage.ended_s - outage.begun_s)))
         for outage in figures.outages
@@ -154,20 +175,20 @@ def _learned(figures: Figures) -> Iterable[str]:
 
 def _legend(figures: Figures) -> Iterable[str]:
     left, top = 688, 404
-    for x, heading in ((left + 204, "p50"), (left + 288, "p99")):
+    for x, heading in ((left + 222, "p50"), (left + 288, "p99")):
         yield _text(x, top, heading, _FAINT, end=True)
     for index, name in enumerate(OPERATIONS):
         y = top + 24 + 24 * index
         half_s, most_s = latency_s(figures.steps, index)
         yield f'<circle cx="{left + 6}" cy="{y - 4}" r="5" fill="{_OPERATION_COLOURS[index]}"/>'
         yield _text(left + 18, y, name)
-        yield _text(left + 204, y, _duration(half_s), end=True)
+        yield _text(left + 222, y, _duration(half_s), end=True)
         yield _text(left + 288, y, _duration(most_s), end=True)
 
     y = top + 24 + 24 * len(OPERATIONS)
     waited_s = max((outage.ended_s - outage.begun_s for outage in figures.outages), default=0.0)
     yield f'<circle cx="{left + 6}" cy="{y - 4}" r="5" fill="{_ALARM}"/>'
-    yield _text(left + 18, y, f"{len(figures.outages)} steps that failed, and were done again", _ALARM)
+    yield _text(left + 18, y, f"{len(figures.outages)} steps failed, and were repeated", _ALARM)
     yield _text(left + 288, y, _duration(waited_s), _ALARM, end=True)
 
 

@@ -84,7 +84,7 @@ def codec(why_not: str) -> Finding:
         return ok("codec", "compiled: plain values and tensors are written and read without Python code")
     return note(
         "codec",
-        f"in Python, which costs some 30 us more for a call with tensors: {why_not}",
+        f"in Python, which costs about 30 us more for a call with tensors: {why_not}",
         "it needs torch 2.10 or later; install farcall from a wheel with it, or where there are a C compiler and "
         "Python's headers",
     )
@@ -101,7 +101,7 @@ def secret(options: RpcBackendOptions) -> Finding:
         return wrong("secret", str(error), f"set {ENV_SECRET}")
     return note(
         "secret",
-        "none is set: members prove a key of this user's on this machine, and meet nobody of another machine or user",
+        "none is set: only processes of this user on this machine can meet",
         f"for several machines or users: {ADD_A_SECRET}",
     )
 
@@ -121,17 +121,18 @@ def host_name(name: str) -> Finding:
     except OSError as error:
         return note(
             "host name",
-            f"{name} does not resolve here ({error})",
+            f"The name {name} does not resolve here ({error})",
             f"farcall does not need it; torch's gloo may. Add it to /etc/hosts, or give addresses ({ENV_ADVERTISE})",
         )
     places = ", ".join(found)
     if all(is_loopback(place) for place in found):
         return note(
             "host name",
-            f"{name} is {places}, which means this machine wherever it is looked up",
-            "farcall tells the others another address, see the next line; as MASTER_ADDR it will do if they know it",
+            f"The name {name} resolves to {places}, so other machines cannot use it",
+            "Workers tell the others another address: see the next line. As MASTER_ADDR the name works if the others "
+            "resolve it to an address of this machine",
         )
-    return ok("host name", f"{name} is {places}")
+    return ok("host name", f"{name} resolves to {places}")
 
 
 def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
@@ -145,12 +146,12 @@ def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
         return note(
             "address",
             f"{found}; it is no address of this machine",
-            "right where addresses are translated between here and the others; try it with farcall doctor HOST:PORT",
+            "correct if addresses are translated on the way to the others; check with farcall doctor HOST:PORT",
         )
     if is_loopback(host):
         return note(
             "address",
-            f"{found}; nobody elsewhere can reach that",
+            f"{found}; other machines cannot reach it",
             f"for several hosts: set MASTER_ADDR to a host that all reach, or {ENV_ADVERTISE} here",
         )
     return ok("address", found)
@@ -231,9 +232,7 @@ def shared_memory(options: RpcBackendOptions) -> Finding:
 def memory(limit_bytes: int, left_bytes: int | None) -> Finding:
     """Is there as much memory as a worker may take for sending?"""
     if left_bytes is None:
-        return note(
-            "memory", "how much is left cannot be read here", "watch it yourself: shared memory counts as memory"
-        )
+        return note("memory", "cannot be read here", "shared memory counts as memory of the machine: watch it yourself")
     found = (
         f"{left_bytes / GIBIBYTE:.1f} GiB left; a worker may take {limit_bytes / GIBIBYTE:.1f} GiB of it for sending"
     )

@@ -46,6 +46,8 @@ def workers(found_rows: Sequence[Row], silent: Sequence[WorkerState]) -> list[Va
                 "host": one.host,
                 "process": one.process_id,
                 "up_s": one.up_s,
+                "cpus": row.cpus,
+                "memory": one.memory_bytes,
                 "calls": row.called_per_s,
                 "served": row.served_per_s,
                 **_percentiles(row.latency),

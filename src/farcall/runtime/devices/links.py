@@ -44,6 +44,7 @@ from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.serialize.allowance import loads
 
 __all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
 
@@ -277,7 +278,7 @@ class DeviceLink:
             elif device is None:
                 why_not = "that device is not visible there"
             else:
-                export, handle = pickle.loads(message.opener)
+                export, handle = loads(message.opener)
                 self._api.open(export, device)
                 self._api.open_event(handle, device)
                 self._segments.devices[message.device] = device

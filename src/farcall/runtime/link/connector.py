@@ -42,7 +42,7 @@ from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target
+from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, tls_for
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Transport
@@ -122,6 +122,7 @@ class Connector:
         self._allowed = options.allowed_transports
         self._reconnect_s = options.membership.reconnect_s
         self._secret = secret
+        self._tls = tls_for(options, secret)
         self._firsts: dict[int, _First] = {}  # by incarnation
         self._ties: dict[int, _Tie] = {}  # by incarnation
         self._diallers: dict[Dialler, Transport | None] = {}  # with the connection that nobody has taken yet
@@ -156,7 +157,7 @@ class Connector:
                 found.close()
 
         is_member = partial(self._is_member, target.incarnation)
-        dialler = Dialler(dial, target, me, self._secret, on_end=on_end, is_member=is_member)
+        dialler = Dialler(dial, target, me, self._secret, tls=self._tls, on_end=on_end, is_member=is_member)
         self._diallers[dialler] = None
         dialler.start()
         return dialler

@@ -20,14 +20,26 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Final
 
 from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
+from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import NONCE_BYTES, Hello, RefusalReason, Refused, Side
+from farcall.protocol.hello import (
+    NONCE_BYTES,
+    Hello,
+    Observe,
+    RefusalReason,
+    Refused,
+    Side,
+    observer_key,
+    refuse,
+    tls_key,
+)
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -35,8 +47,9 @@ from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
 from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
+from farcall.transport.tls import Tls, TlsFailed, tls_of
 
-__all__ = ["WITHIN_THE_HOST", "Dialler", "Found", "Target", "prove", "sealed", "usable_ways"]
+__all__ = ["WITHIN_THE_HOST", "Dialler", "Found", "Target", "check_name", "prove", "sealed", "tls_for", "usable_ways"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -112,6 +125,7 @@ class Dialler:
         secret: bytes,
         *,
         on_end: Callable[[Dialler, Ended, Found], None] = lambda dialler, ended, found: None,
+        tls: Tls | None = None,
         is_member: Callable[[], bool] = lambda: False,
     ) -> None:
         """``me`` says what is wanted. ``on_end`` is called once, on this object's thread, also where it was stopped."""
@@ -119,6 +133,7 @@ class Dialler:
         self._target = target
         self._me = me
         self._secret = secret
+        self._tls = tls
         self._on_end = on_end
         self._is_member = is_member
         self._ended = False
@@ -212,7 +227,7 @@ class Dialler:
         for way in target.ways:
             kind = way.partition(":")[0]
             try:
-                transport = dial(way, max(0.05, min(connect_s, deadline - monotonic())))
+                transport = dial(way, max(0.05, min(connect_s, deadline - monotonic())), self._tls)
             except DialRefused as error:
                 if kind in WITHIN_THE_HOST:
                     if kind == target.lost_kind:
@@ -249,6 +264,9 @@ class Dialler:
                 return Found(outcome, str(error), error=error)
             except TransportError as error:
                 failure = error
+                if isinstance(error, TlsFailed) and goal in (Goal.START, Goal.JOIN):
+                    # Certificates that do not do now will not in a moment; one that was connected may have renewed its.
+                    return Found(Outcome.REJECTED, str(error), error=HandshakeRefused(str(error)))
             finally:
                 self._transport = None
                 if found is None:
@@ -267,6 +285,22 @@ class Dialler:
 
 def _nobody(way: str) -> str:
     return f"its process or its node has ended, nobody listens at {way} any more; its own output may say why"
+
+
+def tls_for(options: RpcBackendOptions, secret: bytes) -> Tls | None:
+    """What connections of a member over a network are protected by, if its options say so."""
+    return None if options.tls is None else tls_of(options.tls, tls_key(observer_key(secret)))
+
+
+def check_name(transport: Transport, peer: Hello) -> None:
+    """Raise ``HandshakeRefused`` where a proven peer has a name that its certificate does not allow."""
+    names = transport.peer_names
+    if names is not None and peer.member.name not in names and not isinstance(peer.purpose, Observe):
+        raise refuse(
+            RefusalReason.NOT_ADMITTED,
+            f"{peer.member.name!r} is not among the names in its certificate, {', '.join(sorted(names)) or 'none'} "
+            "(TlsOptions(bind_names=True))",
+        )
 
 
 def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:
@@ -289,7 +323,9 @@ def prove(
 
     Without a ``name``, any member of the cluster will do.
     """
-    handshake = Handshake(Side.DIALER, me, secret, secrets.token_bytes(NONCE_BYTES), expected_peer=name)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    binding = partial(getattr, transport, "binding")
+    handshake = Handshake(Side.DIALER, me, secret, nonce, expected_peer=name, binding=binding)
     name = name or "the peer"
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)
@@ -308,6 +344,7 @@ def prove(
             raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
         outgoing, established = handshake.receive(memoryview(buffer)[:count])
         if established is not None:
+            check_name(transport, established.peer)
             return sealed(transport, established, Side.DIALER)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -18,9 +19,10 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import sealed
+from farcall.runtime.link.dialler import check_name, sealed
 from farcall.transport.address import listen
 from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
+from farcall.transport.tls import Tls
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -92,16 +94,18 @@ class PeerListener:
         why_not: Callable[[Hello], str | None],
         on_member: Callable[[Transport, Established], object],
         returning: Returning | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Begin to accept. ``why_not`` says why a proven member is not wanted, or None; others go to ``on_member``.
 
-        Those who come back to a session go to ``returning``.
+        Those who come back to a session go to ``returning``. ``tls`` protects connections over a network.
         """
         self._me = me
         self._secret = secret
         self._why_not = why_not
         self._on_member = on_member
         self._returning = returning
+        self._tls = tls
         for listener in self._listeners:
             descriptor = listener.fileno()
             if descriptor is None:
@@ -129,7 +133,10 @@ class PeerListener:
                 self._tell("too many connections that prove nothing", transport)
                 transport.close()
                 continue
-            handshake = Handshake(Side.LISTENER, self._me, self._secret, secrets.token_bytes(NONCE_BYTES))
+            if self._tls is not None and transport.needs_sealing:
+                transport = self._tls.accepted(transport)
+            nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
+            handshake = Handshake(Side.LISTENER, self._me, self._secret, nonce, binding=binding)
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)
@@ -168,6 +175,7 @@ class PeerListener:
                 raise DialFailed("it closed the connection before it proved anything")
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
             if established is not None:
+                check_name(guest.transport, established.peer)
                 reply += self._welcome(guest, established.peer)
             if reply and guest.transport.send((reply,)) < len(reply):
                 raise DialFailed("it does not read")

@@ -17,13 +17,16 @@ from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target
+from farcall.runtime.link.dialler import Dialler, Target, tls_for
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.transport.interface import Transport
 
 __all__ = ["Mesh"]
+
+LATE_S = 3.0
+"""How long, after time is up, those are tried whose turn had not come: the error should say what is wrong with them."""
 
 
 class Mesh:
@@ -32,6 +35,7 @@ class Mesh:
     def __init__(self, membership: Membership, options: RpcBackendOptions, peers: PeerTable) -> None:
         self._membership = membership
         self._allowed = options.allowed_transports
+        self._tls = tls_for(options, membership.secret)
         self._peers = peers
         self._hello = Hello(membership.me, membership.cluster_id)
         self._changed = Gate()  # opened whenever a member was connected
@@ -45,6 +49,7 @@ class Mesh:
             why_not=self._why_not,
             on_member=lambda transport, established: self._on_member(transport, established, dialled=False),
             returning=self._peers.connector,
+            tls=self._tls,
         )
         failures = {member.rank: why for member in membership.members if (why := self._dial(member, deadline))}
         expected = [member for member in membership.members if member.rank != membership.rank]
@@ -64,6 +69,8 @@ class Mesh:
         membership = self._membership
         if member.rank >= membership.rank:
             return ""
+        if monotonic() >= deadline + LATE_S:
+            return "time was up before its turn came"
         target = Target.of(member, self._allowed)
         if not target.ways:
             raise InitError(
@@ -74,7 +81,7 @@ class Mesh:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         dial = Dial(Goal.START, until=deadline, now=monotonic(), backoff=backoff)
         me = self._hello.wanting(Connect(is_first=True))
-        ended, found = Dialler(dial, target, me, membership.secret).run()
+        ended, found = Dialler(dial, target, me, membership.secret, tls=self._tls).run()
         if found.error is not None:
             raise found.error
         if found.transport is None or found.established is None:

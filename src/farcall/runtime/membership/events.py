@@ -263,7 +263,7 @@ class MemberChanges:
         peer.close()
         self._admission.forget(peer)
         if peer.leaving:
-            level = logging.INFO if peer.farewell == LEFT else logging.WARNING
+            level = logging.DEBUG if peer.farewell == LEFT else logging.WARNING
             logger.log(level, "%s: %s %s", self._name, peer.info.name, peer.farewell)
         elif not self._is_over():
             self.peers_lost += 1

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -60,6 +60,7 @@ from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.runtime.rendezvous.static import join
 from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.serialize.allowance import INSTALLED
 
 __all__ = ["Runtime", "start_runtime"]
 
@@ -102,7 +103,8 @@ def start_runtime(
         finally:
             sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
         incarnation = new_incarnation(secrets.randbits(62))
-        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token())
+        trust: Literal["code", "calls"] = "code" if INSTALLED.allowance is None else "calls"
+        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
         if place.is_dynamic:
             entry = DynamicRendezvous(place, me, options, deadline)
             membership = entry.membership

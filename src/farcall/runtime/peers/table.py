@@ -191,7 +191,7 @@ class PeerTable:
         info = WorkerInfo(member.name, member.rank)
         transport = self._host.wrap(transport, info)
         incarnation = member.incarnation
-        logger.info("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
+        logger.debug("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
         if not self._is_static and not dialled and member.admission:
             self._introductions[incarnation] = member
             self.watch.on_message(incarnation, Introduction(member))

@@ -51,7 +51,7 @@ def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost
         chosen = _own_host()
     else:
         chosen = _host_towards(store_host)
-    logger.info("advertising %s: %s", chosen.host, chosen.reason)
+    logger.debug("advertising %s: %s", chosen.host, chosen.reason)
     if is_loopback(chosen.host) and store_host is not None and not is_local(store_host):
         logger.warning(
             "advertising the loopback address %s, but the store is on another host (%s): nodes elsewhere "

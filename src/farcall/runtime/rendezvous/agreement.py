@@ -102,6 +102,12 @@ def check_agreement(slots: Sequence[Slot]) -> None:
             )
         by_name[member.name] = member.rank
     _check_same(slots, lambda slot: f"world_size={slot.world_size}", BadRank, "give every process the same world_size")
+    _check_same(
+        slots,
+        lambda slot: f"trust in {slot.member.trust}",
+        InitError,
+        "have every process call farcall.allow before init_rpc, or none",
+    )
     check_device_maps({slot.member.name: slot.devices for slot in slots})
 
 

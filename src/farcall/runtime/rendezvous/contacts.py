@@ -27,6 +27,7 @@ from farcall.protocol.member import Member
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import as_text
 from farcall.runtime.rendezvous.records import Records
+from farcall.runtime.rendezvous.store import MeetingPlace, StoreLost, is_served
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -58,13 +59,22 @@ class Contacts:
     def __init__(self, records: Records, attempt: str) -> None:
         self._records = records
         self._key = members_key(attempt)
-        self._static_key = f"farcall/{attempt}/generation"
+        self._static_keys = (f"farcall/{attempt}/generation", f"farcall/{attempt}/0/slot/0")
 
     def enter(self, me: Member) -> Group:
         """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
-        if self._records.store.check([self._static_key]):
+        if any(self._records.store.check([key]) for key in self._static_keys):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
         return self.refresh([me])
+
+    def check_nobody(self, name: str, world_size: int) -> None:
+        """Raise where somebody is on the list: ``name`` waits, in a group of fixed size, for one that will not come."""
+        found = self._records.read(self._key)
+        names = ", ".join(contact.name for contact in _read_group(found).contacts) if found else ""
+        if names:
+            raise InitError(
+                f"{MIXED} {name} gave world_size {world_size}, and {names} gave none: give it to all, or to none."
+            )
 
     def leave(self, me: Member) -> None:
         """Take ``me`` off the list."""
@@ -95,8 +105,9 @@ class Upkeep:
     without one.
     """
 
-    def __init__(self, contacts: Contacts, peers: PeerTable) -> None:
+    def __init__(self, contacts: Contacts, peers: PeerTable, place: MeetingPlace) -> None:
         self._contacts = contacts
+        self._place = place
         self._peers = peers
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -129,6 +140,8 @@ class Upkeep:
                     return
                 self._again = False
             try:
+                if not is_served(self._place):
+                    raise StoreLost(f"nobody serves {self._place.name} any more")
                 self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
             except Exception as error:
                 logger.info("the list of contacts is not kept up any more: %s", error)

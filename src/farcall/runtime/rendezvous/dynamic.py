@@ -30,14 +30,14 @@ from farcall.protocol.member import Member
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target
+from farcall.runtime.link.dialler import Dialler, Target, tls_for
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, is_served, open_store
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -110,6 +110,7 @@ class Search:
         self._meeting = meeting
         self._me = me
         self._allowed = options.allowed_transports
+        self._tls = tls_for(options, meeting.secret)
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
@@ -191,7 +192,7 @@ class Search:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
         me = Hello(self._me, meeting.cluster_id)
-        ended, found = Dialler(dial, target, me, meeting.secret).run()
+        ended, found = Dialler(dial, target, me, meeting.secret, tls=self._tls).run()
         if ended.step is Step.VANISHED:
             if found.error is not None:
                 self._why[name or target.ways[0]] = ended.why
@@ -240,11 +241,12 @@ class DynamicRendezvous:
             why_not=lambda peer: None,  # to be heard about membership; all else the members decide
             on_member=lambda transport, established: peers.connected(transport, established, False),
             returning=peers.connector,
+            tls=tls_for(self._options, membership.secret),
         )
         newcomer = _Newcomer(membership, listener, loop, peers)
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
-            self._upkeep = Upkeep(self.contacts, peers)
+            self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True)))
         others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
@@ -260,11 +262,16 @@ class DynamicRendezvous:
 
     def withdraw(self) -> None:
         """Take this node off the list, if the store still answers."""
-        contacts, me = self.contacts, self.membership.me
+        contacts, me, place = self.contacts, self.membership.me, self._meeting.place
         self.close()
         if contacts is not None:
+
+            def leave(cancelled: threading.Event) -> None:
+                if is_served(place):
+                    contacts.leave(me)
+
             try:
-                in_bounded_time(lambda _: contacts.leave(me), STORE_S, self._meeting.place.name)
+                in_bounded_time(leave, STORE_S, place.name)
             except Exception as error:
                 logger.info("%s: the store does not answer any more: %s", me.name, error)
 

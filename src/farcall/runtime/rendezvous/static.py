@@ -47,6 +47,7 @@ from farcall.runtime.rendezvous.agreement import (
     read_slot,
     read_table,
 )
+from farcall.runtime.rendezvous.contacts import Contacts
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.runtime.rendezvous.records import Proofs, Records, Unproved, secret_of
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
@@ -136,8 +137,6 @@ class StaticRendezvous:
     def _raise_store_gone(self, why: str) -> NoReturn:
         missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
         raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
-
-    # The store, with short names.
 
     @property
     def _open(self) -> Records:
@@ -248,6 +247,7 @@ class StaticRendezvous:
         if time.monotonic() < self._next_beat:
             return
         self._patience.look(self._absent)
+        Contacts(self._open, self.place.attempt).check_nobody(self._me.name, self.place.world_size)
         self._next_beat = time.monotonic() + _BEAT_S
         self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
         if not self._heard_first:

@@ -32,7 +32,15 @@ from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.transport.tcp import parse_tcp
 
-__all__ = ["KeyStore", "MeetingPlace", "StoreLost", "find_meeting_place", "loopback_listener", "open_store"]
+__all__ = [
+    "KeyStore",
+    "MeetingPlace",
+    "StoreLost",
+    "find_meeting_place",
+    "is_served",
+    "loopback_listener",
+    "open_store",
+]
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
@@ -351,6 +359,17 @@ def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threa
             if time.monotonic() + pause_s >= deadline or cancelled.is_set():
                 raise _unreachable(place, error) from error
         cancelled.wait(pause_s)
+
+
+def is_served(place: MeetingPlace) -> bool:
+    """Does anybody listen where the store was? torch's client prints a stack where it asks one that is gone."""
+    if place.host is None:
+        return True
+    try:
+        socket.create_connection((place.host, place.port), timeout=STORE_ANSWER_S).close()
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def _unreachable(place: MeetingPlace, error: Exception) -> InitError:

@@ -140,7 +140,7 @@ def dial_that(*outcomes: Exception) -> Callable[[str, float], Transport]:
     """Dials that fail in these ways, and then in the last one."""
     left = list(outcomes)
 
-    def dial(address: str, timeout_s: float) -> Transport:
+    def dial(address: str, timeout_s: float, tls: object = None) -> Transport:
         raise left.pop(0) if len(left) > 1 else left[0]
 
     return dial
@@ -181,7 +181,7 @@ def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.Monkey
 def test_a_stop_ends_a_pause_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: Queue[Any] = Queue()
 
-    def dial(address: str, timeout_s: float) -> Transport:
+    def dial(address: str, timeout_s: float, tls: object = None) -> Transport:
         tried.put(address)
         raise DialFailed("no answer")
 

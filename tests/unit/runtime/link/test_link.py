@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from queue import Queue
 
@@ -12,6 +13,7 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, Frame, encode_frame, encode_small
 from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.transport.memory import memory_pair
@@ -244,3 +246,40 @@ def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
     assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+
+
+class Late(deque[Frame]):
+    """Decoded frames whose reader is found to be late whenever it looks whether there is another one."""
+
+    def __init__(self, standby: Standby) -> None:
+        super().__init__()
+        self.standby = standby
+
+    def __len__(self) -> int:
+        for watch in list(self.standby._running.values()):
+            self.standby._take_over(watch)
+        return super().__len__()
+
+
+def test_a_reader_found_late_between_two_frames_has_the_role_or_has_it_not(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = ends
+    incoming = right.link.incoming
+    readers: list[int] = []
+    passed_on: list[int] = []
+    monkeypatch.setattr(type(incoming), "pass_on", lambda _: passed_on.append(len(readers)))
+    done = threading.Event()
+
+    def on_frame(frame: Frame) -> None:
+        readers.append(threading.get_ident())
+        incoming.watch_reader()
+        if frame.call_id == 3:
+            done.set()
+
+    incoming._on_frame = on_frame
+    incoming._frames = Late(right.loop.standby)
+    left.link.outgoing.send(small(1) + small(2) + small(3))
+    assert done.wait(PATIENCE_S)
+    assert len(set(readers)) == 1
+    assert passed_on == []

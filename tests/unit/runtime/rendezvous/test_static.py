@@ -452,7 +452,7 @@ def test_a_file_in_a_directory_that_is_not_there_is_told_at_once() -> None:
 
 
 def test_the_users_word_comes_first(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "farcall"):
+    with caplog.at_level(logging.DEBUG, "farcall"):
         assert addresses.choose_host("my.host", "127.0.0.1").host == "my.host"
     assert "advertising my.host" in caplog.text
 

@@ -120,6 +120,8 @@ const COLUMNS = [
   ["rank", "rank", (worker) => worker.rank],
   ["name", "worker", (worker) => worker.name, "name"],
   ["state", "state", (worker) => worker.state, "text", (worker) => (isBad(worker) ? "bad" : isWell(worker.state) ? "" : "warn")],
+  ["cpus", "cpu", (worker) => (worker.cpus === undefined ? "" : `${Math.round(100 * worker.cpus)} %`)],
+  ["memory", "memory", (worker) => (worker.memory ? size(worker.memory) : "")],
   ["calls", "calls/s", (worker) => count(worker.calls)],
   ["served", "served/s", (worker) => count(worker.served)],
   ["p50", "median", (worker) => duration(worker.p50)],

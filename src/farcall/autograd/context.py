@@ -1,0 +1,226 @@
+"""One distributed autograd context at one worker: its sends and receives, its passes and its gradients.
+
+Calls that leave and arrive are recorded in it; passes are made here (`originate`) or by a message (`take`). Gradients
+for a pass that this worker has not joined yet are kept until it joins, those of a pass that is over are dropped. Which
+contexts there are is the business of `Contexts`.
+
+Threads that touch a context: those that are in it (`RECORDING`, a context variable), the readers and senders of its
+messages, the I/O thread when a peer is lost, and those that run passes. Its lock guards all its tables; nothing is sent
+and no graph runs under it. It is reentrant: garbage may be collected under it, and a destructor may make a call that is
+recorded here.
+
+Invariant: under the lock, a receive is either part of a pass's snapshot or answers that pass by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from _thread import RLock  # the type: threading.RLock is a function around it
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farcall.autograd.functions import Edge, Node, SendFunction, make_receive
+from farcall.autograd.leaves import add_gradients
+from farcall.autograd.passes import Event, Gradient, LocalPass
+from farcall.protocol.gradients import AbortPass, BackwardPass, Begin, PassId, StartPass
+from farcall.serialize.recording import RECORDING, Recording
+
+if TYPE_CHECKING:
+    from farcall.autograd.contexts import Contexts
+
+__all__ = ["Context"]
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Context:
+    """One distributed autograd context at one worker.
+
+    Mutable, under its lock: the sends and receives recorded, the passes joined, the gradients of leaves, and
+    ``released``, after which nothing is recorded any more.
+    """
+
+    def __init__(self, context_id: int, contexts: Contexts) -> None:
+        self.id = context_id
+        self.contexts = contexts
+        self.released: bool = False
+        self.lock: threading.RLock = RLock()
+        self.sends: dict[int, SendFunction] = {}
+        self.receives: dict[int, Node] = {}
+        self.declined: list[tuple[int, int]] = []  # (sender, message id) of messages that arrived and are not used
+        self.known_workers: set[int] = set()  # workers that were told of this context from here
+        self.peers: set[int] = set()  # these, and the senders of what arrived
+        self.passes: dict[PassId, LocalPass] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._early: dict[PassId, list[Event]] = {}  # for passes that this worker has not joined yet
+        self._over_below: dict[int, int] = {}  # by origin: all its passes with smaller numbers are over
+        self._given_up: set[PassId] = set()
+        self._next_number = 0
+
+    # The names that programs written for torch.distributed.autograd use.
+    def _context_id(self) -> int:
+        return self.id
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        with self.lock:
+            return dict(self.sends)
+
+    def _recv_functions(self) -> dict[int, Node]:
+        with self.lock:
+            return dict(self.receives)
+
+    def _known_worker_ids(self) -> set[int]:
+        with self.lock:
+            return set(self.known_workers)
+
+    def __repr__(self) -> str:
+        return f"<Context {self.id}: {len(self.sends)} sends, {len(self.receives)} receives>"
+
+    # --- as a `Recording`: called while messages are written and read -------------------------------------------
+
+    def admits(self, peer: Any) -> bool:
+        """Whether messages to ``peer`` belong to this context: not after it ended, nor where gradients are off."""
+        return not self.released and torch.is_grad_enabled() and self.contexts.port.knows(peer)
+
+    def record_send(self, peer: Any, tensors: Sequence[torch.Tensor]) -> int:
+        """Record a message that leaves; return the id to send with it, 0 if no tensor needs a gradient.
+
+        Nothing is recorded in a context that was released meanwhile.
+        """
+        send = None
+        if torch.is_grad_enabled():
+            needing = list(filter(_requires_grad, tensors))
+            if needing:
+                send = SendFunction(self.contexts.next_message_id(), peer.number, needing)
+        with self.lock:
+            if self.released:
+                return 0
+            self.known_workers.add(peer.number)
+            self.peers.add(peer.number)
+            if send is None:
+                return 0
+            self.sends[send.message_id] = send
+        return send.message_id
+
+    def withdraw_send(self, message_id: int) -> None:
+        """Forget a message that did not leave after all: no receive would ever answer for it."""
+        with self.lock:
+            send = self.sends.pop(message_id, None)
+            passes = list(self.passes.values())
+        if send is not None:
+            for local in passes:
+                local.post(Gradient(self.id, local.machine.pass_id, message_id, {}))
+
+    def record_receive(self, peer: Any, message_id: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
+        needing = list(filter(_requires_grad, tensors))
+        if not needing:
+            self.decline_receive(peer, message_id)
+            return
+        node = make_receive(peer.number, message_id, needing)
+        with self.lock:
+            if self.released:
+                return
+            self.peers.add(peer.number)
+            self.receives[message_id] = node
+            passes = list(self.passes.values())
+        for local in passes:
+            local.answer_late(message_id, peer.number)
+
+    def decline_receive(self, peer: Any, message_id: int) -> None:
+        """Note that a message will never be used here: its sender hears "none" in every pass."""
+        with self.lock:
+            self.peers.add(peer.number)
+            self.declined.append((peer.number, message_id))
+            passes = list(self.passes.values())
+        for local in passes:
+            local.answer_late(message_id, peer.number)
+
+    def enter(self) -> Recording | None:
+        """Put this thread into the context; return the one it was in, to be set again afterwards."""
+        previous = RECORDING.get()
+        RECORDING.set(self)
+        return previous
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def originate(self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None) -> LocalPass:
+        """Make a pass that starts here."""
+        me = self.contexts.port.worker_id
+        with self.lock:
+            pass_id = PassId(me, self._next_number)
+            self._next_number += 1
+            over_below = pass_id.number
+            for known, other in self.passes.items():
+                if known.origin == me and known.number < over_below and not other.machine.ended:
+                    over_below = known.number
+            if over_below:
+                self._forget_passes(me, over_below)
+            local = self.passes[pass_id] = LocalPass(
+                self,
+                BackwardPass(self.id, pass_id, me, None, deadline),
+                Begin(frozenset(self.peers), frozenset(), retain_graph, over_below),
+                roots=roots,
+            )
+        return local
+
+    def take(self, message: Gradient | StartPass | AbortPass | Any, sender: int) -> LocalPass | None:
+        """Put a message into the inbox of its pass, which StartPass makes; return the pass, None if there is none."""
+        pass_id = message.pass_id
+        with self.lock:
+            local = self.passes.get(pass_id)
+            if local is not None:  # made a moment ago, by another thread
+                local.inbox.put((message, sender))
+                return local
+            if pass_id in self._given_up or pass_id.number < self._over_below.get(pass_id.origin, 0):
+                return None
+            if type(message) is StartPass:
+                if message.over_below:
+                    self._forget_passes(pass_id.origin, message.over_below)
+                local = self.passes[pass_id] = LocalPass(
+                    self,
+                    BackwardPass(self.id, pass_id, self.contexts.port.worker_id, sender),
+                    Begin(frozenset(self.peers), frozenset(message.covered), message.retain_graph, message.over_below),
+                    profile=message.profile,
+                )
+                for event in self._early.pop(pass_id, ()):
+                    local.inbox.put(event)
+                local.working.release()  # to be claimed as after any other message
+            elif type(message) is AbortPass:
+                self._given_up.add(pass_id)
+                self._early.pop(pass_id, None)
+            elif type(message) is Gradient:
+                self._early.setdefault(pass_id, []).append((message, sender))
+            return local
+
+    def _forget_passes(self, origin: int, over_below: int) -> None:
+        if over_below <= self._over_below.get(origin, 0):
+            return
+        self._over_below[origin] = over_below
+        for pass_id in (*self.passes, *self._early, *self._given_up):
+            if pass_id.origin == origin and pass_id.number < over_below:
+                self.passes.pop(pass_id, None)
+                self._early.pop(pass_id, None)
+                self._given_up.discard(pass_id)
+
+    def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Add a pass's leaf gradients; the dictionary is the context's from now on."""
+        with self.lock:
+            if not self.gradients:
+                self.gradients = gradients
+                return
+            for leaf, gradient in gradients.items():
+                known = self.gradients.get(leaf)
+                self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
+
+    def clear(self) -> dict[PassId, LocalPass]:
+        """Let go of the graph and of everything else; return the passes, of which those that run must be ended."""
+        with self.lock:
+            self.released = True
+            dropped = self.passes, self.sends, self.receives, self._early, self.gradients
+            self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
+        # The graph dies when this returns, not under the lock: its destructors may take long.
+        return dropped[0]

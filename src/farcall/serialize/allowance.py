@@ -1,0 +1,273 @@
+"""What others may call, create and unpickle here, where a program has said so: everything else is refused by its name.
+
+Owns the table that `farcall.allow` fills, and the unpickler that is used from then on. Without a table (``INSTALLED``
+is empty) members trust each other with code, and pickle reads what it is given.
+
+    a caller sends                              read here
+    the name of a function or class             if it is in the table, letter by letter: nothing is imported before
+    a method of a value that is owned here      if the value's class is in the table, and the name has no underscore
+    a callable by value: a bound method, a partial, a lambda, code      never
+    plain values and tensors without pickle (`flat.py`)                 always
+    a pickle                                    plain values, containers, tensors, references, the classes of the table
+
+The unpickler is Python's own, in Python, where each way from bytes to a call can be closed: what is called must be a
+class of the table or a function of the list below, and state is given to instances of these classes only, so neither a
+class nor a function can be changed. `torch.load(weights_only=True)` is the model. It is slower than pickle, which few
+messages need.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import datetime
+import decimal
+import fractions
+import functools
+import importlib
+import io
+import pickle
+import sys
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final
+
+import torch
+
+from farcall.errors import InitError, NotAllowed
+
+__all__ = ["INSTALLED", "Allowance", "install", "loads", "read_table"]
+
+_OWNERS = b"pfarcall.rpc.owner_methods\0"
+_METHOD = _OWNERS + b"methods.of_"
+_ALWAYS: Final = frozenset(
+    {_OWNERS + b"fetch", _OWNERS + b"type_of", _OWNERS + b"backward", b"pfarcall.rpc.gather\0_contribute"}
+)
+"""What farcall itself calls: values that are referred to, and barriers."""
+
+_PLAIN: Final = (
+    *(complex, bytearray, set, frozenset, slice, range, object),
+    *(collections.OrderedDict, collections.deque, collections.Counter),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(torch.Size, torch.device, torch.dtype, torch.Tensor, torch.nn.Parameter),
+)
+_ERRORS: Final = ("builtins", "farcall.errors")
+_CONSTANTS: Final = (torch.dtype, torch.layout, torch.memory_format)
+_SAFE_FUNCTIONS: Final = {
+    "farcall.serialize.rebuild": (
+        *("rebuild_inline", "rebuild_view", "rebuild_alias", "rebuild_as", "rebuild_special"),
+        *("rebuild_storage", "rebuild_typed_storage"),
+    ),
+    "farcall.serialize.devices": ("rebuild_on_device",),
+    "farcall.serialize.pickler": ("tensor_at",),
+    "farcall.rpc.rref": ("_arrived",),
+    "farcall.errors": ("Delivery",),
+    "farcall.ids": ("WorkerInfo",),
+    "torch._utils": ("_rebuild_sparse_tensor",),
+    "torch.serialization": ("_get_layout",),
+    "numpy": ("ndarray", "dtype"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.numeric": ("_frombuffer",),
+    "numpy.core.numeric": ("_frombuffer",),
+}
+
+
+class Allowance:
+    """A table of functions and classes, as names: what is not loaded here is not loaded for a refusal."""
+
+    def __init__(self, functions: Iterable[Any], classes: Iterable[Any]) -> None:
+        """Each a function or class, or its name, ``"module:name"``."""
+        self.classes: frozenset[tuple[str, str]] = frozenset(map(_name_of, classes))
+        named = {_name_of(function) for function in functions} | self.classes
+        self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named)
+        # torch's operators go by their overload, once arguments have told which one is meant.
+        self._operators = frozenset(
+            name for module, name in named if module in ("torch", "torch._C._VariableFunctions")
+        )
+
+    def check_function(self, data: bytes) -> None:
+        """Raise ``NotAllowed`` unless the function that ``data`` names, as in `functions.py`, may be called here."""
+        if data in self._functions or data in _ALWAYS:
+            return
+        if data.startswith(_METHOD):
+            name = data[len(_METHOD) :].decode(errors="replace")
+            if name.isidentifier() and not name.startswith("_"):
+                return  # of which values, `check_method` decides
+        if data[:1] in (b"b", b"o"):
+            parts = data[1:].decode(errors="replace").split(".")
+            if len(parts) > 1 and parts[0] == "aten" and parts[1] in self._operators:
+                return
+        raise _refused(f"the function {_readable(data)}")
+
+    def check_method(self, value: Any, name: str) -> None:
+        """Raise ``NotAllowed`` unless methods of ``value`` may be called from elsewhere."""
+        kind = type(value)
+        if (kind.__module__, kind.__qualname__) not in self.classes:
+            raise _refused(f"the method {name!r} of a {kind.__module__}.{kind.__qualname__}")
+
+    def find(self, module: str, name: str) -> Any:
+        """The class or function of that name, if a pickle may name it."""
+        safe = _known().get((module, name))
+        if safe is not None:
+            return safe
+        if (module, name) in self.classes:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            if isinstance(found, type):
+                return found
+        if module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS):
+            return getattr(torch, name)
+        if module in _ERRORS:
+            error = getattr(sys.modules[module], name, None)
+            if isinstance(error, type) and issubclass(error, Exception):
+                return error
+        raise _refused(f"{module}.{name}")
+
+    def may_be_made(self, value: Any) -> bool:
+        """May a pickle call ``value``, or give state to its instances?"""
+        if any(value is known for known in _known().values()):
+            return True
+        if not isinstance(value, type):
+            return False
+        is_error = issubclass(value, Exception) and value.__module__ in _ERRORS
+        return is_error or (value.__module__, value.__qualname__) in self.classes
+
+
+def read_table(path: str) -> Allowance:
+    """The table at ``"module:table"``: a dict with ``functions`` and ``classes``."""
+    module, _, name = path.partition(":")
+    try:
+        table = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InitError(f"there is no table of what is allowed at {path!r}: {error}") from error
+    if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes"}:
+        raise InitError(f"the table at {path!r} must be a dict with 'functions' and 'classes'")
+    return Allowance(table.get("functions", ()), table.get("classes", ()))
+
+
+class _Installed:
+    """The table of this process; None: members may send code."""
+
+    allowance: Allowance | None = None
+
+
+INSTALLED = _Installed()
+
+
+def install(allowance: Allowance | None) -> None:
+    """Go by ``allowance`` from now on; None: trust everybody."""
+    INSTALLED.allowance = allowance
+
+
+def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any:
+    """``pickle.loads``, as far as the table of this process allows."""
+    allowance = INSTALLED.allowance
+    if allowance is None:
+        return pickle.loads(data, buffers=buffers)
+    return _Reader(io.BytesIO(data), allowance, buffers).load()
+
+
+_Unpickler: Any = pickle._Unpickler  # the one in Python, which can be refined
+
+
+class _Reader(_Unpickler):  # type: ignore[misc]
+    """Reads a pickle; see the module's docstring."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
+    def __init__(self, file: io.BytesIO, allowance: Allowance, buffers: Iterable[Any] | None) -> None:
+        super().__init__(file, buffers=buffers)
+        self._allowance = allowance
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._allowance.find(module, name)
+
+    def get_extension(self, code: int) -> None:
+        # Not by way of copyreg's cache, which asks nobody.
+        key = copyreg._inverted_registry.get(code)  # type: ignore[attr-defined]
+        if key is None:
+            raise _refused(f"the extension {code} of pickle")
+        self.append(self.find_class(*key))
+
+    def _checked(self, function: Any) -> None:
+        if not self._allowance.may_be_made(function):
+            raise _refused(f"calling {function!r} while a message is read")
+
+    def load_reduce(self) -> None:
+        self._checked(self.stack[-2])
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self._checked(self.stack[-2])
+        super().load_newobj()
+
+    def load_newobj_ex(self) -> None:
+        self._checked(self.stack[-3])
+        super().load_newobj_ex()
+
+    def load_build(self) -> None:
+        kind = type(self.stack[-2])
+        if issubclass(kind, torch.Tensor):
+            raise _refused(f"the state of a {kind.__qualname__}")  # farcall's own form needs none
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not issubclass(kind, numpy.dtype):  # of which each kind of number has a class
+            self._checked(kind)
+        super().load_build()
+
+    def _never(self) -> None:
+        raise _refused("a pickle of an old form")
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.OBJ[0]] = _never
+    dispatch[pickle.INST[0]] = _never
+    dispatch[pickle.PERSID[0]] = _never
+    dispatch[pickle.BINPERSID[0]] = _never
+
+
+def _refused(what: str) -> NotAllowed:
+    return NotAllowed(f"{what} is not allowed here: this worker serves what its program names with farcall.allow only")
+
+
+def _readable(data: bytes) -> str:
+    if data[:1] == b"p":
+        return repr(data[1:].decode(errors="replace").replace("\0", "."))
+    return repr(data[1:].decode(errors="replace")) if data[:1] in (b"o", b"b", b"s") else "of a pickle"
+
+
+def _name_of(value: Any) -> tuple[str, str]:
+    if isinstance(value, str):
+        module, colon, name = value.partition(":")
+        if not colon or not module or not name:
+            raise ValueError(f"{value!r} names no function or class: write 'module:name'")
+        return module, name
+    home: Any = getattr(value, "__module__", None)
+    own: Any = getattr(value, "__qualname__", None)
+    short = str(getattr(value, "__name__", ""))
+    if getattr(torch, short, None) is value:
+        home, own = "torch", short
+    if not isinstance(home, str) or not isinstance(own, str):
+        raise TypeError(f"{value!r} is neither a function or class of a module, nor the name of one, 'module:name'")
+    if "<" in own:
+        raise ValueError(f"{value!r} was defined inside a function: others cannot name it")
+    return ("__main__" if home == "__mp_main__" else home), own
+
+
+def _known() -> dict[tuple[str, str], Any]:
+    """What every pickle may name, as far as its module is loaded here."""
+    loaded = sum(module in sys.modules for module in _SAFE_FUNCTIONS)
+    return _known_of(loaded)
+
+
+@functools.lru_cache(1)
+def _known_of(loaded: int) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _PLAIN}
+    for module, names in _SAFE_FUNCTIONS.items():
+        home = sys.modules.get(module)
+        found.update({(module, name): getattr(home, name) for name in names if hasattr(home, name)})
+    return found

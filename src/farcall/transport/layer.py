@@ -1,0 +1,59 @@
+"""A transport over another one: what it does not do differently, the one below does.
+
+For those that put bytes into records of their own. A record is made once: while it is partly sent, its bytes are
+*pending*, and who was told that nothing was taken offers the same bytes again.
+"""
+
+from __future__ import annotations
+
+from farcall.transport.interface import Transport
+
+__all__ = ["Layer"]
+
+
+class Layer(Transport):
+    """One end of a connection that has another one inside."""
+
+    __slots__ = ("_inner", "_unsent", "kind", "peer_host", "pending_bytes")
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.kind: str = inner.kind
+        self.peer_host: str = inner.peer_host
+        self._unsent = memoryview(b"")
+        self.pending_bytes: int = 0
+
+    def _push(self) -> int:
+        """Send the rest of what was made; once all of it has gone, the bytes that it was made of count as taken."""
+        if self._unsent:
+            self._unsent = self._unsent[self._inner.send((self._unsent,)) :]
+            if self._unsent:
+                return 0
+        gone, self.pending_bytes = self.pending_bytes, 0
+        return gone
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        # Asked first, for it raises where this side has closed the connection.
+        return self._inner.wait_readable(0.0 if self.buffered else timeout_s) or self.buffered
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        return self._inner.wait_writable(timeout_s)
+
+    def silent_s(self) -> float:
+        return self._inner.silent_s()
+
+    def fileno(self) -> int | None:
+        return self._inner.fileno()
+
+    def end_sending(self) -> None:
+        self._inner.end_sending()
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._inner.closed

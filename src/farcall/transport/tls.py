@@ -1,0 +1,329 @@
+"""TLS over a connection: others can neither read it nor write to it, and both ends have shown a certificate.
+
+TLS 1.3 by Python's ``ssl``, over buffers in memory: bytes in, bytes out, so that it lies over any transport and never
+waits. (A wrapped socket took 16.7 us of processor time for a small message, buffers 13.2, a plain one 6.7; large ones
+cost the same.) Both ends prove themselves by a certificate of the same authority; or, without certificates, by a key
+from the cluster's secret. Farcall's own handshake goes inside, with the digests of both certificates in its proof
+(``binding``).
+
+    state      event                                 becomes
+    shaking    the handshake's last bytes are here   ready: bytes of the two ends go through
+    shaking    a certificate that does not do        over: ``TlsFailed``
+    any        a record that was changed             over: ``TransportForged``
+
+One thread may send while another receives; the library bears one at a time, hence the lock. Nobody waits inside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from time import monotonic
+from typing import Any, Final
+
+from farcall.options import TlsOptions
+from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportError, TransportForged
+from farcall.transport.layer import Layer
+
+__all__ = ["Tls", "TlsFailed", "TlsTransport", "tls_of"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+MAX_BODY_BYTES: Final = 128 * 1024
+_JOINED_BYTES: Final = 16 * 1024
+"""What one record holds: smaller buffers are joined."""
+_IDENTITY: Final = "farcall"
+
+
+class TlsFailed(TransportBroken):
+    """The two ends could not agree, or one has not proved itself; the message says why."""
+
+
+class TlsTransport(Layer):
+    """One end of a TLS connection. Mutable: its state, and whether decrypted bytes wait to be given out."""
+
+    __slots__ = (
+        "_binds_names",
+        "_digest",
+        "_incoming",
+        "_lock",
+        "_object",
+        "_outgoing",
+        "_ready",
+        "_staging",
+        "buffered",
+    )
+
+    def __init__(self, inner: Transport, context: ssl.SSLContext, host: str | None, side: _Side) -> None:
+        """``host``: whom we dialled; None: we were dialled, or any host may answer."""
+        super().__init__(inner)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._object: Any = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=side.is_listener, server_hostname=host
+        )
+        self._digest = side.digest
+        self._binds_names = side.binds_names
+        self._ready = False
+        self._staging = memoryview(bytearray(16 * 1024))
+        self._lock = threading.Lock()
+        self.buffered: bool = False
+
+    # ------------------------------------------------------------------ who the other end is
+
+    @property
+    def binding(self) -> bytes:  # type: ignore[override]
+        """What both ends saw of each other, the dialer's first: it goes into the proof of farcall's handshake."""
+        theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
+        return theirs + self._digest if self._object.server_side else self._digest + theirs
+
+    @property
+    def peer_names(self) -> frozenset[str] | None:  # type: ignore[override]
+        """The names in the other end's certificate, where workers must have theirs in it."""
+        if not self._binds_names:
+            return None
+        shown: Any = self._object.getpeercert() or {}
+        names = {value for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"}
+        common = {value for part in shown.get("subject", ()) for kind, value in part if kind == "commonName"}
+        return frozenset(names | common)
+
+    # ------------------------------------------------------------------ bytes
+
+    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        if descriptors:
+            raise ValueError(f"a {self.kind} transport cannot carry descriptors")
+        with self._lock:
+            if not self._ready and not self._shake():
+                return 0
+            if not self._unsent and not self._make_records(buffers):
+                return 0
+            return self._push()
+
+    def _make_records(self, buffers: Sequence[Buffer]) -> bool:
+        """Encrypt some of ``buffers``. False: there was nothing in them."""
+        total = 0
+        small: list[Buffer] = []
+        for buffer in buffers:
+            room = MAX_BODY_BYTES - total
+            if not room:
+                break
+            part = buffer if len(buffer) <= room else memoryview(buffer)[:room]
+            total += len(part)
+            if len(part) < _JOINED_BYTES:
+                small.append(part)
+            else:
+                self._write(small)
+                small = []
+                self._write([part])
+        self._write(small)
+        self.pending_bytes = total
+        self._unsent = memoryview(self._outgoing.read())
+        return total > 0
+
+    def _write(self, parts: list[Buffer]) -> None:
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        while len(data):
+            data = memoryview(data)[self._object.write(data) :]
+
+    def receive_into(self, view: memoryview) -> int | None:
+        with self._lock:
+            if not self._ready and not self._shake():
+                return None
+            filled = 0
+            self.buffered = False
+            while filled < len(view):
+                try:
+                    filled += self._object.read(len(view) - filled, view[filled:])
+                except ssl.SSLWantReadError:
+                    if filled:
+                        return filled
+                    count = self._fetch(len(view))
+                    if not count:
+                        return count
+                except ssl.SSLZeroReturnError:
+                    return filled
+                except ssl.SSLError as error:
+                    if filled:
+                        self.buffered = True  # what was here before is given out first
+                        return filled
+                    raise self._failed(error) from error
+            self.buffered = bool(self._object.pending() or self._incoming.pending)
+            return filled
+
+    def _fetch(self, wanted: int) -> int | None:
+        """Receive once; how many bytes came, as `receive_into` says it."""
+        if wanted > len(self._staging) < MAX_BODY_BYTES:
+            self._staging = memoryview(bytearray(MAX_BODY_BYTES))
+        count = self._inner.receive_into(self._staging)
+        if count:
+            self._incoming.write(self._staging[:count])
+        return count
+
+    @property
+    def held_bytes(self) -> int:  # type: ignore[override]
+        return self._incoming.pending
+
+    # ------------------------------------------------------------------ the handshake
+
+    def _shake(self) -> bool:
+        """Under the lock: go on with the handshake as far as bytes are here. True: it is over."""
+        while True:
+            if not self._unsent and self._outgoing.pending:
+                self._unsent = memoryview(self._outgoing.read())
+            if self._unsent:
+                self._push()
+            if self._ready:
+                return True
+            try:
+                self._object.do_handshake()
+                self._ready = True
+            except ssl.SSLWantReadError:
+                if self._outgoing.pending:
+                    continue
+                count = self._fetch(0)
+                if count is None:
+                    return False
+                if count == 0:
+                    raise TlsFailed(
+                        f"{self.describe()}: the other end closed the connection: does it use TLS? Its log says why"
+                    ) from None
+            except ssl.SSLError as error:
+                failure = self._failed(error)
+                if self._outgoing.pending:
+                    try:
+                        self._inner.send((self._outgoing.read(),))  # the alert that tells the other end
+                    except TransportError:
+                        pass
+                raise failure from error
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        deadline = monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._ready or self._shake():
+                    break
+            if not self._inner.wait_readable(max(0.0, deadline - monotonic())):
+                return False
+        return self._inner.wait_writable(max(0.0, deadline - monotonic()))
+
+    def _failed(self, error: ssl.SSLError) -> TransportBroken:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = f"its certificate does not do: {error.verify_message}"
+        else:
+            why = (error.reason or str(error)).lower().replace("_", " ")
+        if self._ready and "alert" not in why:
+            return TransportForged(f"{self.describe()}: somebody between the two ends has changed bytes ({why})")
+        return TlsFailed(f"{self.describe()}: {why}")
+
+    def describe(self) -> str:
+        return f"{self._inner.describe()}, TLS"
+
+
+class _Side:
+    """What one end knows before it sees the other."""
+
+    __slots__ = ("binds_names", "digest", "is_listener")
+
+    def __init__(self, is_listener: bool, digest: bytes, binds_names: bool) -> None:
+        self.is_listener = is_listener
+        self.digest = digest
+        self.binds_names = binds_names
+
+
+class Tls:
+    """The certificates of one node, read again when their files change; or a key, where there are none."""
+
+    def __init__(self, options: TlsOptions, key: bytes) -> None:
+        """Raises ``ValueError`` where the files are not what they should be. ``key``: from the cluster's secret."""
+        self._options = options
+        self._key = key
+        self._lock = threading.Lock()
+        self._seen: tuple[object, ...] = self._look()
+        self._contexts = self._load()
+
+    def dialled(self, transport: Transport, host: str) -> Transport:
+        """TLS over a connection that we made to ``host``."""
+        _, context, digest = self._current()
+        name = host if self._options.check_hosts and not self._options.from_secret else None
+        return TlsTransport(transport, context, name, _Side(False, digest, self._options.bind_names))
+
+    def accepted(self, transport: Transport) -> Transport:
+        """TLS over a connection that was made to us."""
+        context, _, digest = self._current()
+        return TlsTransport(transport, context, None, _Side(True, digest, self._options.bind_names))
+
+    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+        with self._lock:
+            seen = self._look()
+            if seen != self._seen:
+                try:
+                    self._contexts = self._load()
+                    self._seen = seen
+                    logger.info("TLS: %s was read again", self._options.certificate)
+                except ValueError as error:
+                    logger.warning("TLS: the files changed, and the former ones stay in use: %s", error)
+            return self._contexts
+
+    def _look(self) -> tuple[object, ...]:
+        """What changes whenever a file does."""
+        found: list[object] = []
+        for path in self._options.files:
+            try:
+                status = os.stat(path)
+                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+            except OSError:
+                found.append(None)
+        return tuple(found)
+
+    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+        """Contexts to be dialled with and to dial with, and the digest of our certificate."""
+        listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for context in (listening, dialling):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+        listening.num_tickets = 0  # nobody resumes TLS sessions here, and nothing but our bytes is to come later
+        dialling.check_hostname = self._options.check_hosts and not self._options.from_secret
+        if self._options.from_secret:
+            return self._with_key(listening, dialling)
+        ca, certificate, key = self._options.files
+        try:
+            for context in (listening, dialling):
+                context.load_cert_chain(certificate, key)
+                context.load_verify_locations(ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            with open(certificate, encoding="ascii") as file:
+                text = file.read()
+            begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
+            first = text[text.index(begin) : text.index(end) + len(end)]
+            return listening, dialling, hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"TLS cannot be used with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
+            ) from error
+
+    def _with_key(
+        self, listening: ssl.SSLContext, dialling: ssl.SSLContext
+    ) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+        serve, dial = (
+            getattr(context, f"set_psk_{side}_callback", None)
+            for context, side in ((listening, "server"), (dialling, "client"))
+        )
+        if serve is None or dial is None:
+            raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
+        key = self._key
+        for context in (listening, dialling):
+            context.verify_mode = ssl.CERT_NONE  # who does not have the key gets no further
+        serve(lambda identity: key if identity == _IDENTITY else b"")
+        dial(lambda hint: (_IDENTITY, key))
+        return listening, dialling, hashlib.sha256(b"").digest()
+
+
+@lru_cache(maxsize=16)
+def tls_of(options: TlsOptions | None, key: bytes) -> Tls | None:
+    """The certificates that ``options`` name; the same object for the same options: reading them takes a while."""
+    return None if options is None else Tls(options, key)

@@ -1,0 +1,126 @@
+"""Groups whose members may call what their programs name, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tests.kit.ports import held_port
+
+import farcall
+from farcall.errors import InitError, NotAllowed
+from farcall.testing.cluster import finish, start_processes
+
+
+class Model:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def _train(self) -> None:
+        pass
+
+
+class Secret:
+    pass
+
+
+def double(x: Any) -> Any:
+    return [x, x]
+
+
+def refused(*call: Any) -> str:
+    try:
+        farcall.rpc_sync(*call)
+    except NotAllowed as error:
+        return str(error)
+    return ""
+
+
+calls: list[tuple[Any, ...]] = []
+
+
+def member(rank: int, port: int) -> dict[str, Any]:
+    sys.addaudithook(lambda event, args: calls.append(args) if event == "farcall.call" else None)
+    farcall.allow(
+        functions=[double, torch.add, "tests.processes.test_least_privilege:what_was_called"], classes=[Model]
+    )
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    found: dict[str, Any] = {}
+    if rank == 0:
+        x = torch.ones(3)
+        found["doubled"] = farcall.rpc_sync("w1", double, ({1: (x, {2})},))[1][1][0].tolist()
+        found["added"] = farcall.rpc_sync("w1", torch.add, (x, x)).tolist()
+        model = farcall.remote("w1", Model, (3.0,))
+        found["model"] = model.rpc_sync().run(x).tolist()
+        found["sent"] = farcall.rpc_sync("w1", double, (Model(2.0),))[0].scale
+        found["error"] = [
+            refused("w1", os.getpid),
+            refused("w1", double, (Secret(),)),
+            refused("w1", Model(1.0).run, (x,)),
+        ]
+        found["method"] = ""
+        try:
+            model.rpc_sync()._train()
+        except (NotAllowed, AttributeError) as error:
+            found["method"] = str(error)
+        farcall.barrier()
+        found["called"] = farcall.rpc_sync("w1", what_was_called)
+    else:
+        farcall.barrier()
+    farcall.shutdown()
+    return found
+
+
+def what_was_called() -> list[Any]:
+    return [[caller, getattr(function, "__qualname__", "")] for caller, function in calls]
+
+
+def test_only_what_is_named_is_served_and_every_call_is_an_audit_event() -> None:
+    found = finish(start_processes(2, member, held_port()))[0]
+    assert found["doubled"] == [1.0] * 3
+    assert found["added"] == [2.0] * 3
+    assert found["model"] == [3.0] * 3
+    assert found["sent"] == 2.0
+    assert all("allow" in text for text in found["error"])
+    assert found["method"]
+    assert ["w0", "double"] in found["called"]
+    assert ["w0", "getpid"] not in found["called"]
+
+
+def mixed(rank: int, port: int) -> str:
+    if rank == 0:
+        farcall.allow(functions=[double])
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    try:
+        farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    except InitError as error:
+        return str(error)
+    return "in"
+
+
+def test_who_takes_code_does_not_join_who_does_not() -> None:
+    for text in finish(start_processes(2, mixed, held_port())):
+        assert "trust in calls" in text
+        assert "trust in code" in text
+        assert "farcall.allow" in text
+
+
+def too_late(rank: int, port: int) -> str:
+    farcall.init_rpc(
+        "w0", rank=0, world_size=1, rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    )
+    with pytest.raises(RuntimeError, match="before init_rpc") as caught:
+        farcall.allow(functions=[double])
+    farcall.shutdown()
+    return str(caught.value)
+
+
+def test_a_running_node_does_not_change_its_mind() -> None:
+    assert finish(start_processes(1, too_late, held_port()))[0]

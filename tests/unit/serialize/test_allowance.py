@@ -1,0 +1,237 @@
+"""What others may name here: exactly what the table says, refused before anything is imported or called."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import functools
+import operator
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farcall.errors import InitError, NotAllowed
+from farcall.protocol.frames import REQUEST, Frame
+from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
+from farcall.serialize.allowance import Allowance, loads, read_table
+
+
+class Known:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Known) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Unknown:
+    pass
+
+
+def known(x: int) -> int:
+    return x
+
+
+def unknown(x: int) -> int:
+    return x
+
+
+@pytest.fixture(autouse=True)
+def _table() -> Iterator[None]:
+    restrict(Allowance([known, torch.add, "json:dumps"], [Known]))
+    yield
+    restrict(None)
+
+
+def sent(value: Any) -> Any:
+    frame = Frame(REQUEST)
+    write_value(frame, value)
+    return read_value(Frame(REQUEST, payload=frame.payload, buffers=[memoryview(bytearray(b)) for b in frame.buffers]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, 2.5, "text", b"bytes", None, True, [1], {"a": (1,)}, 10**40),
+        {1, 2},
+        frozenset({1}),
+        bytearray(b"x"),
+        complex(1, 2),
+        range(3),
+        collections.OrderedDict(a=1),
+        collections.deque([1]),
+        datetime.datetime(2026, 11, 16, tzinfo=datetime.UTC),
+        Fraction(1, 3),
+        torch.float32,
+        torch.device("cpu"),
+        torch.Size([1, 2]),
+        Known([Known(1), {"x": 2}]),
+        ValueError("an error"),
+    ],
+    ids=str,
+)
+def test_plain_data_and_the_classes_of_the_table_are_read(value: Any) -> None:
+    found = sent(value)
+    assert type(found) is type(value)
+    assert str(found) == str(value) or found == value
+
+
+def test_tensors_and_arrays_are_read() -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    for tensor in (
+        x,
+        x.t(),
+        x[:, 1],
+        x.requires_grad_(),
+        torch.nn.Parameter(x.detach()),
+        torch.zeros(0),
+        x.to_sparse(),
+    ):
+        found = sent({"tensor": tensor, "more": {1}})["tensor"]
+        assert type(found) is type(tensor)
+        assert torch.equal(found.to_dense(), tensor.to_dense())
+    array = np.arange(5)
+    assert (sent([array, {1}])[0] == array).all()
+
+
+class Exploit:
+    """Runs something while it is unpickled."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+EXPLOITS = [
+    Exploit(os.system, ("touch /tmp/farcall-owned",)),
+    Exploit(eval, ("1",)),
+    Exploit(getattr, (Known, "__init__")),
+    Exploit(functools.partial, (os.getpid,)),
+    Exploit(operator.attrgetter, ("x",)),
+    Exploit(__import__, ("os",)),
+    Exploit(type, ("X", (), {})),
+    Exploit(unknown, (1,)),
+    Exploit(known, (1,)),  # may be called, by a request, and not while a message is read
+    Exploit(torch.load, ("/tmp/x",)),
+    Exploit(torch.jit.load, ("/tmp/x",)),
+    Exploit(object.__reduce_ex__, (1, 2)),
+    Unknown(),
+    Unknown,
+    known,
+    lambda: 1,
+    Known(1).__init__,  # type: ignore[misc]
+    np.frombuffer,
+    sys.modules,
+]
+
+
+@pytest.mark.parametrize("value", EXPLOITS, ids=lambda value: repr(value)[:40])
+def test_nothing_else_is(value: Any) -> None:
+    try:
+        written = pickle.dumps(value, 5)
+    except Exception:
+        pytest.skip("pickle cannot write it either")
+    with pytest.raises(NotAllowed, match=r"farcall\.allow"):
+        loads(written)
+    assert not os.path.exists("/tmp/farcall-owned")
+
+
+HANDMADE = [
+    # a class of the table, or a function that every message knows, is given state: its attributes would change
+    b"\x80\x04c" + f"{__name__}\nKnown\n".encode() + b"N}\x8c\x05valueK\x01s\x86b.",
+    b"\x80\x04cfarcall.serialize.rebuild\nrebuild_inline\n}\x8c\x01xK\x01sb.",
+    # names with dots lead from what is known to what is not
+    b"\x80\x04\x8c\x0cdatetime\x8c\x1cdatetime.__init__.__globals__\x93.",
+    b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93.",
+    b"cos\nsystem\n(S'touch /tmp/farcall-owned'\ntR.",
+    b"(S'touch /tmp/farcall-owned'\nios\nsystem\n.",
+    b"\x80\x02\x82\x01.",  # an extension that nobody registered
+    b"\x80\x04P1\n.",
+]
+
+
+@pytest.mark.parametrize("data", HANDMADE)
+def test_pickles_made_by_hand_get_no_further(data: bytes) -> None:
+    with pytest.raises(Exception) as caught:
+        loads(data)
+    assert not isinstance(caught.value, SystemExit)
+    assert not hasattr(Known, "value")
+    assert not os.path.exists("/tmp/farcall-owned")
+
+
+def test_functions_are_found_by_their_names_letter_by_letter() -> None:
+    assert decode_function(encode_function(known)) is known
+    assert decode_function(encode_function(Known)) is Known
+    assert decode_function(encode_function(torch.add)) is torch.add
+    assert decode_function(b"baten.add.Tensor") is not None
+    for data in (
+        encode_function(unknown),
+        encode_function(os.system),
+        encode_function(torch.load),
+        encode_function(Known)[:-1],
+        b"p" + __name__.encode() + b"\0known.__globals__",
+        b"p" + __name__.encode() + b"\0Known.__init__",
+        b"baten.mul.Tensor",
+        b"o__class__.__init__",
+        b"sunknown",
+        b"k" + pickle.dumps(os.getpid),
+        b"pfarcall.rpc.owner_methods\0methods.of___class__",
+        b"pfarcall.rpc.owner_methods\0methods.of_a.__globals__",
+        b"pfarcall.rpc.owner_methods\0methods",
+        b"pfarcall.rpc.owner_methods\0runtime_of_thread",
+    ):
+        with pytest.raises(NotAllowed, match="is not allowed here"):
+            decode_function(data)
+
+
+def test_what_is_refused_is_not_imported() -> None:
+    sys.modules.pop("this", None)
+    with pytest.raises(NotAllowed, match=r"'this\.d' is not allowed"):
+        decode_function(b"pthis\0d")
+    with pytest.raises(NotAllowed, match=r"this\.d"):
+        loads(b"cthis\nd\n.")
+    assert "this" not in sys.modules
+
+
+def test_a_name_that_was_known_before_is_not_known_after() -> None:
+    restrict(None)
+    assert decode_function(encode_function(unknown)) is unknown
+    restrict(Allowance([known], []))
+    with pytest.raises(NotAllowed):
+        decode_function(encode_function(unknown))
+
+
+def test_methods_are_of_classes_of_the_table() -> None:
+    table = Allowance([], [Known])
+    table.check_method(Known(1), "value")
+    for value in (Unknown(), 1, torch.zeros(1), Known):
+        with pytest.raises(NotAllowed, match="the method 'run' of a"):
+            table.check_method(value, "run")
+
+
+TABLE = {"functions": [known], "classes": ["collections:Counter"]}
+NO_TABLE = {"function": [known]}
+
+
+def test_a_table_may_be_named() -> None:
+    assert read_table(f"{__name__}:TABLE").classes == {("collections", "Counter")}
+    for path in (f"{__name__}:NO_TABLE", f"{__name__}:nothing", "no_such_module:table"):
+        with pytest.raises(InitError, match=r"table"):
+            read_table(path)
+
+
+@pytest.mark.parametrize("value", [3, "name", ":x", lambda: 1])
+def test_what_names_nothing_is_refused_at_once(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Allowance([value], [])
