@@ -29,6 +29,7 @@ __all__ = [
     "DEFAULT_RPC_TIMEOUT_S",
     "ENV_ADVERTISE",
     "ENV_ALLOWED",
+    "ENV_CLUSTER_NAME",
     "ENV_DASHBOARD_PORT",
     "ENV_LOG",
     "ENV_METRICS_PORT",
@@ -61,6 +62,7 @@ ENV_TLS: Final = "FARCALL_TLS"
 ENV_TLS_FILES: Final = ("FARCALL_TLS_CA", "FARCALL_TLS_CERT", "FARCALL_TLS_KEY")
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 ENV_LOG: Final = "FARCALL_LOG"
+ENV_CLUSTER_NAME: Final = "FARCALL_CLUSTER_NAME"
 ENV_RUNTIME_DIRECTORY: Final = "FARCALL_RUNTIME_DIRECTORY"
 ENV_METRICS_PORT: Final = "FARCALL_METRICS_PORT"
 ENV_DASHBOARD_PORT: Final = "FARCALL_DASHBOARD_PORT"
@@ -172,6 +174,8 @@ class ObservingOptions(_Checked):
     """What a node shows of itself, and where.
 
     Args:
+        cluster_name: what people call this cluster, in ``farcall top``, on the live page and for ``--cluster``.
+            Default: ``FARCALL_CLUSTER_NAME``, else a number that farcall makes.
         observable: whether commands of the same user on this host (``farcall top``, ``farcall stacks``) find this node,
             by a file that only this user may read. With the cluster's secret it can be observed in any case.
         runtime_directory: where those files are. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
@@ -188,6 +192,7 @@ class ObservingOptions(_Checked):
     """
 
     observable: bool = True
+    cluster_name: str | None = None
     runtime_directory: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
@@ -197,10 +202,11 @@ class ObservingOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._check_each(_check_flag, "observable", "opentelemetry")
-        directory = _from_environment(self.runtime_directory, ENV_RUNTIME_DIRECTORY)
-        if directory is not None and not isinstance(directory, str):
-            raise TypeError(f"runtime_directory must be a str, not {type(directory).__name__}")
-        self._set("runtime_directory", directory)
+        for name, variable in (("runtime_directory", ENV_RUNTIME_DIRECTORY), ("cluster_name", ENV_CLUSTER_NAME)):
+            text = _from_environment(getattr(self, name), variable)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+            self._set(name, text)
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
             self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))

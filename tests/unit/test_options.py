@@ -80,6 +80,7 @@ def test_start_timeout_wins() -> None:
         (MembershipOptions, {"indirect_probes": 0}, ValueError, "at least 1"),
         (ObservingOptions, {"metrics_port": 1 << 16}, ValueError, "0 to 65535"),
         (ObservingOptions, {"log": "loud"}, ValueError, "info, debug"),
+        (ObservingOptions, {"cluster_name": 7}, TypeError, "cluster_name must be a str"),
         (RpcBackendOptions, {"start_timeout_s": 0}, ValueError, "more than 0"),
         (RpcBackendOptions, {"init_method": 3}, TypeError, "must be a str"),
         (RpcBackendOptions, {"init_method": "localhost"}, ValueError, "env://"),

@@ -20,7 +20,7 @@ from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
-from farcall.observe.rates import Row, busiest, rows
+from farcall.observe.rates import Row, busiest, cluster_title, rows
 from farcall.observe.trace import chrome_trace, write_json
 
 _BUSIEST = 5
@@ -87,7 +87,8 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
 
 def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
     """The whole page, on a terminal with ``columns`` columns."""
-    head = Text(f"cluster {heard.cluster_id}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
+    name = cluster_title(heard.cluster_id, heard.answers)
+    head = Text(f"cluster {name}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
     return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
 

@@ -145,6 +145,8 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     """Processor time of its process, of all threads."""
     memory_bytes: int = 0
     """Memory that its process holds (resident), shared memory included; 0: unknown on this system."""
+    cluster_name: str = ""
+    """The name that somebody gave to the cluster, if any."""
 
     def __repr__(self) -> str:
         made, served = (sum(one.latency.count for one in calls) for calls in (self.called, self.served))
@@ -202,6 +204,7 @@ def collect(node: Runtime) -> Metrics:
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
         cpu_s=time.process_time(),
         memory_bytes=_resident_bytes(),
+        cluster_name=node.options.observing.cluster_name or "",
     )
 
 

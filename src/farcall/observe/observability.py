@@ -78,6 +78,7 @@ class Observability:
             process_start=process_start(os.getpid()),
             namespace=namespace(),
             started_at=time.time(),
+            cluster_name=runtime.options.observing.cluster_name or "",
         )
         try:
             file = PresenceFile(runtime_directory(directory), presence)

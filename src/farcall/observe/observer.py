@@ -89,7 +89,11 @@ class Observer:
             nodes = find_nodes(directory)
         except OSError as error:
             raise NothingToObserve(f"workers of this host cannot be found: {error}") from error
-        wanted = [one for one in nodes if one.cluster_id.startswith(cluster) or one.name.startswith(cluster)]
+        wanted = [
+            one
+            for one in nodes
+            if any(text.startswith(cluster) for text in (one.cluster_id, one.cluster_name, one.name))
+        ]
         clusters = {one.cluster_id: one for one in wanted}
         if not wanted:
             more = f" that matches {cluster!r}" if cluster else ""
@@ -99,8 +103,9 @@ class Observer:
             )
         if len(clusters) > 1:
             lines = [
-                f"  {cluster_id}  {', '.join(one.name for one in wanted if one.cluster_id == cluster_id)}"
-                for cluster_id in clusters
+                f"  {one.cluster_name or cluster_id}  "
+                f"{', '.join(member.name for member in wanted if member.cluster_id == cluster_id)}"
+                for cluster_id, one in clusters.items()
             ]
             raise NothingToObserve("there are several clusters: choose one with --cluster\n" + "\n".join(lines))
         failures = []

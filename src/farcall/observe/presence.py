@@ -42,6 +42,7 @@ class Presence(msgspec.Struct, frozen=True):
     namespace: str
     """The namespace of the process id."""
     started_at: float
+    cluster_name: str = ""
 
 
 class PresenceFile:

@@ -42,6 +42,11 @@ class Row:
     """Processors that it kept busy."""
 
 
+def cluster_title(cluster_id: str, metrics: Iterable[Metrics]) -> str:
+    """What a cluster is called: the name that somebody gave it, or its id."""
+    return next((one.cluster_name for one in metrics if one.cluster_name), cluster_id)
+
+
 def rows(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[Row]:
     """The rates of each worker between two looks."""
     found = []

@@ -24,7 +24,7 @@ from farcall.errors import RpcError
 from farcall.observe.dashboard import digest
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Observer
-from farcall.observe.rates import pairs_of_looks, rows
+from farcall.observe.rates import cluster_title, pairs_of_looks, rows
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.troubles import still_threads
 from farcall.transport.interface import TransportError
@@ -138,7 +138,7 @@ class Looks:
             self._points.append({"number": self._number, **digest.point(time.time(), found, sent)})
         self._state = {
             "error": "",
-            "cluster": heard.cluster_id,
+            "cluster": cluster_title(heard.cluster_id, heard.answers),
             "asked": observer.member,
             "number": self._number,
             "looked_at": time.time(),
