@@ -146,12 +146,10 @@ class Admissions:
 
     def _contest(self, member: Member, rivals: list[Member], now: float) -> Decision | None:
         since = self._contests.get(member.incarnation)
-        if since is not None and now - since > self._options.suspicion_s + self._options.death_bound_s(
-            self._table.size
-        ):
-            return Decision(
-                member, _why_not(member, rivals[0], "which does not answer, but has not ended: end it first")
-            )
+        patience_s = self._options.suspicion_s + self._options.death_bound_s(self._table.size)
+        if since is not None and now - since > patience_s:
+            how = "which does not answer, but has not ended: end it first"
+            return Decision(member, _why_not(member, rivals[0], how))
         for rival in rivals:
             if rival.incarnation == self._table.me or (since is not None and self._heard_since(rival, since)):
                 self._contests.pop(member.incarnation, None)
