@@ -180,7 +180,7 @@ class Recorder:
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]
-            kept = peer.run_inline(work, quick=True) if is_last and self._quick.get(peer.number) else None
+            kept = peer.run_inline(work, at_once=True) if is_last and self._quick.get(peer.number) else None
             if kept is None:
                 self.node.executor.submit(work)
             elif not kept:

@@ -10,8 +10,9 @@ Thread rules
 - Brief tasks run in turn, on as few workers as there is parallel work: sixteen threads for sixteen small functions
   only fight for the interpreter. So one worker is woken for a burst of them. While tasks wait, the I/O thread looks in
   every TICK_S (``look_in``) and compares the processors in use with the workers that take tasks: if all of them compute
-  (operators of torch that leave the interpreter), or none does (functions that sleep), it wakes one more; if they
-  fight, one stands down, and for a while, growing to LONGEST_PEACE_S, nothing is tried. If nothing at all ended since
+  (operators of torch that leave the interpreter) and there is room for one more, or none does (functions that sleep),
+  it wakes one more; if they are in each other's way, one stands down, and for a while, growing to LONGEST_PEACE_S,
+  nothing is tried. If nothing at all ended since
   the last look it wakes one more, whoever computes: tasks may wait for each other.
 - A worker that takes a task that is not brief first wakes another one for what is left.
 - The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -85,6 +87,10 @@ class _Worker:
         self.thread: threading.Thread | None = None
 
 
+def _usable_processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Executor:
     """A pool of daemon threads that grows when every thread waits."""
 
@@ -96,6 +102,7 @@ class Executor:
         on_io_thread: Callable[[], bool] = lambda: False,
         before_idle: Callable[[], object] = lambda: None,
         on_thread_start: Callable[[], None] = lambda: None,
+        processors: int = 0,
     ) -> None:
         self._name = name
         self._size = size
@@ -109,6 +116,7 @@ class Executor:
         self._workers: set[_Worker] = set()
         self._hunters = 0
         self._most_hunters = 1
+        self._processors = processors or _usable_processors()
         self._try_more_at = 0.0
         self._peace_s = FIRST_PEACE_S
         self._parked = 0
@@ -133,6 +141,11 @@ class Executor:
         """Workers inside user functions, the parked ones included."""
         with self._lock:
             return len(self._workers) - len(self._idle) - self._hunters
+
+    @property
+    def at_peace(self) -> bool:
+        """Were brief tasks in each other's way lately, so that one thread runs them best?"""
+        return monotonic() < self._try_more_at
 
     @property
     def size(self) -> int:
@@ -255,17 +268,27 @@ class Executor:
             self._most_hunters = max(self._most_hunters, active + 1)
             return True
         processors = used_meanwhile_s / elapsed_s if elapsed_s > 0 else 0.0
-        if active < 2 or processors < IDLE_SHARE or processors >= PARALLEL_SHARE * active:
-            if active >= 2:
-                self._peace_s = FIRST_PEACE_S
-            if active and processors >= IDLE_SHARE and now < self._try_more_at:
-                return False
+        if active == 0 or processors < IDLE_SHARE:
             self._most_hunters = active + 1
             return True
-        self._most_hunters = max(1, int(processors / PARALLEL_SHARE))
+        # As many as could compute if each used as many processors as now. An operator may use all of them by itself.
+        room = int(self._processors * active / max(processors, PARALLEL_SHARE))
+        if active > 1 and (processors < PARALLEL_SHARE * active or room < active):
+            self._most_hunters = max(1, min(int(processors / PARALLEL_SHARE), room))
+            self._make_peace(now)
+        elif room <= active:
+            if active == 1:
+                self._make_peace(now)
+        elif now >= self._try_more_at:
+            self._most_hunters = active + 1
+            if active > 1:
+                self._peace_s = FIRST_PEACE_S
+            return True
+        return False
+
+    def _make_peace(self, now: float) -> None:
         self._try_more_at = now + self._peace_s
         self._peace_s = min(2 * self._peace_s, LONGEST_PEACE_S)
-        return False
 
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker

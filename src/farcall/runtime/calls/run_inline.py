@@ -6,7 +6,8 @@ millisecond. So the thread that reads a request runs its function as well, where
 
     a function    is expected to take   runs
     quick         less than QUICK_S     on the I/O thread, one after the other, and answers travel together
-    brief         less than BRIEF_S     on the I/O thread where it is alone, else on workers, in turn
+    brief         less than BRIEF_S     on the I/O thread where it is alone, or where such functions were seen to be in
+                                        each other's way (`executor.py`); else on workers
     long, or new  more                  on workers, side by side
     banned        any time              on workers, until it has been brief there a few times
 
@@ -21,9 +22,9 @@ from __future__ import annotations
 
 from time import perf_counter, process_time, thread_time
 
-from farcall.runtime.calls.executor import BRIEF_S, UNKNOWN_S
+from farcall.runtime.calls.executor import BRIEF_S
 
-__all__ = ["QUICK_S", "Contest", "InlineFunctions"]
+__all__ = ["QUICK_S", "InlineFunctions", "Stopwatch"]
 
 QUICK_S = 150e-6
 BUSY_SHARE = 0.8
@@ -40,12 +41,13 @@ FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
 
 
-class Contest:
-    """A function's run beside others, which may have been in its way."""
+class Stopwatch:
+    """The run of a function that is not quick, or not alone."""
 
-    __slots__ = ("_process_s", "_thread_s")
+    __slots__ = ("_alone", "_process_s", "_thread_s")
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
         self._thread_s = thread_time()
         self._process_s = process_time()
 
@@ -54,8 +56,13 @@ class Contest:
 
         Functions that fight for the interpreter would else pass for long ones, be run side by side, and fight on.
         """
-        busy = process_time() - self._process_s > BUSY_SHARE * took_s
-        return thread_time() - self._thread_s if busy else took_s
+        if self._alone or process_time() - self._process_s <= BUSY_SHARE * took_s:
+            return took_s
+        return thread_time() - self._thread_s
+
+    def slept(self, took_s: float) -> bool:
+        """Did it wait more than it computed, and not for other functions?"""
+        return self._alone and thread_time() - self._thread_s < 0.5 * took_s
 
 
 class InlineFunctions:
@@ -66,19 +73,24 @@ class InlineFunctions:
         """The functions that may run on the I/O thread."""
         self.brief: set[bytes] = set()
         """Those that may where they keep nobody waiting."""
-        self._expected_s: dict[bytes, float] = {}
+        self.sleepers: set[bytes] = set()
+        """Brief ones that wait more than they compute: these are in nobody's way."""
+        self.expected_s: dict[bytes, float] = {}
+        """How long each function is expected to take, wherever it runs."""
         self._banned: dict[bytes, int] = {}  # how often each must be brief elsewhere first
         self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
 
-    def expected_s(self, function: bytes) -> float:
-        """How long ``function`` is expected to take, wherever it runs."""
-        return self._expected_s.get(function, UNKNOWN_S)
-
-    def ran(self, function: bytes, took_s: float) -> float:
+    def ran(self, function: bytes, took_s: float, watch: Stopwatch | None = None) -> float:
         """Note that ``function`` took so long; how long is it expected to take the next time?"""
+        if watch is not None:
+            if watch.slept(took_s):
+                self.sleepers.add(function)
+            else:
+                self.sleepers.discard(function)
+            took_s = watch.own_s(took_s)
         counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
-        expected_s = self._expected_s[function] = (self._expected_s.get(function, counted_s) + counted_s) / 2
-        if len(self._expected_s) > MOST_FUNCTIONS:
+        expected_s = self.expected_s[function] = (self.expected_s.get(function, counted_s) + counted_s) / 2
+        if len(self.expected_s) > MOST_FUNCTIONS:
             self._forget_all()
         if expected_s < QUICK_S and function in self.quick:
             return expected_s  # as nearly always
@@ -94,7 +106,7 @@ class InlineFunctions:
 
     def _forget_all(self) -> None:
         """Begin anew: callers choose the names, and may choose new ones without end."""
-        for table in (self.quick, self.brief, self._expected_s, self._banned, self._bans):
+        for table in (self.quick, self.brief, self.sleepers, self.expected_s, self._banned, self._bans):
             table.clear()
 
     def _is_pardoned(self, function: bytes) -> bool:

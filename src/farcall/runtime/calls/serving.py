@@ -30,12 +30,12 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
-from farcall.runtime.calls.executor import Executor, Task
+from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
 from farcall.runtime.calls.resumption import Resumption, Told
-from farcall.runtime.calls.run_inline import QUICK_S, Contest, InlineFunctions
+from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions, Stopwatch
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.io.timers import NEVER
@@ -157,9 +157,13 @@ class Server:
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
-        quick = function in self.inline.quick
-        if quick or (function in self.inline.brief and not self._computing and not self._executor.waiting):
-            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), quick)
+        inline, executor = self.inline, self._executor
+        at_once = function in inline.quick
+        if at_once or function in inline.brief:
+            at_once = at_once or (executor.at_peace and function not in inline.sleepers)
+            alone = not self._computing and not executor.waiting
+            task_here = task if self.stream_pool is None else StreamTask(task, self.stream_pool)
+            kept = peer.run_inline(task_here, at_once) if at_once or alone else None
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -245,7 +249,7 @@ class Request:
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
-        self.expected_s: float = server.inline.expected_s(frame.function)
+        self.expected_s: float = server.inline.expected_s.get(frame.function, UNKNOWN_S)
         """How long its function is expected to take; once it has run, the next time."""
         self.cancelled: bool = False
         self.deferred: bool = False  # it returned, and will answer later
@@ -290,7 +294,8 @@ class Request:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
-        contest = Contest() if server._computing else None
+        alone = not server._computing
+        watch = None if alone and self.expected_s < QUICK_S else Stopwatch(alone)
         server._computing.add(self)
         started = self.started_at = perf_counter()
         if self.expected_s >= QUICK_S:
@@ -342,8 +347,7 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                own_s = took_s if contest is None else contest.own_s(took_s)
-                self.expected_s = server.inline.ran(function, own_s)
+                self.expected_s = server.inline.ran(function, took_s, watch)
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)

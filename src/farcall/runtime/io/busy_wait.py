@@ -57,7 +57,7 @@ class BusyWait:
         found: T | None = None
         expected_s = self._expected_s
         looks = expected_s < self._limit_s and now >= self._resume_at
-        if self._may_doze and self._dozes(now, timeout_s) and not (found := attempt(0.0)):
+        if not looks and self._may_doze and self._dozes(now, timeout_s) and not (found := attempt(0.0)):
             sleep(expected_s - 2 * self._deviation_s - _WAKE_S)
             now = monotonic()
             looks = True

@@ -40,6 +40,8 @@ READ_BYTES = 1 << 20
 LINGER_S = 0.001
 LINGER_AFTER = 16
 """So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
+SLICE_S = 0.002
+"""After so long with functions of one link the I/O thread looks at the others."""
 IO_READS_S = 0.002
 """So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
 itself."""
@@ -312,8 +314,9 @@ class Incoming:
         return self._deliver()
 
     def _deliver(self) -> bool:
-        """Hand out the decoded frames. False: this thread is not the reader any more."""
+        """Hand out the decoded frames. False: this thread is not the reader any more, or has done so for SLICE_S."""
         frames = self._frames
+        began = 0.0
         while frames:
             self._on_frame(frames.popleft())
             if reading.link is not self:
@@ -325,6 +328,10 @@ class Incoming:
                 reading.watch = None
                 if not self._loop.standby.end(watch):
                     return self._retire()
+                if not began:
+                    began = watch.since
+                elif watch.since - began > SLICE_S and frames and reading.loop is self._loop:
+                    return False  # other links and timers have waited long enough; the rest comes behind them
         return True
 
     def _retire(self) -> bool:
@@ -390,21 +397,23 @@ class Incoming:
         else:
             watch.since = monotonic()
 
-    def run_inline(self, task: Task, quick: bool) -> bool | None:
-        """Run a task if the calling thread is the I/O thread, reads this link, and, unless ``quick``, has time.
+    def run_inline(self, task: Task, at_once: bool) -> bool | None:
+        """Run a task if the calling thread is the I/O thread, reads this link, and, unless ``at_once``, has time.
 
         None: the task has not run. False: the task was late, and another thread reads on.
         """
         # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
         loop = self._loop
-        if reading.link is not self or not loop.on_thread() or not (quick or (not self._frames and loop.has_time)):
+        if reading.link is not self or reading.loop is not loop:
+            return None
+        if not at_once and (self._frames or not loop.has_time):
             return None
         self.watch_reader()
         watch = reading.watch
         task.run(bool(self._frames))
         if not watch:
             return False
-        if not quick:
+        if not at_once:
             loop.look_who_waits(self._descriptor)
         return True
 

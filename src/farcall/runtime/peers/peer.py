@@ -107,8 +107,8 @@ class Peer:
         """Do what brings ``awaited`` about, as far as the calling thread can."""
         raise NotImplementedError
 
-    def run_inline(self, task: Task, quick: bool) -> bool | None:
-        """Run ``task`` on the calling thread if that is the I/O thread and, unless it is ``quick``, has time.
+    def run_inline(self, task: Task, at_once: bool) -> bool | None:
+        """Run ``task`` on the calling thread if that is the I/O thread and, unless ``at_once``, has time.
 
         None: it has not run. False: it was late.
         """
@@ -286,8 +286,8 @@ class RemotePeer(Peer):
         if reading.link is self.link.incoming:
             self.link.incoming.watch_reader()
 
-    def run_inline(self, task: Task, quick: bool) -> bool | None:
-        return self.link.incoming.run_inline(task, quick)
+    def run_inline(self, task: Task, at_once: bool) -> bool | None:
+        return self.link.incoming.run_inline(task, at_once)
 
     @property
     def broken(self) -> bool:

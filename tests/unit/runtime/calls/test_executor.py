@@ -128,7 +128,7 @@ class Fight:
 
 @pytest.fixture
 def fight(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fight]:
-    executor = Executor("test", 8, Clock().timer)
+    executor = Executor("test", 8, Clock().timer, processors=4)
     executor.start()
     made = Fight(executor, monkeypatch)
     yield made
@@ -143,7 +143,9 @@ def test_brief_tasks_run_in_turn(fight: Fight) -> None:
     assert fight.executor.threads == 1
 
 
-@pytest.mark.parametrize(("processors", "threads"), [((1.0, 2.0, 3.0), 4), ((0.0, 0.0, 0.0), 4), ((1.0, 1.0), 2)])
+@pytest.mark.parametrize(
+    ("processors", "threads"), [((1.0, 2.0, 3.0), 4), ((0.0, 0.0, 0.0), 4), ((1.0, 1.0), 2), ((4.0, 4.0), 1)]
+)
 def test_a_worker_is_added_while_all_compute_or_all_sleep(
     fight: Fight, processors: tuple[float, ...], threads: int
 ) -> None:
