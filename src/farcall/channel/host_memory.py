@@ -140,8 +140,10 @@ class ReceivePool:
 
     def take(self, size: int) -> memoryview:
         """Uninitialised memory of ``size`` bytes; it comes back by itself when nothing uses it any more."""
-        if size < SMALLEST_RECYCLED_BYTES or self._closed:
+        if size < SMALLEST_RECYCLED_BYTES:
             return memoryview(bytearray(size))
+        if self._closed:
+            return _fresh(size)  # whose pages cost nothing until bytes come, whatever a peer has announced
         capacity = rounded_size(size)
         with self._lock:
             if self._returned:

@@ -52,20 +52,17 @@ class SegmentRefused(ValueError):
 class Block:
     """A range of a segment. ``view`` is ``size`` bytes long; ``capacity`` is what the allocator reserved."""
 
-    __slots__ = ("capacity", "holders", "offset", "segment", "size", "view")
+    __slots__ = ("capacity", "holders", "offset", "segment", "segment_id", "size", "view")
 
     def __init__(self, segment: Segment, offset: int, size: int, capacity: int) -> None:
         self.segment: Segment = segment
+        self.segment_id: int = segment.id
         self.offset: int = offset
         self.size: int = size
         self.capacity: int = capacity
         self.view: memoryview = segment.view[offset : offset + size]
         #: How many hold it: this process (at most once) and each peer, as often as it was lent.
         self.holders: int = 1
-
-    @property
-    def segment_id(self) -> int:
-        return self.segment.id
 
 
 class Segment:

@@ -80,7 +80,7 @@ enum { DTYPE_COUNT = sizeof dtypes / sizeof dtypes[0], COMPLEX = 5 };
 
 static const Exchange *exchange;
 static PyObject *tensor_type, *strided;
-static PyObject *name_dict, *name_dtype, *name_is_conj, *name_is_neg, *name_layout, *name_nbytes, *name_requires_grad,
+static PyObject *name_data_ptr, *name_dict, *name_dtype, *name_is_conj, *name_is_neg, *name_layout, *name_nbytes, *name_requires_grad,
     *name_untyped_storage;
 
 /* ------------------------------------------------------------------ memory of a tensor, as a buffer */
@@ -274,6 +274,15 @@ static int is_result(PyObject *object, PyObject *name, PyObject *wanted)
     return found == NULL ? FAILED : found == wanted;
 }
 
+/* What a method returns, which is a number that is not negative; -1 where asking is an error. */
+static int64_t number_from(PyObject *object, PyObject *name)
+{
+    PyObject *found = PyObject_CallMethodObjArgs(object, name, NULL);
+    int64_t number = found == NULL ? -1 : PyLong_AsLongLong(found);
+    Py_XDECREF(found);
+    return number;
+}
+
 static int has_attributes(PyObject *tensor)
 {
     PyObject *attributes = PyObject_GetAttr(tensor, name_dict);
@@ -348,11 +357,10 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
     /* A storage has one Python object, which lives on in `parts` or `buffers`: so it stands for the storage. */
     outcome = meet(writer, storage);
     if (outcome == WRITTEN) {
-        /* Somebody may have shrunk the storage: then there are fewer bytes than the shape says. */
-        PyObject *held = PyObject_CallMethodObjArgs(storage, name_nbytes, NULL);
-        int64_t held_bytes = held == NULL ? -1 : PyLong_AsLongLong(held);
-        Py_XDECREF(held);
-        if (held_bytes < size)
+        /* Somebody may have shrunk the storage: then it ends before the tensor does. */
+        int64_t begin = number_from(storage, name_data_ptr), held_bytes = number_from(storage, name_nbytes);
+        int64_t low = (int64_t)(uintptr_t)data - begin;
+        if (begin <= 0 || low < 0 || low > held_bytes || held_bytes - low < size)
             outcome = NOT_FLAT;
     }
     if (outcome != WRITTEN) {
@@ -851,6 +859,7 @@ PyMODINIT_FUNC PyInit__speedups(void)
         PyObject **place;
         const char *text;
     } names[] = {
+        {&name_data_ptr, "data_ptr"},
         {&name_dict, "__dict__"},
         {&name_dtype, "dtype"},
         {&name_is_conj, "is_conj"},

@@ -126,5 +126,8 @@ def test_a_lying_length_takes_no_memory() -> None:
 
 
 def test_a_length_beyond_all_memory_is_refused() -> None:
-    with pytest.raises(FrameError):
-        feed(FrameDecoder(), header(buffers=1) + BUFFER_ENTRY.pack(MAX_PART_BYTES, 0, 0))
+    def refuse(size_bytes: int) -> memoryview:
+        raise MemoryError
+
+    with pytest.raises(FrameError, match="no memory"):
+        feed(FrameDecoder(refuse), header(buffers=1) + BUFFER_ENTRY.pack(MAX_PART_BYTES, 0, 0))

@@ -32,6 +32,12 @@ def shrunk() -> torch.Tensor:
     return tensor
 
 
+def shrunk_behind_an_offset() -> torch.Tensor:
+    tensor = torch.arange(100.0)[50:]
+    tensor.untyped_storage().resize_(240)  # more than the tensor's own 200 bytes, which begin at byte 200
+    return tensor
+
+
 def attributed() -> torch.Tensor:
     tensor = torch.ones(2)
     tensor.label = "x"  # type: ignore[attr-defined]
@@ -97,6 +103,7 @@ LEFT_TO_PICKLE: dict[str, Any] = {
     "negative": torch._neg_view(torch.ones(3)),
     "lazy zeros": torch._efficientzerotensor(3),
     "shrunk": shrunk(),
+    "shrunk behind an offset": shrunk_behind_an_offset(),
     "float8": torch.ones(3).to(torch.float8_e4m3fn),
     "bits of a byte": torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
     "array": torch.ones(3).numpy(),

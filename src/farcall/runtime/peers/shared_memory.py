@@ -102,22 +102,23 @@ class SharedMemorySender:
             found = pool.find(address_of(buffer), size)
             if found is not None:
                 segment_id, offset = found
-                if self._usable(segment_id, deadline) and pool.lend(segment_id, offset, self):
+                if segment_id not in self._accepted:
+                    self._offer(segment_id, deadline)
+                elif pool.lend(segment_id, offset, self):
                     return Ticket(size, segment_id | SHARED, offset)
-        sigint.enter()  # or Ctrl-C would leave a block behind that nobody frees
+        guard = sigint.of_thread()
+        guard.depth += 1  # or Ctrl-C would leave a block behind that nobody frees
         try:
             block = pool.allocate(size)
             for segment_id, holders in pool.take_retired():
                 retire_from(holders, segment_id)
             if block is None:
                 return buffer
-            try:
-                usable = self._usable(block.segment_id, deadline)
-            except BaseException:
-                pool.free(block)
-                raise
-            if not usable:
-                pool.free(block)
+            if block.segment_id not in self._accepted:
+                try:
+                    self._offer(block.segment_id, deadline)
+                finally:
+                    pool.free(block)
                 return buffer
             copy_bytes(block.view, buffer)
             pool.hand_over(block, self)
@@ -125,21 +126,20 @@ class SharedMemorySender:
                 pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
             return Ticket(size, block.segment_id, block.offset)
         finally:
-            sigint.leave()
+            guard.depth -= 1
+            if guard.held is not None:
+                sigint.deliver()
 
-    def _usable(self, segment_id: int, deadline: float) -> bool:
-        """May tickets name this segment? If the peer does not know it yet, offer it."""
-        if segment_id in self._accepted:
-            return True
+    def _offer(self, segment_id: int, deadline: float) -> None:
+        """Offer the peer a segment that it has not accepted, unless that was done: tickets may name it afterwards."""
         if self._peer.link.outgoing.queue.down:
-            return False
+            return
         offer = self._pool.offer(segment_id, self)
         if offer is not None:
             if self._peer.link.on_io_thread():
                 self._write_later(partial(self._send_offer, offer, NEVER))
             else:
                 self._send_offer(offer, deadline)
-        return False
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
