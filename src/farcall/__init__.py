@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from farcall.options import RpcBackendOptions as RpcBackendOptions
     from farcall.options import TlsOptions as TlsOptions
     from farcall.rpc import functions as functions
+    from farcall.rpc.batches import batched as batched
     from farcall.rpc.combine import as_completed as as_completed
     from farcall.rpc.combine import gather as gather
     from farcall.rpc.combine import map as map
@@ -82,6 +83,7 @@ _HOMES = {
     "as_completed": "farcall.rpc.combine",
     "autograd": "farcall",
     "barrier": "farcall.api",
+    "batched": "farcall.rpc.batches",
     "current_call": "farcall.runtime.calls.scope",
     "debug": "farcall",
     "errors": "farcall",
@@ -130,6 +132,7 @@ __all__ = [
     "as_completed",
     "autograd",
     "barrier",
+    "batched",
     "current_call",
     "debug",
     "errors",

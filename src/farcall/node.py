@@ -6,6 +6,7 @@ A node *has* a runtime, from its start on, and shows the vocabulary of calls ove
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, overload
@@ -45,6 +46,8 @@ T = TypeVar("T")
 
 class Node:
     """One member. A context manager: it starts on entry, and leaves, gracefully unless something was raised, on exit.
+
+    ``async with`` does the same without holding up the event loop.
 
     Args:
         name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
@@ -122,6 +125,18 @@ class Node:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an exception the others may be waiting for calls that never come: do not wait for them.
         self.shutdown(graceful=kind is None)
+
+    async def __aenter__(self) -> Self:
+        # On a thread of its own: meeting the others takes as long as they do, and the event loop goes on meanwhile.
+        await asyncio.to_thread(self.__enter__)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.aclose(graceful=kind is None)
+
+    async def aclose(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """`shutdown` for a coroutine: the event loop goes on meanwhile."""
+        await asyncio.to_thread(self.shutdown, graceful, timeout)
 
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leave the cluster. Graceful: wait until all work everywhere is done, at most ``timeout`` seconds if given."""

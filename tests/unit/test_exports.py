@@ -33,6 +33,7 @@ PUBLIC = [
     "as_completed",
     "autograd",
     "barrier",
+    "batched",
     "current_call",
     "debug",
     "errors",
@@ -65,6 +66,7 @@ UNDERSCORED = [
     "_use_rpc_pickler",
 ]
 OF_NODE = [
+    "aclose",
     "all_gather",
     "barrier",
     "checks_leaks",

@@ -18,6 +18,7 @@ import msgspec
 from farcall.autograd.recorder import Recorder
 from farcall.html import table
 from farcall.observe.snapshot import PoolView, function_title, pool_view
+from farcall.rpc.batches import Batches
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.membership.events import MEMBER_EVENTS
 from farcall.runtime.node import Runtime
@@ -26,7 +27,7 @@ from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Absent
 
-__all__ = ["CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
+__all__ = ["BatchMetrics", "CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
 
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +90,18 @@ class ChannelMetrics(msgspec.Struct, frozen=True, array_like=True):
     received_bytes: int
 
 
+class BatchMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """Runs of one function that `farcall.batched` decorates."""
+
+    function: str
+    runs: int
+    items: int
+    """Arguments of all runs: ``items / runs`` is the mean size of a batch."""
+    largest: int
+    waited_s: float
+    """How long all items together waited for their batch to begin."""
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of devices kept for sending, see `docs/gpu.md`."""
 
@@ -140,6 +153,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     device_memory: DeviceMemory = DeviceMemory()
     unresponsive: dict[str, float] = {}
     """The members that answer nobody, though they are not dead, and for how many seconds."""
+    batches: list[BatchMetrics] = []
 
     cpu_s: float = 0.0
     """Processor time of its process, of all threads."""
@@ -176,6 +190,7 @@ def collect(node: Runtime) -> Metrics:
     everyone = [node.me, *others]
     references = node.part(NodeReferences).counts()
     recorder = node.part_if_made(Recorder)
+    batches = node.part_if_made(Batches)
     return Metrics(
         worker=node.info.name,
         rank=node.info.id,
@@ -201,6 +216,7 @@ def collect(node: Runtime) -> Metrics:
         unresponsive={
             member.name: member.unresponsive_s for member in node.members_now() if member.unresponsive_s is not None
         },
+        batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
         cpu_s=time.process_time(),
         memory_bytes=_resident_bytes(),

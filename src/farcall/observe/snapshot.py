@@ -21,8 +21,11 @@ from types import FrameType
 
 import msgspec
 
+from farcall.rpc.stream_reading import StreamCall
+from farcall.rpc.stream_writing import StreamRequest
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 
 __all__ = [
@@ -193,7 +196,9 @@ def _unconnected(node: Runtime) -> list[str]:
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """The view of a call that this node makes."""
     for_s = monotonic() - call.started_at
-    return OutgoingCall(call.call_id, call.peer.info.name, name_of(call.what), for_s, call.timeout_s, call.thread_id)
+    name = name_of(call.what) + (f" (stream, {call.items_taken:,} items)" if isinstance(call, StreamCall) else "")
+    timeout_s = 0.0 if call.timeout_s == NEVER else call.timeout_s
+    return OutgoingCall(call.call_id, call.peer.info.name, name, for_s, timeout_s, call.thread_id)
 
 
 def served_call(request: Request) -> ServedCall:
@@ -206,10 +211,13 @@ def served_call(request: Request) -> ServedCall:
     else:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
+    title = function_title(frame.function, request.function_name)
+    if isinstance(request, StreamRequest):
+        title += f" (stream, {request.writer.describe()})"
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
-        function=function_title(frame.function, request.function_name),
+        function=title,
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,

@@ -129,10 +129,10 @@ class ReaderMachine(Generic[T]):
         "_granted_items",
         "_next",
         "_taken_bytes",
-        "_taken_items",
         "_total",
         "_window_bytes",
         "_window_items",
+        "taken_items",
     )
 
     def __init__(self, items: int = WINDOW_ITEMS, size_bytes: int = WINDOW_BYTES, *, granted: bool = True) -> None:
@@ -141,7 +141,7 @@ class ReaderMachine(Generic[T]):
         self._window_bytes = size_bytes
         self._granted_items = items if granted else 0
         self._granted_bytes = size_bytes if granted else 0
-        self._taken_items = 0
+        self.taken_items: int = 0
         self._taken_bytes = 0
         self._next = 0
         self._ahead: dict[int, tuple[int, T]] = {}
@@ -173,9 +173,9 @@ class ReaderMachine(Generic[T]):
 
         Told when half of a window is free: a message for every item would cost as much as the items.
         """
-        self._taken_items += items
+        self.taken_items += items
         self._taken_bytes += size_bytes
-        may_items = self._taken_items + self._window_items
+        may_items = self.taken_items + self._window_items
         may_bytes = self._taken_bytes + self._window_bytes
         if self._total is not None or not (
             may_items - self._granted_items >= self._window_items // 2

@@ -90,6 +90,11 @@ class Reader:
             gate.open()
 
     @property
+    def items_taken(self) -> int:
+        """How many items the program has taken."""
+        return self._machine.taken_items
+
+    @property
     def complete(self) -> bool:
         """Have all parts come?"""
         return self._machine.complete

@@ -95,6 +95,11 @@ class Writer:
         if gate is not None:
             gate.open()
 
+    def describe(self) -> str:
+        """How far it is, in words."""
+        waits = ", its reader takes no more yet" if self._gate is not None else ""
+        return f"{self._machine.sent_items:,} items{waits}"
+
     # --- by the maker of the items --------------------------------------------------------------------------
 
     def put(self, item: Any) -> None:

@@ -290,3 +290,17 @@ def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall
 def test_a_context_of_gradients_is_refused(nodes: list[farcall.Node]) -> None:
     with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
         nodes[0]["w1"].stream(count, 1)
+
+
+def test_a_look_at_the_workers_shows_how_far_a_stream_is(nodes: list[farcall.Node]) -> None:
+    stream = nodes[0]["w1"].stream(forever)
+    assert [next(stream) for _ in range(1)] == [0]
+
+    def shown() -> list[str]:
+        return [call.function for call in nodes[1].snapshot().served]
+
+    wait_until(lambda: any("its reader takes no more yet" in name for name in shown()))
+    assert any(name.startswith("forever") or "forever (stream, 1,0" in name for name in shown())
+    [made] = [call.function for call in nodes[0].snapshot().calls]
+    assert made.startswith("forever (stream, ")
+    stream.close()

@@ -113,6 +113,24 @@ async def streams(ps: farcall.Worker) -> None:
     ps.call(total, farcall.outgoing(["one"]))  # refused: items of the wrong type
 
 
+@farcall.batched(max_size=8)
+def lengths(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+class Policy:
+    @farcall.batched()
+    def act(self, observations: list[float]) -> list[bool]:
+        return [observation > 0 for observation in observations]
+
+
+def batches(ps: farcall.Worker) -> None:
+    assert_type(ps.call(lengths, "one"), int)
+    assert_type(ps.create(Policy).start(Policy.act, 1.0), Future[bool])
+    ps.call(lengths, ["one"])  # refused: callers pass one item
+    ps.create(Policy).start(Policy.act, "one")  # refused: of the wrong type
+
+
 def several(ps: farcall.Worker) -> None:
     assert_type(farcall.gather(ps.start(scale, 1.0), ps.start(ask, "why")).result(1.0), tuple[float, bytes])
     for future in farcall.as_completed([ps.start(scale, 1.0)]):

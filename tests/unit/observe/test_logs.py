@@ -37,6 +37,7 @@ def test_to_a_file_from_a_level_on(tmp_path: Path) -> None:
     log_as_told(f"info:{file}")
     LOGGER.info("%s is connected to %s", "w0", "w1")
     LOGGER.debug("too much")
+    assert file.stat().st_mode & 0o777 == 0o600  # errors that functions raised are in it
     (line,) = file.read_text().splitlines()
     assert line.endswith("farcall: w0 is connected to w1")
     assert "INFO" in line

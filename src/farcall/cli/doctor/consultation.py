@@ -15,6 +15,7 @@ from farcall.cli.doctor.machine import look_at_machine, look_at_options
 from farcall.cli.doctor.store import look_at_store, meeting_place
 from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
+from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.records import secret_of
 from farcall.transport.interface import ListenFailed
@@ -35,9 +36,12 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
         # The address of a worker here if rank 0 were over there.
         advertised = choose_host(options.advertise, host).host
         try:
-            findings += visit(host, port, secret_of(options), advertised)
+            secret = secret_of(options)
+            findings += visit(host, port, secret, advertised, tls_for(options, secret))
         except InitError as error:
             findings.append(wrong(host, str(error), "give a secret"))
+        except ValueError as error:
+            findings.append(wrong(host, str(error), "make them again: farcall certificates"))
     return findings
 
 
@@ -45,7 +49,8 @@ def receive_visits(console: Console, port: int) -> bool:
     """Let other hosts' doctors visit this one, until Ctrl-C; False where that is not possible."""
     try:
         options = RpcBackendOptions()
-        host = Host(secret_of(options), port)
+        secret = secret_of(options)
+        host = Host(secret, port, tls_for(options, secret))
     except (TypeError, ValueError, InitError, ListenFailed) as error:
         console.print(f"cannot let other hosts' doctors in: {escape(str(error))}", highlight=False, soft_wrap=True)
         return False

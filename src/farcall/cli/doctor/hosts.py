@@ -39,6 +39,7 @@ from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
 from farcall.transport.tcp import format_tcp, parse_tcp
+from farcall.transport.tls import Tls, TlsFailed
 
 BLOB_BYTES = 1 << 20
 STEP_S = 5.0
@@ -67,8 +68,9 @@ def _hello(back: str = "", unix: str = "") -> Hello:
 class Host:
     """The listening side: lets visitors in, one after the other, until it is closed."""
 
-    def __init__(self, secret: bytes, port: int = 0) -> None:
+    def __init__(self, secret: bytes, port: int = 0, tls: Tls | None = None) -> None:
         self._secret = secret
+        self._tls = tls
         self._listeners: list[Listener] = [listen(f"tcp://*:{port}")]
         self.port: int = parse_tcp(self._listeners[0].address)[1]
         self._closing = threading.Event()
@@ -84,6 +86,8 @@ class Host:
             guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
             for guest in guests:
                 try:
+                    if self._tls is not None and guest.needs_sealing:
+                        guest = self._tls.accepted(guest)
                     peer = self._welcome(guest, monotonic() + VISIT_S)
                     tell(f"{guest.describe()}: farcall {_facts(peer).get('farcall')}, proved the secret")
                 except (HandshakeRefused, TransportError) as error:
@@ -114,7 +118,7 @@ class Host:
     def _dial_back(self, back: str) -> str:
         """Dial the visitor; empty, or the reason why that fails."""
         try:
-            _try_handshake(back, self._secret)
+            _try_handshake(back, self._secret, self._tls)
         except (HandshakeRefused, TransportError, ValueError) as error:
             return str(error) or type(error).__name__
         return ""
@@ -122,7 +126,8 @@ class Host:
 
 def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
-    handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, secrets.token_bytes(NONCE_BYTES))
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, nonce, binding=lambda: guest.binding)
     conversation = _Conversation(guest, deadline)
     try:
         while True:
@@ -135,13 +140,13 @@ def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple
         raise
 
 
-def _try_handshake(address: str, secret: bytes) -> None:
+def _try_handshake(address: str, secret: bytes, tls: Tls | None = None) -> None:
     """Dial ``address`` and prove the secret; raises where that fails."""
-    with closing(dial(address, STEP_S)) as transport:
+    with closing(dial(address, STEP_S, tls)) as transport:
         prove(transport, None, _hello(), secret, monotonic() + STEP_S)
 
 
-def visit(host: str, port: int, secret: bytes, advertised: str) -> list[Finding]:
+def visit(host: str, port: int, secret: bytes, advertised: str, tls: Tls | None = None) -> list[Finding]:
     """Visit the doctor that listens at ``host``; ``advertised`` is the address that workers here tell the others."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -149,21 +154,21 @@ def visit(host: str, port: int, secret: bytes, advertised: str) -> list[Finding]
         advice = "is it spelled right, and known to this machine's name service? An IP address always works"
         return [wrong(host, f"the name does not resolve: {error}", advice)]
     where = ", ".join(sorted({str(target[0]) for *_, target in found}))
-    own = Host(secret)
+    own = Host(secret, tls=tls)
     serving = threading.Thread(target=own.serve, name="farcall-doctor", daemon=True)
     serving.start()
     try:
-        return _visit(host, format_tcp(host, port), where, secret, format_tcp(advertised, own.port))
+        return _visit(host, format_tcp(host, port), where, secret, format_tcp(advertised, own.port), tls)
     finally:
         own.close()
         serving.join()
         own.release()
 
 
-def _visit(host: str, address: str, where: str, secret: bytes, back: str) -> list[Finding]:
+def _visit(host: str, address: str, where: str, secret: bytes, back: str, tls: Tls | None) -> list[Finding]:
     deadline = monotonic() + VISIT_S
     try:
-        transport = dial(address, STEP_S)
+        transport = dial(address, STEP_S, tls)
     except DialRefused:
         advice = f"run there: farcall doctor --listen {parse_tcp(address)[1]}"
         return [wrong(host, f"{where} is there, but nobody listens on that port", advice)]
@@ -175,9 +180,12 @@ def _visit(host: str, address: str, where: str, secret: bytes, back: str) -> lis
             way_in, established = prove(transport, None, _hello(back), secret, deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
+        except TlsFailed as error:
+            advice = "give both hosts certificates of the same authority that name them (farcall certificates), or none"
+            return [wrong(host, f"no TLS: {error}", advice)]
         except TransportError as error:
             return [wrong(host, f"no handshake: {error}", "is it farcall doctor that listens on that port?")]
-        findings = [_met(host, where, established.peer)]
+        findings = [_met(host, where, established.peer), _protection(host, tls)]
         conversation = _Conversation(way_in, deadline, established.leftover)
         findings.append(_packets(host, conversation))
         if findings[-1].state == "ok":
@@ -205,6 +213,18 @@ def _met(host: str, where: str, peer: Hello) -> Finding:
     if different:
         return note(host, f"{found}; {', '.join(different)}", "the same everywhere saves trouble with what is pickled")
     return ok(host, f"{found}; same versions")
+
+
+def _protection(host: str, tls: Tls | None) -> Finding:
+    """What is between these two hosts and somebody on the way."""
+    subject = f"{host}: protection"
+    if tls is not None:
+        return ok(subject, "TLS 1.3: nobody in between can read or change what workers send")
+    return note(
+        subject,
+        "sealed with the secret: nobody in between can change what workers send, but anybody there can read it",
+        "for TLS, set FARCALL_TLS_CA, FARCALL_TLS_CERT and FARCALL_TLS_KEY on all hosts (farcall certificates)",
+    )
 
 
 def _packets(host: str, conversation: _Conversation) -> Finding:

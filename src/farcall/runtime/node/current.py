@@ -86,6 +86,7 @@ def _after_fork() -> None:
     slot.lock = threading.Lock()
     if slot.runtime is not None:
         slot.clear("this process was forked from a worker; call init_rpc here to make it a worker of its own")
+        slot.was_filled = False  # the parent's runtime: the child has none to shut down twice
 
 
 if hasattr(os, "register_at_fork"):

@@ -29,6 +29,7 @@ MOST_OBSERVERS = 32
 QUESTIONS_PER_S = 20.0
 QUESTIONS_AT_ONCE = 20.0
 _READ_BYTES = 4 * 1024
+_ALMOST_ONE = 1.0 - 1e-6  # sums of fractions fall short of it
 
 
 class Questions(Protocol):
@@ -173,7 +174,7 @@ class ObserverConnection:
         self._allowed = min(QUESTIONS_AT_ONCE, self._allowed + (now - self._allowed_at) * QUESTIONS_PER_S)
         self._allowed_at = now
         was_waiting = self._waits
-        while self._asked and self._allowed >= 1.0 and not self._closed:
+        while self._asked and self._allowed > _ALMOST_ONE and not self._closed:
             self._allowed -= 1.0
             self._questions.answer_observer(self, self._asked.popleft())
         self._waits = bool(self._asked) and not self._closed

@@ -112,3 +112,12 @@ def test_what_was_long_ago_is_forgotten(functions: InlineFunctions, monkeypatch:
     now += run_inline.FORGOTTEN_S
     functions.ban(b"f")
     assert runs_until_pardoned(functions) == 4 * PARDON_RUNS
+
+
+def test_names_without_end_are_not_remembered_without_end(functions: InlineFunctions) -> None:
+    """Callers choose the names, of functions that are not there, too: 9,000 long ones took half a gigabyte."""
+    for number in range(3 * run_inline.MOST_FUNCTIONS):
+        functions.ran(b"%d" % number, 0.0)
+        functions.ban(b"%d" % number)
+    tables = (functions.quick, functions.brief, functions._expected_s, functions._banned, functions._bans)
+    assert all(len(table) <= run_inline.MOST_FUNCTIONS for table in tables)

@@ -1,0 +1,173 @@
+"""Functions that many call with one argument each, and that run once for many. Nodes of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.kit.team import team
+from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
+from tests.processes.calls.callees import whoami
+from torch.distributed import TCPStore
+
+import farcall
+import farcall.autograd
+from farcall.errors import RpcError
+
+RUNS: list[list[int]] = []
+MAY_RUN = threading.Event()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libuv_is_up() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    TCPStore("127.0.0.1", 0, 1, True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[farcall.Node]]:
+    RUNS.clear()
+    MAY_RUN.set()
+    with team([None] * 3, size=3, rpc_timeout=LONG_S) as started:
+        yield started
+    started.clear()
+
+
+@farcall.batched(max_size=8, within_s=0.01)
+def doubled(numbers: list[int]) -> list[int]:
+    """Runs when the test lets it."""
+    RUNS.append(numbers)
+    assert MAY_RUN.wait(LONG_S)
+    return [2 * number for number in numbers]
+
+
+@farcall.batched(max_size=4, within_s=LONG_S)
+def when_full(numbers: list[int]) -> list[int]:
+    RUNS.append(numbers)
+    return numbers
+
+
+@farcall.batched(max_size=4, within_s=AT_ONCE_S)
+def strict(numbers: list[int]) -> list[int]:
+    if 13 in numbers:
+        raise ValueError("13 is a bad number")
+    return numbers
+
+
+@farcall.batched(max_size=4, within_s=AT_ONCE_S, again_alone=True)
+def lenient(numbers: list[int]) -> list[int]:
+    if 13 in numbers:
+        raise ValueError("13 is a bad number")
+    return numbers
+
+
+@farcall.batched(max_size=4, within_s=AT_ONCE_S)
+def told_apart(numbers: list[int]) -> list[int | ValueError]:
+    return [ValueError("13 is a bad number") if number == 13 else number for number in numbers]
+
+
+@farcall.batched(max_size=2, within_s=0.0)
+def too_few(numbers: list[int]) -> list[int]:
+    return []
+
+
+@farcall.batched(max_size=4, within_s=AT_ONCE_S)
+async def doubled_async(numbers: list[int]) -> list[int]:
+    await asyncio.sleep(0)
+    return [2 * number for number in numbers]
+
+
+class Model:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @farcall.batched(max_size=4, within_s=AT_ONCE_S)
+    def infer(self, observations: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list(torch.stack(observations) * self.factor)
+
+
+def test_callers_share_a_run_and_get_their_own_result(nodes: list[farcall.Node]) -> None:
+    MAY_RUN.clear()
+    callers = [nodes[0]["w1"], nodes[2]["w1"]]
+    first = callers[0].start(doubled, 0)
+    wait_until(lambda: RUNS)  # it runs alone: nobody else came in time
+    futures = [callers[index % 2].start(doubled, index) for index in range(1, 20)]
+    wait_until(lambda: nodes[1].metrics().served_in_flight == 20)
+    MAY_RUN.set()
+    assert [future.result() for future in (first, *futures)] == [2 * index for index in range(20)]
+    assert sorted(number for numbers in RUNS for number in numbers) == list(range(20))
+    assert [len(numbers) for numbers in RUNS] == [1, 8, 8, 3]
+    [counts] = nodes[1].metrics().batches
+    assert (counts.function, counts.runs, counts.items, counts.largest) == ("doubled", 4, 20, 8)
+    assert counts.waited_s > 0
+
+
+def test_a_full_batch_does_not_wait(nodes: list[farcall.Node]) -> None:
+    futures = [nodes[0]["w1"].start(when_full, index) for index in range(4)]
+    assert [future.result(timeout=AT_ONCE_S) for future in futures] == [0, 1, 2, 3]
+    assert [len(numbers) for numbers in RUNS] == [4]
+
+
+@pytest.mark.parametrize(("function", "failed"), [(strict, [0, 1, 2, 3]), (lenient, [2]), (told_apart, [2])])
+def test_a_bad_argument(nodes: list[farcall.Node], function: farcall.functions, failed: list[int]) -> None:  # type: ignore[valid-type]
+    futures = [nodes[0]["w1"].start(function, number) for number in (0, 1, 13, 3)]  # type: ignore[arg-type, call-overload]
+    errors = [future.exception() for future in futures]
+    assert [index for index, error in enumerate(errors) if error is not None] == failed
+    assert all(isinstance(errors[index], ValueError) for index in failed)
+
+
+def test_methods_and_coroutines_are_batched_too(nodes: list[farcall.Node]) -> None:
+    model = nodes[0]["w1"].create(Model, 3.0)
+    futures = [model.start(Model.infer, torch.tensor(float(index))) for index in range(4)]
+    assert [float(future.result(timeout=AT_ONCE_S)) for future in futures] == [0.0, 3.0, 6.0, 9.0]
+    futures_of_int = [nodes[0]["w1"].start(doubled_async, index) for index in range(4)]
+    assert [future.result(timeout=AT_ONCE_S) for future in futures_of_int] == [0, 2, 4, 6]
+
+
+def test_no_thread_waits_for_a_batch(nodes: list[farcall.Node]) -> None:
+    MAY_RUN.clear()
+    futures = [nodes[0]["w1"].start(doubled, index) for index in range(100)]
+    wait_until(lambda: nodes[1].metrics().served_in_flight == 100)
+    wait_until(lambda: RUNS)
+    assert nodes[1].metrics().pool.busy <= 2
+    MAY_RUN.set()
+    assert [future.result() for future in futures] == [2 * index for index in range(100)]
+
+
+def test_what_was_cancelled_is_left_out(nodes: list[farcall.Node]) -> None:
+    MAY_RUN.clear()
+    futures = [nodes[0]["w1"].start(doubled, 0)]
+    wait_until(lambda: RUNS)
+    futures += [nodes[0]["w1"].start(doubled, index) for index in range(1, 4)]
+    wait_until(lambda: nodes[1].metrics().served_in_flight == 4)
+    assert futures[2].cancel()
+    assert nodes[0]["w1"].call(abs, -1) == 1  # behind the cancellation
+    wait_until(lambda: sum(request.cancelled for request in nodes[1]._runtime.server.active) == 1)
+    MAY_RUN.set()
+    assert [future.result() for future in futures if not future.cancelled()] == [0, 2, 6]
+    assert sorted(number for numbers in RUNS for number in numbers) == [0, 1, 3]
+    wait_until(lambda: not nodes[1]._runtime.server.active)
+
+
+def test_called_here_it_gives_the_result(nodes: list[farcall.Node]) -> None:
+    assert nodes[0]["w1"].call(call_here, 4) == 8
+    assert Model(2.0).infer(torch.tensor(1.0)) == 2.0  # without a cluster
+
+
+def call_here(number: int) -> int:
+    return doubled(number)
+
+
+def test_nonsense_is_refused(nodes: list[farcall.Node]) -> None:
+    with pytest.raises(RpcError, match=r"too_few\(\) returned 0 results for a batch of 1"):
+        nodes[0]["w1"].call(too_few, 1)
+    with pytest.raises(ValueError, match="max_size"):
+        farcall.batched(max_size=0)
+    with pytest.raises(TypeError, match="a batched function takes one list"):
+        farcall.batched()(whoami)  # type: ignore[arg-type, call-overload]
+    with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
+        nodes[0]["w1"].call(doubled, 1)
