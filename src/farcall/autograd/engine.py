@@ -42,17 +42,17 @@ class LocalGraph:
         receives: Iterable[Node],
         keep_graph: bool,
     ) -> None:
-        """``roots`` is the graph's own from now on."""
         self.leaves: Leaves = {}
         self.unheard: dict[int, Sequence[Edge]] = dict(sends)
         self.unanswered: dict[Node, None] = dict.fromkeys(receives)
         self._keep_graph = keep_graph
-        self._buffers: Roots = roots
+        self._buffers: Roots = {}
         self._undefined = False  # whether a source was reached without a gradient
         self._heard: Heard = []
         self._phases: Phases | None = None
-        for edge in roots:
+        for edge, gradient in roots.items():
             self._heard.append((edge, True))
+            feed(edge, gradient, self._buffers, self.leaves)
 
     def hear(self, message_id: int, gradients: Reached) -> None:
         """Take in the gradients of a send, by the place of the tensor; those that are missing were not reached."""

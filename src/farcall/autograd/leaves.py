@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from farcall.autograd.functions import ACCUMULATE, Edge, Node, Reached, hooks_of
 from farcall.autograd.nodes import Gradients, Roots, replaced
 
-__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "is_watched", "make_own_handle"]
+__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "is_watched", "register_own_hook"]
 
 Leaves = dict[Node, torch.Tensor]
 """The gradients of leaves, by accumulator."""
@@ -68,7 +68,7 @@ def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Ten
     return gradients
 
 
-def make_own_handle(register: Callable[[], object]) -> None:
+def register_own_hook(register: Callable[[], object]) -> None:
     """Call ``register``, which registers farcall's one hook, and note if there was no other before."""
     global _own_handles
     is_first = RemovableHandle.next_id == 0
@@ -97,8 +97,9 @@ def call_end_hooks(node: Node, gradients: Reached) -> Reached:
     if not before and not after:
         return gradients
     seen: Gradients = [gradients.get(place) for place in range(len(node._input_metadata))]
-    for hook in before:
-        seen = replaced(seen, hook(tuple(seen)))
-    for hook in after:
-        hook((), tuple(seen))
+    with torch.no_grad():
+        for hook in before:
+            seen = replaced(seen, hook(tuple(seen)))
+        for hook in after:
+            hook((), tuple(seen))
     return {place: seen[place] for place in gradients}

@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from farcall.autograd.leaves import make_own_handle
+from farcall.autograd.leaves import register_own_hook
 
 __all__ = ["REPLICAS", "reduce_gradients", "watch_replicas"]
 
@@ -40,7 +40,7 @@ def watch_replicas() -> None:
         if _is_watching:
             return
         _is_watching = True
-        make_own_handle(lambda: register_module_module_registration_hook(_note))
+        register_own_hook(lambda: register_module_module_registration_hook(_note))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # Without a process group there can be none, and this takes tens of milliseconds.
         for thing in gc.get_objects():

@@ -426,3 +426,15 @@ def test_an_interrupted_wait_ends_the_pass_everywhere(
         network.workers[0].backward(context.id, [back.sum()])
     network.drain()
     assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3
+
+
+def test_a_checkpoint_that_returns_its_input(network: Network, context: Context) -> None:
+    """The recomputed graph has a leaf for a root, and a checkpoint of its own, so it runs in phases."""
+    first = leaf()
+
+    def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return checkpoint(torch.sin, x, use_reentrant=True), x
+
+    one, two = checkpoint(inside, first * 1, use_reentrant=True)
+    network.workers[0].backward(context.id, [(one + two * 3).sum()])
+    torch.testing.assert_close(gradients(network, context)[first], first.detach().cos() + 3)

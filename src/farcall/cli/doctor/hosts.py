@@ -38,6 +38,7 @@ from farcall.runtime.link.dialler import prove, sealed
 from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
+from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.tls import Tls, TlsFailed
 
@@ -127,7 +128,8 @@ class Host:
 def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, nonce, binding=lambda: guest.binding)
+    me = _hello(unix=unix)
+    handshake = Handshake(Side.LISTENER, me, secret, nonce, binding=lambda: guest.binding, quick_seals=AVAILABLE)
     conversation = _Conversation(guest, deadline)
     try:
         while True:

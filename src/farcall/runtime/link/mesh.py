@@ -1,12 +1,15 @@
 """The start of a group of fixed size: who dials whom, who is let in, and who is still missing when time is up.
 
-One connection per pair: each member dials those of lower rank and is dialled by those of higher rank. Runs on the
-thread that starts the node; members that dial us are let in on the I/O thread.
+One connection per pair: each member dials those of lower rank, several at a time, and is dialled by those of higher
+rank. One after the other, the slow ones would add up: on a loaded machine each member met enough of them, among 200, to
+be too late itself. Runs on threads of its own; members that dial us are let in on the I/O thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 from farcall.errors import InitError, MissingPeers
@@ -25,6 +28,7 @@ from farcall.transport.interface import Transport
 
 __all__ = ["Mesh"]
 
+DIALS_AT_ONCE = 8
 LATE_S = 3.0
 """How long, after time is up, those are tried whose turn had not come: the error should say what is wrong with them."""
 
@@ -38,6 +42,9 @@ class Mesh:
         self._tls = tls_for(options, membership.secret)
         self._peers = peers
         self._hello = Hello(membership.me, membership.cluster_id)
+        self._diallers: set[Dialler] = set()
+        self._stopped = False
+        self._lock = threading.Lock()  # of the diallers' threads: one at a time enters a member
         self._changed = Gate()  # opened whenever a member was connected
 
     def connect(self, listener: PeerListener, deadline: float) -> None:
@@ -51,7 +58,9 @@ class Mesh:
             returning=self._peers.connector,
             tls=self._tls,
         )
-        failures = {member.rank: why for member in membership.members if (why := self._dial(member, deadline))}
+        # The nearest first: all would come to rank 0 first, otherwise, and then to rank 1.
+        lower = [member for member in reversed(membership.members) if member.rank < membership.rank]
+        failures = self._dial_all(lower, deadline)
         expected = [member for member in membership.members if member.rank != membership.rank]
         while not failures and len(connected) < len(expected) and (remaining := deadline - monotonic()) > 0:
             self._changed.wait(remaining)
@@ -64,11 +73,25 @@ class Mesh:
         self._peers.connected(transport, established, dialled)
         self._changed.open()
 
+    def _dial_all(self, members: Sequence[Member], deadline: float) -> dict[int, str]:
+        """Be connected to ``members``; why not, by rank. Raises where trying again cannot help."""
+        if len(members) < 2:
+            return {member.rank: why for member in members if (why := self._dial(member, deadline))}
+        pool = ThreadPoolExecutor(min(DIALS_AT_ONCE, len(members)), f"farcall-start-{self._membership.me.name}")
+        try:
+            whys = list(pool.map(lambda member: self._dial(member, deadline), members))
+        except BaseException:
+            self._stopped = True
+            for dialler in list(self._diallers):
+                dialler.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return {member.rank: why for member, why in zip(members, whys, strict=True) if why}
+
     def _dial(self, member: Member, deadline: float) -> str:
-        """Be connected to ``member``, if it is ours to dial; else why not. Raises where trying again cannot help."""
+        """Be connected to ``member``; else why not."""
         membership = self._membership
-        if member.rank >= membership.rank:
-            return ""
         if monotonic() >= deadline + LATE_S:
             return "time was up before its turn came"
         target = Target.of(member, self._allowed)
@@ -81,12 +104,18 @@ class Mesh:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         dial = Dial(Goal.START, until=deadline, now=monotonic(), backoff=backoff)
         me = self._hello.wanting(Connect(is_first=True))
-        ended, found = Dialler(dial, target, me, membership.secret, tls=self._tls).run()
+        dialler = Dialler(dial, target, me, membership.secret, tls=self._tls)
+        self._diallers.add(dialler)
+        if self._stopped:
+            return "the start was given up"
+        ended, found = dialler.run()
+        self._diallers.discard(dialler)
         if found.error is not None:
             raise found.error
         if found.transport is None or found.established is None:
             return ended.why
-        self._on_member(found.transport, found.established, dialled=True)
+        with self._lock:
+            self._on_member(found.transport, found.established, dialled=True)
         return ""
 
     def _why_not(self, hello: Hello) -> str | None:

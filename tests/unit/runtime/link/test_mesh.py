@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
 from time import monotonic
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 
 from farcall.errors import MissingPeers
 from farcall.options import RpcBackendOptions
+from farcall.protocol.connector import Ended, Outcome, Step
 from farcall.protocol.member import Member
 from farcall.runtime.link import mesh
+from farcall.runtime.link.dialler import Found
 from farcall.runtime.link.mesh import Mesh
 from farcall.runtime.rendezvous.agreement import Membership
 
@@ -37,6 +41,26 @@ def test_a_member_whose_time_is_up_does_not_try_a_hundred_others_first(monkeypat
         membership = Membership(members[-1], members, "cluster", b"a secret of the test", 0, None)
         peers: Any = Deaf()
         since = monotonic()
-        with pytest.raises(MissingPeers, match=r"w0 .*w98 .*before its turn came"):
+        with pytest.raises(MissingPeers, match=r"w0 .*before its turn came"):
             Mesh(membership, RpcBackendOptions(), peers).connect(peers, since + 0.5)
         assert monotonic() - since < 50.0
+
+
+def test_slow_members_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are dialled, several are waited for at a time, whoever is slow."""
+    together = threading.Barrier(mesh.DIALS_AT_ONCE)
+
+    class SlowDialler:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            pass
+
+        def run(self) -> tuple[Ended, Found]:
+            together.wait(LONG_S)
+            return Ended(Step.OUT_OF_TIME, "slow"), Found(Outcome.SILENT)
+
+    monkeypatch.setattr(mesh, "Dialler", SlowDialler)
+    members = [Member(f"w{rank}", rank, rank + 1, ("tcp://127.0.0.1:9",)) for rank in range(2 * mesh.DIALS_AT_ONCE + 1)]
+    membership = Membership(members[-1], members, "cluster", b"a secret of the test", 0, None)
+    peers: Any = Deaf()
+    with pytest.raises(MissingPeers, match="slow"):
+        Mesh(membership, RpcBackendOptions(), peers).connect(peers, monotonic() + LONG_S)
