@@ -7,9 +7,11 @@
     │   ├── DuplicateName         two members asked for one name
     │   ├── BadRank               rank or world size make no sense
     │   ├── BadDeviceMap          a device map names a device or worker that is not there
+    │   ├── WrongSecret           another worker has another secret, or none
     │   └── MissingPeers          not all members arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
+    │   ├── NotPicklable (TypeError too)   a type that pickle does not know
     │   ├── FunctionNotFound      the callee has no such function
     │   └── NotAllowed            the callee serves only what its program names, and this is not among it
     ├── RemoteError             the callee raised something that cannot be rebuilt here
@@ -48,6 +50,7 @@ __all__ = [
     "NetworkError",
     "NotAllowed",
     "NotInitialized",
+    "NotPicklable",
     "Overloaded",
     "PeerDead",
     "ReferenceLeak",
@@ -58,6 +61,7 @@ __all__ = [
     "SerializationError",
     "ShutdownTimeout",
     "UnknownWorker",
+    "WrongSecret",
 ]
 
 
@@ -89,6 +93,10 @@ class BadDeviceMap(InitError, ValueError):
     """A device map leads from or to a device, or to a worker, that is not there; every member is told alike."""
 
 
+class WrongSecret(InitError):
+    """Another worker has another secret, or none: what it wrote proves nothing here."""
+
+
 class MissingPeers(InitError, TimeoutError):
     """Some members did not arrive in time; ``missing`` names them."""
 
@@ -103,6 +111,10 @@ class UnknownWorker(RpcError, ValueError):
 
 class SerializationError(RpcError):
     """A value could not be turned into bytes, or bytes into a value."""
+
+
+class NotPicklable(SerializationError, TypeError):
+    """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
 
 
 class FunctionNotFound(SerializationError, AttributeError):

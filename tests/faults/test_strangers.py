@@ -175,7 +175,7 @@ def test_same_secret_lets_everybody_in(environment: bool) -> None:
 def test_wrong_secret_keeps_out_and_both_sides_say_why() -> None:
     secrets: list[str | None] = ["open sesame and more", "open barley and more"]
     listener, dialler = finish(start_processes(2, with_secret, held_port(), secrets, False))
-    assert listener[0] == dialler[0] == "Unproved"
+    assert listener[0] == dialler[0] == "WrongSecret"
     assert "w1" in listener[1]
     assert "w0" in dialler[1]
     assert "same secret" in listener[1]
@@ -185,6 +185,6 @@ def test_wrong_secret_keeps_out_and_both_sides_say_why() -> None:
 
 def test_secret_on_one_side_only_is_an_error_that_names_both() -> None:
     first, second = finish(start_processes(2, with_secret, held_port(), ["open sesame and more", None], False))
-    assert first[0] == second[0] == "Unproved"
+    assert first[0] == second[0] == "WrongSecret"
     assert "'w1', was given no secret" in first[1]
     assert "'w0', was given another secret, and this process none" in second[1]

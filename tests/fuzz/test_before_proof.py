@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.fuzz.mutations import FULL, mutate, pieces, rounds
 
-from farcall.errors import HandshakeRefused
+from farcall.errors import HandshakeRefused, WrongSecret
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAX_MESSAGE_BYTES, Connect, Hello, Inspect, Listen, Observe, Resume, Side
 from farcall.protocol.member import Member
-from farcall.runtime.rendezvous.records import Proofs, Unproved
+from farcall.runtime.rendezvous.records import Proofs
 
 SECRET = b"a secret of enough bytes"
 ADA = Hello(Member("ada", 0, 1, ("tcp://10.0.0.1:7",), "host-1"), "cluster-1", Listen())
@@ -95,7 +95,7 @@ def test_no_altered_record_is_read_from_a_store() -> None:
         key = chance.choice(keys)
         if altered == records[which] and key == keys[which]:
             continue
-        with pytest.raises(Unproved) as caught:
+        with pytest.raises(WrongSecret) as caught:
             proofs.open(key, altered)
         assert str(caught.value).isprintable(), seed
 

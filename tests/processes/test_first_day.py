@@ -90,5 +90,5 @@ def test_a_forgotten_shutdown_is_told_on_both_sides(installed: Installed, tmp_pa
         """,
     )
     assert code == 0, output
-    assert "w1 ended without shutdown(): call it last, and all wait for each other" in output
+    assert "w1 ended without shutdown(): call it last, so that workers wait for each other" in output
     assert "told: w1 ended without shutdown()" in output

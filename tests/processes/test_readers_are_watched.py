@@ -114,3 +114,20 @@ def test_a_request_that_was_kept_back_blocks_nobody() -> None:
             assert caller.rpc_sync("w0", int, ("7",), timeout=10) == 7
         finally:
             go_on.set()
+
+
+def thread_name() -> str:
+    return threading.current_thread().name
+
+
+def names_of_threads_at(worker: str) -> set[str]:
+    return {farcall.rpc_sync(worker, thread_name) for _ in range(200)}
+
+
+def be_called_while_waiting(rank: int) -> Any:
+    return None if rank else farcall.rpc_sync("w1", names_of_threads_at, args=("w0",))
+
+
+def test_who_waits_for_an_answer_and_meets_requests_leaves_reading_to_the_thread_that_may_serve_them() -> None:
+    names = run_cluster(2, be_called_while_waiting)[0]
+    assert any(name.startswith("farcall-io") for name in names), names

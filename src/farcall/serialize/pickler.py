@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from farcall.errors import FunctionNotFound, RpcError, SerializationError
+from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
 from farcall.serialize.allowance import Allowance, install, loads
@@ -341,10 +341,6 @@ def _undo(encoding: Encoding) -> None:
 def _says_it_all(error: BaseException) -> bool:
     """Whether a reducer of ours refused for a reason that is not about pickling."""
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
-
-
-class NotPicklable(SerializationError, TypeError):
-    """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
 
 
 def _explain(value: Any, error: Exception, is_request: bool) -> SerializationError:

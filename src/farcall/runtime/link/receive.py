@@ -10,6 +10,7 @@ One thread at a time reads, the holder of the read lock:
 - A thread that has come back within LINGER_S for a while (one with many calls in flight, or call after call) leaves the
   poller silent when it stops: the I/O thread would only fight with it for the interpreter. If it does not come back,
   the I/O thread listens again LINGER_S later. Not where several threads wait for answers on this link.
+- One that meets requests while it waits, and may not run them, soon gives the link back to the I/O thread, which may.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
 """
 
@@ -45,6 +46,8 @@ SLICE_S = 0.002
 IO_READS_S = 0.002
 """So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
 itself."""
+MOST_MISSED = 8
+"""After so many requests that the I/O thread would have served itself, a helping reader gives the link back to it."""
 SHARED_S = 1.0
 """So long after two threads were seen waiting on one link, none of them is relied on."""
 
@@ -91,6 +94,7 @@ class Incoming:
         "_lingering",
         "_link",
         "_loop",
+        "_missed",
         "_on_frame",
         "_read_lock",
         "_rides_along",
@@ -125,6 +129,7 @@ class Incoming:
         self._lingering: list[None] = []
         self._linger_timer = loop.timer(self._end_lingering)
         self._left_at = 0.0  # when a helping reader last stopped, or went on with a request
+        self._missed = 0  # requests that the I/O thread would have served itself
         self._came_back = 0  # how often in a row one was back within LINGER_S
         self._shared_until = 0.0
         self._busy_wait = BusyWait(busy_wait_s, may_doze=True)
@@ -270,6 +275,9 @@ class Incoming:
                         count = transport.receive_into(decoder.writable())
                         if count is not None and not self._take(count):
                             return
+                        if self._missed >= MOST_MISSED:
+                            self._came_back = 0
+                            return
             except (TransportError, FrameError) as error:
                 link.broke(error, transport)
         finally:
@@ -282,6 +290,7 @@ class Incoming:
         """Holding the read lock: be the reader in the place of the I/O thread."""
         reading.link = self
         self._silenced = True
+        self._missed = 0
         try:
             self._lingering.pop()
             self._came_back += 1
@@ -405,6 +414,7 @@ class Incoming:
         # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
         loop = self._loop
         if reading.link is not self or reading.loop is not loop:
+            self._missed += 1
             return None
         if not at_once and (self._frames or not loop.has_time):
             return None

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from farcall.errors import InitError
+from farcall.errors import InitError, WrongSecret
 from farcall.options import ENV_SECRET, ENV_SECRET_FILE, RpcBackendOptions
 from farcall.private_files import private_bytes, runtime_directory
 from farcall.protocol.hello import hkdf_expand, hkdf_extract
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.store import KeyStore
 
-__all__ = ["ADD_A_SECRET", "Proofs", "Records", "Unproved", "secret_of"]
+__all__ = ["ADD_A_SECRET", "Proofs", "Records", "secret_of"]
 
 ADD_A_SECRET = (
     f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
@@ -56,10 +56,6 @@ def secret_of(options: RpcBackendOptions) -> bytes:
     return hkdf_expand(hkdf_extract(b"farcall user", key), b"secret")
 
 
-class Unproved(InitError):
-    """A record that was not written with this process's secret."""
-
-
 class _Claim(msgspec.Struct, frozen=True):
     """What the writer of a record says of itself: where it proves nothing, for the error that names it."""
 
@@ -80,7 +76,7 @@ class Proofs:
         return self._of(key, text) + text
 
     def open(self, key: str, data: bytes) -> bytes:
-        """The text of the record ``data`` under ``key``; raises ``Unproved``."""
+        """The text of the record ``data`` under ``key``; raises ``WrongSecret``."""
         proof, text = data[:_PROOF_CHARACTERS], data[_PROOF_CHARACTERS:]
         if not hmac.compare_digest(proof, self._of(key, text.decode("utf-8", "replace")).encode()):
             raise self._unproved(key, text)
@@ -89,7 +85,7 @@ class Proofs:
     def _of(self, key: str, text: str) -> str:
         return hmac.digest(self._key, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
 
-    def _unproved(self, key: str, text: bytes) -> Unproved:
+    def _unproved(self, key: str, text: bytes) -> WrongSecret:
         who, theirs = f"whoever wrote the record {key!r}", "another secret"
         try:
             claim = msgspec.json.decode(text, type=_Claim)
@@ -98,7 +94,7 @@ class Proofs:
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         mine = "a secret" if self._is_given else "none"
-        return Unproved(
+        return WrongSecret(
             f"at {self._place} {who} was given {theirs}, and this process {mine}: give every process the same secret; "
             f"{ADD_A_SECRET}"
         )

@@ -30,7 +30,7 @@ import threading
 import time
 from typing import NoReturn
 
-from farcall.errors import BadRank, InitError, MissingPeers, RpcError
+from farcall.errors import BadRank, InitError, MissingPeers, RpcError, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.member import Member
@@ -49,7 +49,7 @@ from farcall.runtime.rendezvous.agreement import (
 )
 from farcall.runtime.rendezvous.contacts import Contacts
 from farcall.runtime.rendezvous.patience import Patience
-from farcall.runtime.rendezvous.records import Proofs, Records, Unproved, secret_of
+from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -357,7 +357,7 @@ class StaticRendezvous:
         for rank in range(self.place.world_size):
             try:
                 data = self._open.read(self._key(f"slot/{rank}"))
-            except Unproved:
+            except WrongSecret:
                 continue  # somebody is there
             if data is None:
                 absent.append(rank)

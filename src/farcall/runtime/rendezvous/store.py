@@ -201,7 +201,7 @@ def _choose(name: str, given: int, query: Mapping[str, str], environ: Mapping[st
     if not text:
         raise BadRank(
             f"environment variable {variable} expected, as init_rpc got no {name}: pass {name}=..., "
-            f"set {variable}, or start with torchrun, which sets it"
+            f"set {variable}, or start with `farcall run --workers N PROGRAM` or torchrun, which set it"
         )
     return _whole(f"environment variable {variable}", text)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
 from queue import Queue
+from time import monotonic
 
 import pytest
+from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
@@ -16,7 +19,9 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
+from farcall.runtime.link.receive import LINGER_AFTER
 from farcall.transport.memory import memory_pair
+from farcall.transport.unix import UnixTransport
 
 PATIENCE_S = 20.0
 CAPACITY_BYTES = 64 * 1024
@@ -120,6 +125,70 @@ def test_a_dead_link_leaves_the_descriptor_it_had_alone(monkeypatch: pytest.Monk
     monkeypatch.undo()
     end.close()
     far.close()
+
+
+@pytest.fixture
+def joined() -> Iterator[tuple[End, End]]:
+    """Two ends over a real socket: only descriptors can be silenced."""
+    near, far = socket.socketpair()
+    pair = End("near", UnixTransport(near)), End("far", UnixTransport(far))
+    yield pair
+    for end in pair:
+        end.close()
+
+
+class Answer:
+    """Arrives with the next frame."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._before = end.frames.qsize()
+
+    @property
+    def arrived(self) -> bool:
+        return self._end.frames.qsize() > self._before
+
+
+def exchange(near: End, far: End, number: int) -> None:
+    """A call and its answer, on this thread."""
+    answer = Answer(near)
+    threading.Timer(0.0, lambda: far.link.outgoing.send(small(number))).start()
+    near.link.incoming.help_until(answer, monotonic() + PATIENCE_S, small(number))
+    assert answer.arrived
+
+
+def test_who_comes_back_leaves_the_poller_silent_and_who_does_not_is_replaced(
+    joined: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = joined
+    silenced: list[int] = []
+    silence = near.loop.silence
+    monkeypatch.setattr(near.loop, "silence", lambda descriptor: (silenced.append(1), silence(descriptor)))
+    monkeypatch.setattr("farcall.runtime.link.receive.LINGER_S", PATIENCE_S)
+    exchange(near, far, 0)  # nobody came back before
+    for number in range(LINGER_AFTER + 10):
+        exchange(near, far, number)
+    assert len(silenced) == LINGER_AFTER + 1
+    monkeypatch.setattr("farcall.runtime.link.receive.LINGER_S", 0.0)
+    near.link.incoming._linger_timer.at(0.0)
+    before = near.frames.qsize()
+    far.link.outgoing.send(small(99))
+    wait_until(lambda: near.frames.qsize() > before)  # the I/O thread listens again
+
+
+def test_a_link_that_two_threads_wait_on_is_never_left_silent(joined: tuple[End, End]) -> None:
+    near, far = joined
+    incoming = near.link.incoming
+    first = threading.Thread(target=incoming.help_until, args=(Answer(near), monotonic() + PATIENCE_S))
+    first.start()
+    wait_until(lambda: incoming._silenced)
+    incoming.help_until(Never(), monotonic() + PATIENCE_S)  # returns at once: another one reads
+    incoming._came_back = LINGER_AFTER
+    far.link.outgoing.send(small(1))
+    first.join(PATIENCE_S)
+    assert not incoming._lingering
+    far.link.outgoing.send(small(2))
+    wait_until(lambda: near.frames.qsize() == 2)
 
 
 class Never:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.kit.times import AT_ONCE_S
 from tests.kit.waiting import wait_until
 
-from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers
+from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, WrongSecret
 from farcall.node import Node
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
@@ -26,7 +26,7 @@ from farcall.runtime.rendezvous import patience as telling
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
-from farcall.runtime.rendezvous.records import Proofs, Unproved, secret_of
+from farcall.runtime.rendezvous.records import Proofs, secret_of
 from farcall.runtime.rendezvous.store import find_meeting_place
 
 PLACE = "file:///nowhere/in/particular"
@@ -197,9 +197,9 @@ def test_a_secret_at_one_only_is_told_to_all(store: Any, start: Any) -> None:
     began = time.monotonic()
     first, second = settle([start("a", 0, 3, 60), start("b", 1, 3, 60, secret="something only known to b")])
     assert time.monotonic() - began < AT_ONCE_S
-    assert isinstance(first, Unproved)
+    assert isinstance(first, WrongSecret)
     assert "rank 1, which calls itself 'b', was given another secret, and this process none" in str(first)
-    assert isinstance(second, Unproved)
+    assert isinstance(second, WrongSecret)
     assert "rank 0, which calls itself 'a', was given no secret" in str(second)
     assert "one line" in str(first)
     assert "export FARCALL_SECRET=" in str(first)
@@ -210,7 +210,7 @@ def test_without_a_secret_members_of_other_users_or_machines_are_not_met(
 ) -> None:
     elsewhere = ObservingOptions(runtime_directory=str(tmp_path / "another machine's"))
     for outcome in settle([start("a", 0, 2, 60), start("b", 1, 2, 60, observing=elsewhere)]):
-        assert isinstance(outcome, Unproved)
+        assert isinstance(outcome, WrongSecret)
         assert "no secret, on another machine or by another user, and this process none" in str(outcome)
 
 
@@ -250,7 +250,7 @@ def test_nothing_that_a_stranger_writes_to_the_store_is_believed(store: Any, sta
     key = f"farcall/0/{what}"
     store.set(key, as_strangers(key, value))
     outcome = settle([start("b", 1, 2, 60, secret="what the members have")])[0]
-    assert isinstance(outcome, Unproved)
+    assert isinstance(outcome, WrongSecret)
     assert "stranger:1" not in str(outcome)
 
 
@@ -259,7 +259,7 @@ def test_a_record_counts_only_under_its_own_key(store: Any, start: Any) -> None:
     secret = "what the members have"
     joined([start("a", 0, 2, secret=secret), start("b", 1, 2, secret=secret)])
     store.set("farcall/0/1/outcome", store.get("farcall/0/0/outcome"))
-    assert isinstance(settle([start("b", 1, 2, 60, secret=secret)])[0], Unproved)
+    assert isinstance(settle([start("b", 1, 2, 60, secret=secret)])[0], WrongSecret)
 
 
 # ---------------------------------------------------------------- absence

@@ -126,6 +126,7 @@ const COLUMNS = [
   ["served", "served/s", (worker) => count(worker.served)],
   ["p50", "median", (worker) => duration(worker.p50)],
   ["p99", "99 %", (worker) => duration(worker.p99)],
+  ["errors_in_all", "errors", (worker) => count(worker.errors_in_all), "", (worker) => (worker.errors_in_all ? "bad" : "")],
   ["sent", "out/s", (worker) => size(worker.sent)],
   ["received", "in/s", (worker) => size(worker.received)],
   ["in_flight", "made/served", (worker) => (worker.threads === undefined ? "" : `${count(worker.in_flight)}/${count(worker.serving)}`)],
@@ -134,7 +135,6 @@ const COLUMNS = [
   ["owned", "refs", (worker) => (worker.threads === undefined ? "" : `${count(worker.owned)}/${count(worker.used)}`)],
   ["contexts", "contexts", (worker) => count(worker.contexts)],
   ["reconnects", "reconnects", (worker) => count(worker.reconnects)],
-  ["errors_in_all", "errors", (worker) => count(worker.errors_in_all), "", (worker) => (worker.errors_in_all ? "bad" : "")],
   ["host", "host", (worker) => worker.host ?? "", "text"],
 ];
 
