@@ -264,7 +264,7 @@ class RpcBackendOptions(_Checked):
     Args:
         rpc_timeout: seconds a call may take unless it says otherwise; None, or torch's 0, means without limit.
         init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``. For a group without
-            a fixed size also ``farcall://host:port``, the address of any member: that needs no store, but ``secret``.
+            a fixed size also ``farcall://host:port``, the address of any member: that needs no store.
         num_worker_threads: threads kept ready for user functions; more are started when all of them
             wait for nested calls.
         start_timeout_s: how long ``init_rpc`` waits for the other members. Default: 60 s, or

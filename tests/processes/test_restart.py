@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -104,3 +107,29 @@ def test_who_fails_too_often_ends_all(installed: Installed, tmp_path: Path) -> N
     assert re.findall(r"1 \| life (\d)", output) == ["0", "1"], output
     assert "(1 of 1)" in output
     assert "worker 1 ended with exit code 7; ending the others" in output
+
+
+WHAT_WORKERS_GET = """
+    import os
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [line.split() for table in ("tcp", "tcp6") for line in open(f"/proc/net/{table}")]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(port)]
+    print(len(os.environ["FARCALL_SECRET"]), listening)
+"""
+
+
+def test_workers_get_a_secret_of_their_run_and_a_store_that_only_this_machine_reaches(tmp_path: Path) -> None:
+    """The store used to be open to the network, and had the secret in it for as long as the workers ran."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(WHAT_WORKERS_GET))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FARCALL_SECRET")}
+    done = subprocess.run(
+        [sys.executable, "-m", "farcall", "run", "--workers", "1", "--restart", "1", str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "64 ['0100007F:" in done.stdout

@@ -89,6 +89,7 @@ class Established(NamedTuple):
     session_key: bytes
     leftover: bytes
     peer_received: int = 0  # frames of ours that the listener has, where a session is resumed
+    quick_seals: bool = False  # have both ends said that they have Poly1305?
 
     @property
     def session_id(self) -> str:
@@ -105,7 +106,7 @@ class Handshake:
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
     that must answer (or dial); None lets any member of the cluster in. ``binding`` gives what both ends have seen of
-    each other below this handshake, once a message has come: it is part of the proof.
+    each other below this handshake, once a message has come: it is part of the proof. ``quick_seals``: see `Greeting`.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Handshake:
         expected_peer: str | None = None,
         *,
         binding: Callable[[], bytes] = bytes,
+        quick_seals: bool = False,
     ) -> None:
         if not secret:
             raise ValueError("the shared secret must not be empty")
@@ -128,8 +130,9 @@ class Handshake:
         self._nonce = nonce
         self._expected_peer = expected_peer
         self._binding = binding
+        self._quick_seals = quick_seals
         self._root_key = hkdf_extract(b"farcall handshake", secret)
-        self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce)))
+        self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce, quick_seals)))
         # What we would refuse from a peer we must not send to one.
         if len(self._my_greeting) > MAX_MESSAGE_BYTES:
             raise ValueError(f"this hello does not fit a handshake message of {MAX_MESSAGE_BYTES} bytes")
@@ -189,12 +192,12 @@ class Handshake:
             if self._state is HandshakeState.AWAITING_COUNT:
                 self._state = HandshakeState.ESTABLISHED
                 received = self._on_count(body)
-                return replies, Established(self._peer, self._session_key, self._take_leftover(), received)
+                return replies, self._established(self._peer, received)
             reply, self._session_key = self._on_proof(body)
             if self._resumes:
                 self._state = HandshakeState.AWAITING_COUNT
                 continue
-            return replies + reply, Established(self._peer, self._session_key, self._take_leftover())
+            return replies + reply, self._established(self._peer)
         return replies, None
 
     def _next_message(self) -> tuple[Kind, bytes] | None:
@@ -273,6 +276,7 @@ class Handshake:
                 "(a stale address, or a port used again?)",
             )
         self._peer = peer
+        self._quick_seals = self._quick_seals and greeting.quick_seals
         self._state = HandshakeState.AWAITING_PROOF
         if isinstance(peer.purpose, Observe) and self._side is Side.LISTENER:
             self._root_key = hkdf_extract(b"farcall handshake", observer_key(self._secret))
@@ -323,6 +327,9 @@ class Handshake:
         """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""
         key = hkdf_expand(self._root_key, b"proof of the " + side.value.encode())
         return hmac.digest(key, self._transcript, "sha256")
+
+    def _established(self, peer: Hello, received: int = 0) -> Established:
+        return Established(peer, self._session_key, self._take_leftover(), received, self._quick_seals)
 
     def _take_leftover(self) -> bytes:
         leftover = bytes(self._buffer)

@@ -128,6 +128,8 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
     hello: Hello
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    quick_seals: bool = False
+    """Has this end Poly1305, to seal what follows with?"""
 
 
 _greeting_decoder = msgspec.msgpack.Decoder(Greeting)

@@ -9,8 +9,8 @@ Wraps a connection over a network, once both ends have keys from the handshake; 
 
 Both directions have keys of their own, and number their records from 0. A record whose seal does not fit ends the
 connection with ``TransportForged`` before anybody sees a byte of it. Small bodies are sealed by BLAKE2b, which begins
-sooner; large ones by HMAC-SHA-256, which processors have instructions for (1.2 us against 3.2 for 200 bytes, 0.6 GiB/s
-against 1.5 for 256 KiB). Both let other threads run meanwhile.
+soonest (1.2 us for 200 bytes); large ones by Poly1305, with a key for each record, where both ends have it (9.7 GiB/s),
+else by HMAC-SHA-256 (1.5 GiB/s; BLAKE2b: 0.6). All of them let other threads run meanwhile.
 
 Bodies are copied before they are sealed: a tensor that another thread changes while it is sent arrives torn, as over
 any connection, but must not break it.
@@ -26,6 +26,7 @@ from typing import Final
 
 from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportForged
 from farcall.transport.layer import Layer
+from farcall.transport.poly1305 import KEY_BYTES, Poly1305
 
 __all__ = ["MAX_BODY_BYTES", "SealedTransport"]
 
@@ -39,12 +40,14 @@ _NUMBER: Final = Struct("<Q")
 class _Sealer:
     """The seals of one direction, in the order of its records."""
 
-    __slots__ = ("_large", "_number", "_small_key")
+    __slots__ = ("_key_of_keys", "_large", "_number", "_quick", "_small_key")
 
-    def __init__(self, key: bytes) -> None:
-        # One key for each hash: what is known of one says nothing about the other.
+    def __init__(self, key: bytes, quick: bool) -> None:
+        # One key for each purpose: what is known of one says nothing about the others.
         self._small_key = hmac.digest(key, b"small records", "sha256")
         self._large = hmac.new(hmac.digest(key, b"large records", "sha256"), digestmod="sha256")
+        self._key_of_keys = hmac.digest(key, b"keys of large records", "sha256")
+        self._quick = Poly1305() if quick else None
         self._number = 0
 
     def seal(self, body: bytes | memoryview) -> bytes:
@@ -53,6 +56,9 @@ class _Sealer:
         self._number += 1
         if len(body) < _LARGE_BYTES:
             return hashlib.blake2b(number + bytes(body), key=self._small_key, digest_size=_SEAL_BYTES).digest()
+        if self._quick is not None:
+            key = hashlib.blake2b(number, key=self._key_of_keys, digest_size=KEY_BYTES).digest()
+            return self._quick.tag(key, memoryview(body))
         large = self._large.copy()
         large.update(number)
         large.update(body)
@@ -77,11 +83,13 @@ class SealedTransport(Layer):
         "_view",
     )
 
-    def __init__(self, inner: Transport, *, send_key: bytes, receive_key: bytes, first_bytes: bytes = b"") -> None:
-        """``first_bytes`` came behind the handshake."""
+    def __init__(
+        self, inner: Transport, *, send_key: bytes, receive_key: bytes, quick: bool = False, first_bytes: bytes = b""
+    ) -> None:
+        """``quick``: both ends have Poly1305. ``first_bytes`` came behind the handshake."""
         super().__init__(inner)
-        self._sending = _Sealer(send_key)
-        self._receiving = _Sealer(receive_key)
+        self._sending = _Sealer(send_key, quick)
+        self._receiving = _Sealer(receive_key, quick)
         self._room = memoryview(b"")
         self._staging = bytearray(max(16 * 1024, len(first_bytes)))
         self._view = memoryview(self._staging)

@@ -38,6 +38,7 @@ from farcall.runtime.link.dialler import prove, sealed
 from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
+from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.tls import Tls, TlsFailed
 
@@ -83,7 +84,11 @@ class Host:
     def serve(self, tell: Callable[[str], None] = lambda line: None) -> None:
         """Let visitors in; ``tell`` is told of each."""
         while not self._closing.is_set():
-            guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
+            try:
+                guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
+            except TransportError as error:
+                tell(f"cannot let anybody in: {error}")
+                guests = []
             for guest in guests:
                 try:
                     if self._tls is not None and guest.needs_sealing:
@@ -127,7 +132,8 @@ class Host:
 def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    handshake = Handshake(Side.LISTENER, _hello(unix=unix), secret, nonce, binding=lambda: guest.binding)
+    me = _hello(unix=unix)
+    handshake = Handshake(Side.LISTENER, me, secret, nonce, binding=lambda: guest.binding, quick_seals=AVAILABLE)
     conversation = _Conversation(guest, deadline)
     try:
         while True:

@@ -45,6 +45,7 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
+from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
 from farcall.transport.tls import Tls, TlsFailed, tls_of
@@ -311,6 +312,7 @@ def sealed(transport: Transport, established: Established, side: Side) -> tuple[
         transport,
         send_key=established.frame_key(side),
         receive_key=established.frame_key(side.other),
+        quick=established.quick_seals,
         first_bytes=established.leftover,
     )
     return sealing, established._replace(leftover=b"")
@@ -325,7 +327,7 @@ def prove(
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     binding = partial(getattr, transport, "binding")
-    handshake = Handshake(Side.DIALER, me, secret, nonce, expected_peer=name, binding=binding)
+    handshake = Handshake(Side.DIALER, me, secret, nonce, expected_peer=name, binding=binding, quick_seals=AVAILABLE)
     name = name or "the peer"
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)

@@ -22,6 +22,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialler import check_name, sealed
 from farcall.transport.address import listen
 from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
+from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.tls import Tls
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -136,7 +137,7 @@ class PeerListener:
             if self._tls is not None and transport.needs_sealing:
                 transport = self._tls.accepted(transport)
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
-            handshake = Handshake(Side.LISTENER, self._me, self._secret, nonce, binding=binding)
+            handshake = Handshake(Side.LISTENER, self._me, self._secret, nonce, binding=binding, quick_seals=AVAILABLE)
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)
