@@ -2,9 +2,9 @@
 
     python examples/asyncio_program.py
 
-A front end takes requests, each a coroutine of its own, and asks the worker that has the model. The worker's function
-is ``async def``, too: it puts the request into a queue and awaits the result, while one task takes all that is in the
-queue and runs the model once for all of them. So a hundred requests that come together cost a few runs of the model.
+A front end takes requests, each a coroutine of its own, and asks the worker that has the model. The worker's method is
+``async def``, too, and batched: callers pass one input, and it runs once for all that come together. So a hundred
+requests cost a few runs of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Sequence
 
 import torch
 import torch.multiprocessing
@@ -29,57 +28,36 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
-class BatchingModel:
-    """At the model's worker: gathers the requests that come together. All of it runs on farcall's event loop."""
+class Model:
+    """At its own worker."""
 
     def __init__(self) -> None:
         self.model = make_model()
-        self.waiting: list[tuple[torch.Tensor, asyncio.Future[torch.Tensor]]] = []
         self.runs = 0
 
-    async def predict(self, x: torch.Tensor) -> torch.Tensor:
-        result: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
-        self.waiting.append((x, result))
-        if len(self.waiting) == 1:  # the first of a batch sees to it; the others come while it lets them
-            await asyncio.sleep(0.005)
-            self.run_batch()
-        return await result
+    @farcall.batched(max_size=LARGEST_BATCH, within_s=0.005)
+    async def predict(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Called for one input, and run once for all that come together."""
+        self.runs += 1
+        with torch.no_grad():
+            return list(self.model(torch.stack(inputs)))
 
-    def run_batch(self) -> None:
-        while self.waiting:
-            batch, self.waiting = self.waiting[:LARGEST_BATCH], self.waiting[LARGEST_BATCH:]
-            self.runs += 1
-            with torch.no_grad():
-                outputs = self.model(torch.stack([x for x, _ in batch]))
-            for (_, result), output in zip(batch, outputs, strict=True):
-                result.set_result(output)
-
-
-_served: BatchingModel | None = None
-
-
-async def predict(x: torch.Tensor) -> torch.Tensor:
-    """What the front end calls."""
-    assert _served is not None
-    return await _served.predict(x)
-
-
-def count_runs() -> int:
-    assert _served is not None
-    return _served.runs
+    def count_runs(self) -> int:
+        return self.runs
 
 
 async def front_end() -> None:
     inputs = torch.rand(REQUESTS, 16, generator=torch.Generator().manual_seed(1))
+    model = farcall.worker("model").create(Model)
 
     async def handle(x: torch.Tensor) -> torch.Tensor:
         async with asyncio.timeout(30):
-            return await farcall.rpc_async("model", predict, args=(x,))
+            return await model.start(Model.predict, x)
 
-    outputs: Sequence[torch.Tensor] = await asyncio.gather(*(handle(x) for x in inputs))
-    runs = await farcall.rpc_async("model", count_runs)
+    outputs = await asyncio.gather(*(handle(x) for x in inputs))
+    runs = await model.start(Model.count_runs)
     with torch.no_grad():
-        torch.testing.assert_close(torch.stack(list(outputs)), make_model()(inputs))
+        torch.testing.assert_close(torch.stack(outputs), make_model()(inputs))
     print(f"{REQUESTS} requests, every answer right, {runs} runs of the model", flush=True)
     assert runs < REQUESTS / 2
 
@@ -92,9 +70,6 @@ async def front_end() -> None:
 
 def run(rank: int, init_method: str) -> None:
     """One worker, from start to end."""
-    global _served
-    if rank == 1:
-        _served = BatchingModel()
     options = farcall.RpcBackendOptions(init_method=init_method)
     farcall.init_rpc(("front", "model")[rank], rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:

@@ -20,7 +20,8 @@ def runtime_directory(chosen: str | None = None) -> Path:
     if chosen is not None:
         return Path(chosen)
     of_session = os.environ.get("XDG_RUNTIME_DIR")
-    if of_session and os.path.isdir(of_session):
+    # Not that of another user, whose variable `sudo -E` keeps: what root makes there would be in that user's way.
+    if of_session and os.path.isdir(of_session) and os.stat(of_session).st_uid == os.getuid():
         return Path(of_session) / "farcall"
     return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
 

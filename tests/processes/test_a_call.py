@@ -56,7 +56,7 @@ def test_every_file_on_the_page_exists() -> None:
         ("call", 83, 100, 25),
         ("operator", 85, 128, 26),
         ("reference", 174, 197, 36),
-        ("backward", 273, 328, 35),
+        ("backward", 264, 328, 34),
     ],
 )
 def test_an_operation_does_not_travel_further_than_it_did(

@@ -13,6 +13,7 @@ SAYS = {
     "batch_updates": "trainer1: the same, bit for bit, as in one process",
     "data_parallel": "trainer1: the same, to within rounding, as in one process",
     "deadlock": "CYCLE: left and right wait for each other",
+    "http_service": "nobody waits",
     "hyperparameter_search": "trials left on the workers: 1",
     "parameter_server": "trainer1: the same, bit for bit, as in one process",
     "pipeline": "the same, to within rounding, as in one process",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farcall.private_files import private_bytes
+from farcall.private_files import private_bytes, runtime_directory
 
 
 def test_all_get_the_bytes_that_one_made(tmp_path: Path) -> None:
@@ -45,3 +45,11 @@ def test_a_file_that_others_could_read_or_plant_is_not_believed(tmp_path: Path) 
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         private_bytes(tmp_path, "key", 32)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can own what another user's variable names")
+def test_a_session_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_directory() == tmp_path / "farcall"
+    os.chown(tmp_path, 65534, -1)
+    assert not runtime_directory().is_relative_to(tmp_path)

@@ -112,7 +112,9 @@ class SegmentMap:
         self._by_start: dict[tuple[int, int], Lease] = {}
         self._returning: dict[int, GivenBack] = {}
         self.released: deque[tuple[int, int]] = deque()
-        """Blocks that nobody here uses any more, to be told; looked at before each frame."""
+        """Blocks that nobody here uses any more, to be told."""
+        self.owed_bytes: int = 0
+        """What these hold, about: it is counted without a lock. Looked at before each frame."""
         self._announced = False
         self._closed = False
 
@@ -181,6 +183,7 @@ class SegmentMap:
         # The flag first: whoever appends after this sees it down and announces; whoever appended before is
         # drained.
         self._announced = False
+        self.owed_bytes = 0
         released = self.released
         taken = []
         while True:
@@ -213,6 +216,7 @@ class SegmentMap:
 
     def _release(self, segment_id: int, offset: int, size: int) -> None:
         self.released.append((segment_id, offset))
+        self.owed_bytes += size
         urgent = size >= _URGENT_BYTES or len(self.released) % _URGENT_COUNT == 0
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):

@@ -149,7 +149,7 @@ class ReaderMachine(Generic[T]):
 
     def on_part(self, first: int, items: int, part: T) -> list[T]:
         """A part came: those that can be taken now, in order."""
-        if first < self._next or first in self._ahead or items == 0:
+        if first < self._next or first in self._ahead or items <= 0:
             return []
         self._ahead[first] = (items, part)
         found = []

@@ -313,7 +313,7 @@ def _load_speedups() -> Any:
         return "switched off by FARCALL_SPEEDUPS=0"
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None:
-        return f"torch {torch.__version__} has no exchange API of DLPack (2.10 and later have)"
+        return f"torch {torch.__version__} has no exchange API of DLPack (2.11 and later have)"
     try:
         found = importlib.import_module("farcall.serialize._speedups")
         found.setup(_VERSION, capsule, torch.Tensor, torch.strided, tuple(DTYPES[n] for n in range(_MOST_CODE + 1)))

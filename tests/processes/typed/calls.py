@@ -123,10 +123,15 @@ class Policy:
     def act(self, observations: list[float]) -> list[bool]:
         return [observation > 0 for observation in observations]
 
+    @farcall.batched()
+    async def act_async(self, observations: list[float]) -> list[bool]:
+        return [observation > 0 for observation in observations]
+
 
 def batches(ps: farcall.Worker) -> None:
     assert_type(ps.call(lengths, "one"), int)
     assert_type(ps.create(Policy).start(Policy.act, 1.0), Future[bool])
+    assert_type(ps.create(Policy).start(Policy.act_async, 1.0), Future[bool])
     ps.call(lengths, ["one"])  # refused: callers pass one item
     ps.create(Policy).start(Policy.act, "one")  # refused: of the wrong type
 

@@ -53,8 +53,10 @@ def test_bytes_cross(pool: SegmentPool) -> None:
     assert bytes(tensor.tolist()) == b"x" * 1000
     assert segment_map.take_releases() == []
     del tensor
+    assert segment_map.owed_bytes == block.size
     released = segment_map.take_releases()
     assert released == [(block.segment_id, block.offset)]
+    assert segment_map.owed_bytes == 0
     assert pool.live_bytes > 0
     pool.release_batch(released, "peer")
     assert pool.live_bytes == 0

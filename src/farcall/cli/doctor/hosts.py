@@ -84,7 +84,11 @@ class Host:
     def serve(self, tell: Callable[[str], None] = lambda line: None) -> None:
         """Let visitors in; ``tell`` is told of each."""
         while not self._closing.is_set():
-            guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
+            try:
+                guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
+            except TransportError as error:
+                tell(f"cannot let anybody in: {error}")
+                guests = []
             for guest in guests:
                 try:
                     if self._tls is not None and guest.needs_sealing:

@@ -85,7 +85,7 @@ def codec(why_not: str) -> Finding:
     return note(
         "codec",
         f"in Python, which costs about 30 us more for a call with tensors: {why_not}",
-        "it needs torch 2.10 or later; install farcall from a wheel with it, or where there are a C compiler and "
+        "it needs torch 2.11 or later; install farcall from a wheel with it, or where there are a C compiler and "
         "Python's headers",
     )
 

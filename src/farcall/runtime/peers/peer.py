@@ -50,6 +50,9 @@ from farcall.serialize import has_devices, withdraw_lent
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+WORTH_RELEASING_BYTES = 512 * 1024
+"""So much memory of the peer's is given back ahead of a message to it; less waits for more, or for a timer."""
+
 
 class Peer:
     """A member that messages can be sent to."""
@@ -210,7 +213,7 @@ class RemotePeer(Peer):
             raise PeerDead(
                 f"{self.info.name} {self.farewell}", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
             )
-        if self.segments is not None and self.segments.released:
+        if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
         if self.devices is not None and self.devices.has_releases:
             self.send_device_releases(more=True)

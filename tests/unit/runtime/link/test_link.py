@@ -14,7 +14,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
@@ -352,3 +352,70 @@ def test_a_reader_found_late_between_two_frames_has_the_role_or_has_it_not(
     assert done.wait(PATIENCE_S)
     assert len(set(readers)) == 1
     assert passed_on == []
+
+
+def stuck_writer(left: End, right: End, number: int) -> threading.Thread:
+    """A thread that has begun to write a large message, which the other end does not read."""
+    right.link.incoming._read_lock.acquire()
+    writer = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(number, 4 << 20),))
+    writer.start()
+    while left.link.outgoing.bytes_sent < CAPACITY_BYTES:
+        assert writer.is_alive()
+    return writer
+
+
+def read_on(right: End) -> None:
+    right.link.incoming._read_lock.release()
+    right.loop.call_soon(right.link.incoming._read)
+
+
+def test_small_messages_pass_between_the_chunks_of_a_large_one(ends: tuple[End, End]) -> None:
+    left, right = ends
+    writer = stuck_writer(left, right, 7)
+    for number in range(100, 110):
+        left.link.outgoing.send(small(number))
+    read_on(right)
+    assert [right.next().call_id for _ in range(11)] == [*range(100, 110), 7]
+    writer.join(PATIENCE_S)
+
+
+def test_large_messages_take_turns(ends: tuple[End, End]) -> None:
+    left, right = ends
+    writer = stuck_writer(left, right, 7)
+    other = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(8, 1 << 20),))
+    other.start()
+    while len(left.link.outgoing._large) < 2:
+        assert other.is_alive()
+    read_on(right)
+    assert [right.next().call_id for _ in range(2)] == [8, 7]  # a quarter of the size, begun later, there first
+    for thread in (writer, other):
+        thread.join(PATIENCE_S)
+    assert not left.link.outgoing._large
+
+
+def test_more_large_messages_than_slots_wait_for_one(ends: tuple[End, End]) -> None:
+    left, right = ends
+    count = MAX_SLOTS + 5
+    writers = [
+        threading.Thread(target=left.link.outgoing.send_pieces, args=(large(number, 1 << 20),))
+        for number in range(count)
+    ]
+    for writer in writers:
+        writer.start()
+    assert sorted(right.next().call_id for _ in range(count)) == list(range(count))
+    for writer in writers:
+        writer.join(PATIENCE_S)
+
+
+def test_a_message_given_up_half_way_was_not_sent_and_leaves_nothing(ends: tuple[End, End]) -> None:
+    left, right = ends
+    right.link.incoming._read_lock.acquire()
+    with pytest.raises(RpcTimeout) as caught:
+        left.link.outgoing.send_pieces(large(1, 4 << 20), deadline=monotonic() + 0.05)
+    assert left.link.outgoing.bytes_sent == CAPACITY_BYTES
+    assert caught.value.delivery == Delivery.NOT_SENT
+    read_on(right)
+    left.link.outgoing.send_pieces(large(2, 1 << 20))
+    assert right.next().call_id == 2
+    assert right.frames.empty()
+    assert not right.link.incoming._decoder._assemblies

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from farcall.errors import MissingPeers
+from farcall.errors import MissingPeers, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.contacts import Contacts as ContactList
 from farcall.runtime.rendezvous.contacts import Group
 from farcall.runtime.rendezvous.dynamic import Meeting, Search
-from farcall.runtime.rendezvous.records import Proofs, Records, Unproved
+from farcall.runtime.rendezvous.records import Proofs, Records
 from farcall.runtime.rendezvous.store import MeetingPlace
 
 ME = Member("me", 1, 0x4F)
@@ -89,9 +89,9 @@ def test_only_members_change_the_list_and_its_id_tells_nothing_of_the_secret() -
     store, secret = dist.HashStore(), b"what the members have"
     group = entered(store, secret)
     assert entered(store, secret, MEMBER).contacts == (ME, MEMBER)
-    with pytest.raises(Unproved, match="give every process the same secret"):
+    with pytest.raises(WrongSecret, match="give every process the same secret"):
         entered(store, b"what a stranger has")
     assert entered(dist.HashStore(), secret).cluster_id != group.cluster_id
     store.set("farcall/0/members", b"\x00" * 64 + store.get("farcall/0/members")[64:])
-    with pytest.raises(Unproved):
+    with pytest.raises(WrongSecret):
         entered(store, secret)
