@@ -6,7 +6,7 @@ for a thread that runs user functions: the thread that reads it hands it to the 
 
     flags  payload of a frame
     0      msgpack: what steers a pass, and no gradient; small, and nothing is unpickled
-    1      pickle: the former, and gradients; tensor memory travels beside it
+    1      a value, written as the arguments of calls are: the former, and gradients
 
 Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
 

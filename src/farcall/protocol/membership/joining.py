@@ -21,7 +21,8 @@ from its name: an arbiter that slept answers questions of yesterday.
     one that the arbiter has                                     no
     one that another member has, the first time                  none; the holder is probed
     one that another member has that was heard of since then     no
-    one that another member has that was not                     none: perhaps it was killed, and is dead soon
+    one that another member has that was not                     none: perhaps it was killed, and is dead soon;
+                                                                 no, once its death would be known
 
 For a moment there may be two arbiters (one is unresponsive, or not known to all yet), and two incarnations with one
 name or rank. Then the later admission stays (of equal ones the higher incarnation) and the other one is expelled, by
@@ -73,6 +74,7 @@ class Admissions:
 
     def __init__(self, shared: Shared, prober: Prober, take_in: Callable[[Member, float], None]) -> None:
         self._reserved_s = RESERVED_ROUNDS * shared.options.probe_timeout_s
+        self._options = shared.options
         self._take_in = take_in
         self._table, self._outbox = shared.table, shared.outbox
         self._prober = prober
@@ -144,6 +146,10 @@ class Admissions:
 
     def _contest(self, member: Member, rivals: list[Member], now: float) -> Decision | None:
         since = self._contests.get(member.incarnation)
+        patience_s = self._options.suspicion_s + self._options.death_bound_s(self._table.size)
+        if since is not None and now - since > patience_s:
+            how = "which does not answer, but has not ended: end it first"
+            return Decision(member, _why_not(member, rivals[0], how))
         for rival in rivals:
             if rival.incarnation == self._table.me or (since is not None and self._heard_since(rival, since)):
                 self._contests.pop(member.incarnation, None)
@@ -160,10 +166,10 @@ class Admissions:
         return self._table.entries[rival.incarnation].heard_at > since
 
 
-def _why_not(member: Member, rival: Member) -> str:
+def _why_not(member: Member, rival: Member, how: str = "which is alive") -> str:
     if rival.name == member.name:
-        return f"the name {member.name!r} is taken: the member of rank {rival.rank} has it, and it is alive"
-    return f"rank {member.rank} is taken: {rival.name!r} has it, and it is alive; give every process a rank of its own"
+        return f"the name {member.name!r} is taken: the member of rank {rival.rank} has it, {how}"
+    return f"rank {member.rank} is taken: {rival.name!r} has it, {how}; give every process a rank of its own"
 
 
 def loser_of(one: Member, other: Member) -> tuple[Member, str]:

@@ -110,7 +110,8 @@ class Executor:
         self._on_io_thread = on_io_thread
         self._before_idle = before_idle
         self._on_thread_start = on_thread_start
-        self._tasks: deque[Task] = deque()
+        self.tasks: deque[Task] = deque()
+        """Those that no worker has taken yet; others only look whether there are any."""
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -134,7 +135,7 @@ class Executor:
     @property
     def waiting(self) -> int:
         """Tasks that no worker has taken yet."""
-        return len(self._tasks)
+        return len(self.tasks)
 
     @property
     def busy(self) -> int:
@@ -166,12 +167,12 @@ class Executor:
         """Begin to run tasks; those submitted before are kept until now."""
         with self._lock:
             self._started = True
-        if self._tasks:
+        if self.tasks:
             self._rouse()
 
     def submit(self, task: Task) -> None:
         """Queue ``task``."""
-        self._tasks.append(task)
+        self.tasks.append(task)
         if self._on_io_thread():
             return  # before_sleep sees to it
         if self._hunters < self._most_hunters:
@@ -181,10 +182,10 @@ class Executor:
 
     def before_sleep(self) -> bool:
         """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
-        if self._tasks:
+        if self.tasks:
             if self._timer.due == NEVER:
                 self._timer.at(monotonic() + TICK_S)
-            for _ in range(min(len(self._tasks), self._most_hunters - self._hunters)):
+            for _ in range(min(len(self.tasks), self._most_hunters - self._hunters)):
                 self._rouse()
             return True
         return self._hunters > 0
@@ -213,7 +214,7 @@ class Executor:
         """After the end nobody runs what is queued, but whoever waits for it must not wait for good."""
         while True:
             try:
-                task = self._tasks.popleft()
+                task = self.tasks.popleft()
             except IndexError:
                 return
             try:
@@ -232,7 +233,7 @@ class Executor:
 
     def look_in(self, now: float) -> float:
         """On the I/O thread: rouse workers for tasks that wait too long."""
-        if not self._tasks or not self._started:
+        if not self.tasks or not self._started:
             self._seen_finished = -1
             return NEVER
         if self._seen_finished < 0:  # the first look at these tasks
@@ -293,7 +294,7 @@ class Executor:
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker
         self._on_thread_start()
-        tasks = self._tasks
+        tasks = self.tasks
         while True:
             try:
                 task = tasks.popleft()
@@ -332,7 +333,7 @@ class Executor:
             if self._stopping:
                 self._discard(worker)
                 return False
-            if self._tasks and not (while_others_hunt and self._hunters > 1):
+            if self.tasks and not (while_others_hunt and self._hunters > 1):
                 return True
             worker.hunting = False
             self._hunters -= 1
@@ -366,7 +367,7 @@ class Executor:
                 worker.hunting = False
                 self._hunters -= 1
         self._before_idle()
-        if self._tasks and self._hunters == 0:
+        if self.tasks and self._hunters == 0:
             self._rouse()
 
     def unpark(self, worker: _Worker) -> None:

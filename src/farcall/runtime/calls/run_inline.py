@@ -20,14 +20,15 @@ From any thread, without a lock: each entry is written as a whole, and a lost up
 
 from __future__ import annotations
 
-from time import perf_counter, process_time, thread_time
+from time import perf_counter
 
 from farcall.runtime.calls.executor import BRIEF_S
 
-__all__ = ["QUICK_S", "InlineFunctions", "Stopwatch"]
+__all__ = ["QUICK_S", "InlineFunctions"]
 
 QUICK_S = 150e-6
 BUSY_SHARE = 0.8
+"""A processor that was in use for this share of a time was busy."""
 _STILL_QUICK_S = 2 * QUICK_S
 """One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""
 MOST_COUNTED_S = 2 * BRIEF_S
@@ -39,30 +40,6 @@ MOST_FUNCTIONS = 4096
 """So many names are remembered."""
 FORGOTTEN_S = 10.0
 """A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
-
-
-class Stopwatch:
-    """The run of a function that is not quick, or not alone."""
-
-    __slots__ = ("_alone", "_process_s", "_thread_s")
-
-    def __init__(self, alone: bool) -> None:
-        self._alone = alone
-        self._thread_s = thread_time()
-        self._process_s = process_time()
-
-    def own_s(self, took_s: float) -> float:
-        """What the function itself took: all the time, or, where a processor was busy throughout, its share of that.
-
-        Functions that fight for the interpreter would else pass for long ones, be run side by side, and fight on.
-        """
-        if self._alone or process_time() - self._process_s <= BUSY_SHARE * took_s:
-            return took_s
-        return thread_time() - self._thread_s
-
-    def slept(self, took_s: float) -> bool:
-        """Did it wait more than it computed, and not for other functions?"""
-        return self._alone and thread_time() - self._thread_s < 0.5 * took_s
 
 
 class InlineFunctions:
@@ -80,14 +57,21 @@ class InlineFunctions:
         self._banned: dict[bytes, int] = {}  # how often each must be brief elsewhere first
         self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
 
-    def ran(self, function: bytes, took_s: float, watch: Stopwatch | None = None) -> float:
-        """Note that ``function`` took so long; how long is it expected to take the next time?"""
-        if watch is not None:
-            if watch.slept(took_s):
+    def ran(self, function: bytes, took_s: float, own_s: float = -1.0, all_s: float = -1.0) -> float:
+        """Note that ``function`` took so long; how long is it expected to take the next time?
+
+        ``own_s``, of a run that was not expected to be quick: the processor time of its thread meanwhile. ``all_s``, of
+        one beside others: that of all threads. If these kept a processor busy throughout, only its own time counts:
+        functions that fight for the interpreter would else pass for long ones, be run side by side, and fight on.
+        """
+        if all_s >= 0:
+            if all_s > BUSY_SHARE * took_s:
+                took_s = own_s
+        elif own_s >= 0:
+            if own_s < 0.5 * took_s:
                 self.sleepers.add(function)
             else:
                 self.sleepers.discard(function)
-            took_s = watch.own_s(took_s)
         counted_s = took_s if took_s < MOST_COUNTED_S else MOST_COUNTED_S
         expected_s = self.expected_s[function] = (self.expected_s.get(function, counted_s) + counted_s) / 2
         if len(self.expected_s) > MOST_FUNCTIONS:

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from sys import audit
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
 from farcall.runtime.calls.resumption import Resumption, Told
-from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions, Stopwatch
+from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
 from farcall.runtime.io.timers import NEVER
@@ -110,6 +110,7 @@ class Server:
         self.event_log: event_log.EventLog = event_log.EventLog()
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
+        self._queue = executor.tasks
         self._computing: set[Request] = set()  # those inside their functions
         self._corked: set[Peer] = set()
         self._corked_at: float = 0.0
@@ -157,13 +158,9 @@ class Server:
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
-        inline, executor = self.inline, self._executor
-        at_once = function in inline.quick
-        if at_once or function in inline.brief:
-            at_once = at_once or (executor.at_peace and function not in inline.sleepers)
-            alone = not self._computing and not executor.waiting
-            task_here = task if self.stream_pool is None else StreamTask(task, self.stream_pool)
-            kept = peer.run_inline(task_here, at_once) if at_once or alone else None
+        at_once = function in self.inline.quick or self._best_in_turn(function)
+        if at_once or (function in self.inline.brief and not self._computing and not self._queue):
+            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), at_once)
             if kept is not None:
                 if not kept:
                     self.inline.ban(function)
@@ -172,6 +169,11 @@ class Server:
                 return
         request.queued_at = perf_counter()
         self.submit(task)
+
+    def _best_in_turn(self, function: bytes) -> bool:
+        """Is ``function`` one of those that were seen to be in each other's way on workers?"""
+        inline = self.inline
+        return function in inline.brief and self._executor.at_peace and function not in inline.sleepers
 
     def submit(self, task: Task) -> None:
         """Have a worker run ``task``; in a node with devices, on streams of its own."""
@@ -294,8 +296,9 @@ class Request:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
-        alone = not server._computing
-        watch = None if alone and self.expected_s < QUICK_S else Stopwatch(alone)
+        # The two clocks cost a system call each: not for a quick function that is alone.
+        all_before_s = process_time() if server._computing else -1.0
+        own_before_s = thread_time() if all_before_s >= 0 or self.expected_s >= QUICK_S else -1.0
         server._computing.add(self)
         started = self.started_at = perf_counter()
         if self.expected_s >= QUICK_S:
@@ -347,7 +350,12 @@ class Request:
                 counters = counters_of(self.peer.served, function)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
-                self.expected_s = server.inline.ran(function, took_s, watch)
+                self.expected_s = server.inline.ran(
+                    function,
+                    took_s,
+                    thread_time() - own_before_s if own_before_s >= 0 else -1.0,
+                    process_time() - all_before_s if all_before_s >= 0 else -1.0,
+                )
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)

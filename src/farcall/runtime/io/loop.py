@@ -108,7 +108,8 @@ class Loop:
         self._name = f"farcall-io-{name}"
         self._ident = 0
         self._waited_for = 0  # how often in a row somebody did, see look_who_waits
-        self._in_demand_until = 0.0
+        self.in_demand_until: float = 0.0
+        """Until then the I/O thread leaves what takes a while to others."""
         self._former: list[threading.Thread] = []
         self.on_thread_start: Callable[[], None] = lambda: None
         """Called first on each thread that becomes the I/O thread."""
@@ -118,22 +119,18 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         close_in_children(self)
 
-    @property
-    def has_time(self) -> bool:
-        """May the I/O thread do something that takes a while? Not where that has kept others waiting, lately."""
-        return monotonic() >= self._in_demand_until
-
     def look_who_waits(self, served: int | None) -> None:
         """On the I/O thread, which has done something for ``served`` that took a while: does another one wait now?
 
         Once may be chance; twice in a row is a crowd.
         """
-        if all(descriptor == served for descriptor, _ in self._poller.poll(0.0)):
+        found = self._poller.poll(0.0)
+        if not found or (len(found) == 1 and found[0][0] == served):
             self._waited_for = 0
             return
         self._waited_for += 1
         if self._waited_for >= 2:
-            self._in_demand_until = monotonic() + DEMAND_S
+            self.in_demand_until = monotonic() + DEMAND_S
 
     def start(self) -> None:
         """Start the I/O thread."""

@@ -416,7 +416,7 @@ class Incoming:
         if reading.link is not self or reading.loop is not loop:
             self._missed += 1
             return None
-        if not at_once and (self._frames or not loop.has_time):
+        if not at_once and (self._frames or monotonic() < loop.in_demand_until):
             return None
         self.watch_reader()
         watch = reading.watch

@@ -503,6 +503,18 @@ def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(name: s
     assert "is taken" in refused.why
 
 
+def test_the_name_of_one_that_is_busy_or_stopped_is_refused_when_its_death_would_be_known() -> None:
+    """Its process is there: whoever wants the name has to end that first, and is told so."""
+    arbiter, record = member(1), Member("worker3", 3, 7)
+    assert join_at(arbiter, record) == []
+    arbiter.hear_all_but(3, OPTIONS.death_bound_s(6))
+    assert join_at(arbiter, record) == []
+    arbiter.hear_all_but(3, OPTIONS.suspicion_s + 1.0)
+    (refusal,) = join_at(arbiter, record)
+    assert isinstance(refusal.message, Decision)
+    assert "has not ended: end it first" in refusal.message.why_not
+
+
 def test_the_name_of_one_that_died_is_free_when_its_death_is_known() -> None:
     arbiter, record = member(1), Member("worker3", 3, 7)
     assert join_at(arbiter, record) == []

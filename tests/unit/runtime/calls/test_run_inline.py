@@ -6,7 +6,7 @@ import pytest
 
 from farcall.runtime.calls import run_inline
 from farcall.runtime.calls.executor import BRIEF_S
-from farcall.runtime.calls.run_inline import MOST_PARDON_RUNS, PARDON_RUNS, QUICK_S, InlineFunctions, Stopwatch
+from farcall.runtime.calls.run_inline import MOST_PARDON_RUNS, PARDON_RUNS, QUICK_S, InlineFunctions
 
 
 @pytest.fixture
@@ -77,29 +77,18 @@ def test_a_function_that_is_late_there_again_and_again_stays_away_for_longer(
     assert found == [4 * PARDON_RUNS, 16 * PARDON_RUNS, 64 * PARDON_RUNS, 256 * PARDON_RUNS, *[MOST_PARDON_RUNS] * 2]
 
 
-@pytest.mark.parametrize(("process_s", "own_s"), [(0.010, 0.001), (0.002, 0.010)])
+@pytest.mark.parametrize(("all_s", "counts_s"), [(0.0011, 0.0001), (0.0002, 0.001)])
 def test_who_waited_for_the_interpreter_was_not_long_and_who_slept_was(
-    monkeypatch: pytest.MonkeyPatch, process_s: float, own_s: float
+    functions: InlineFunctions, all_s: float, counts_s: float
 ) -> None:
-    used = {"thread_time": 1.0, "process_time": 5.0}
-    for name in used:
-        monkeypatch.setattr(run_inline, name, lambda name=name: used[name])
-    watch = Stopwatch(alone=False)
-    used["thread_time"] += 0.001
-    used["process_time"] += process_s
-    assert watch.own_s(took_s=0.010) == pytest.approx(own_s)
+    assert functions.ran(b"f", 0.001, own_s=0.0001, all_s=all_s) == pytest.approx(counts_s)
+    assert b"f" not in functions.sleepers  # nobody knows what it waited for
 
 
-def test_who_sleeps_when_it_is_alone_is_known_for_it(
-    functions: InlineFunctions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used_s = 1.0
-    monkeypatch.setattr(run_inline, "thread_time", lambda: used_s)
-    watch = Stopwatch(alone=True)
-    functions.ran(b"f", 0.001, watch)
+def test_who_sleeps_when_it_is_alone_is_known_for_it(functions: InlineFunctions) -> None:
+    functions.ran(b"f", 0.001, own_s=0.0001)
     assert b"f" in functions.sleepers
-    used_s += 0.001
-    functions.ran(b"f", 0.001, watch)
+    functions.ran(b"f", 0.001, own_s=0.001)
     assert b"f" not in functions.sleepers
 
 
@@ -119,5 +108,5 @@ def test_names_without_end_are_not_remembered_without_end(functions: InlineFunct
     for number in range(3 * run_inline.MOST_FUNCTIONS):
         functions.ran(b"%d" % number, 0.0)
         functions.ban(b"%d" % number)
-    tables = (functions.quick, functions.brief, functions._expected_s, functions._banned, functions._bans)
+    tables = (functions.quick, functions.brief, functions.expected_s, functions._banned, functions._bans)
     assert all(len(table) <= run_inline.MOST_FUNCTIONS for table in tables)
