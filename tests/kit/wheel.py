@@ -95,6 +95,10 @@ def _build(made: Installed) -> None:
     # An editable install of farcall is not lent: the path files of a folder that is itself named in a path file are
     # not read.
     (made.packages / "lent.pth").write_text("\n".join(_lent()))
+    # The command that torch would bring.
+    torchrun = made.folder / "venv" / "bin" / "torchrun"
+    torchrun.write_text(f"#!{made.python}\nfrom torch.distributed.run import main\nmain()\n")
+    torchrun.chmod(0o755)
 
 
 def _do(*command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,6 +70,67 @@ def train_unshared(rank: int) -> None:
 
 def test_a_shared_model_has_the_gradients_of_its_own_forward() -> None:
     run_cluster(2, train_shared)
+
+
+class Meeting(nn.Module):
+    """Two forward passes are inside of it at the same time."""
+
+    both = threading.Barrier(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.both.wait(60)
+        y = self.inner(x)
+        self.both.wait(60)
+        return y  # type: ignore[no-any-return]
+
+
+class Holder:
+    """A shared module at its worker, and whether its weights are still its own."""
+
+    def __init__(self) -> None:
+        self.model = farcall.nn.Shared(Meeting())
+        self.weights = list(self.model.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def is_intact(self) -> bool:
+        return all(mine is now for mine, now in zip(self.weights, self.model.parameters(), strict=True))
+
+
+def overlap(rank: int) -> None:
+    if rank == 0:
+        holder = farcall.remote("w1", Holder)
+        for future in [holder.rpc_async().forward(torch.ones(1, 1)) for _ in range(2)]:
+            future.wait()
+        assert holder.rpc_sync().is_intact()
+
+
+def test_passes_that_overlap_leave_the_weights_in_their_place() -> None:
+    """`torch.func.functional_call` does not: the model would learn nothing from then on, without an error."""
+    run_cluster(2, overlap)
+
+
+def use_every_kind(rank: int) -> None:
+    torch.manual_seed(0)
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    for module in (nn.LSTM(2, 3), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False), tied):
+        x = torch.rand(4, 2)
+        results = [
+            used(x)[0] if isinstance(module, nn.LSTM) else used(x) for used in (module, farcall.nn.Shared(module))
+        ]
+        torch.testing.assert_close(*results)
+        gradients = [torch.autograd.grad(result.sum(), list(module.parameters())) for result in results]
+        torch.testing.assert_close(*gradients)
+
+
+def test_modules_of_all_kinds_can_be_shared() -> None:
+    run_cluster(1, use_every_kind)
 
 
 def test_the_error_of_a_model_that_is_not_shared_says_what_to_do() -> None:

@@ -41,7 +41,7 @@ from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
 """Enough for the end of a traceback, and the log lines below it."""
-ENDING_S = 5.0
+ENDING_S = 10.0
 """How long workers have to end by themselves after a failure or Ctrl-C."""
 CAUSE_S = 2.0
 """How long a failure that another worker may have caused is kept, for that one to end."""

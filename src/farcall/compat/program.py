@@ -6,6 +6,7 @@ otherwise, have farcall in place, too. Knows nothing of clusters: one program, i
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import runpy
@@ -41,7 +42,7 @@ def run_program(arguments: Sequence[str]) -> None:
         where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         print(f"interrupted{where}", file=sys.stderr)
         sys.last_value = interrupt  # as the interpreter does
-        sys.exit(130)
+        _end_now(130)
     except Exception as error:
         frames_left = error.__traceback__
         while frames_left is not None and frames_left.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM:
@@ -49,6 +50,18 @@ def run_program(arguments: Sequence[str]) -> None:
         sys.last_value = error.with_traceback(frames_left)  # as the interpreter does
         sys.excepthook(type(error), error, frames_left)
         sys.exit(1)
+
+
+def _end_now(code: int) -> None:
+    """End this process, with what is registered for its end, but without the end of the interpreter.
+
+    That stops other threads where they next ask for its lock. One inside torch's C++ code, as a function that was not
+    interrupted may be, then aborts the process ("terminate called without an active exception").
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")

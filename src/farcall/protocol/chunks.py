@@ -43,11 +43,11 @@ class ChunkSize:
     def __init__(self) -> None:
         self.size_bytes: int = LARGEST_CHUNK_BYTES // 4
 
-    def took(self, seconds: float) -> None:
-        """So long a chunk of that size was on its way into the kernel."""
+    def took(self, size_bytes: int, seconds: float) -> None:
+        """So long a chunk of ``size_bytes`` was on its way into the kernel."""
         if seconds > SLOW_S:
             self.size_bytes = max(SMALLEST_CHUNK_BYTES, self.size_bytes // 2)
-        elif seconds < QUICK_S:
+        elif seconds < QUICK_S and size_bytes >= self.size_bytes:  # not the short rest of a message
             self.size_bytes = min(LARGEST_CHUNK_BYTES, self.size_bytes * 2)
 
 

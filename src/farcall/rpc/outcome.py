@@ -40,7 +40,7 @@ class Opens(Protocol):
     """Something that waits at a gate."""
 
     def open(self) -> None:
-        """It need not wait any more. From any thread; never blocks, never runs user code."""
+        """It need not wait any more. From any thread, the reader of a link too: never blocks."""
 
 
 class LoopGate:

@@ -5,7 +5,7 @@ back while the next one comes quickly, HOLD_S at most. A large item, or one with
 of its own.
 
 Thread rules: one thread, or one coroutine, puts items in. The I/O thread sends what was held back for too long, grants
-credit and closes. It never waits for the lock: whoever has it is about to send.
+credit and closes. It never waits for the lock, but comes again.
 """
 
 from __future__ import annotations
@@ -187,15 +187,17 @@ class Writer:
 
     # --- letters --------------------------------------------------------------------------------------------
 
-    def flush_nowait(self) -> None:
-        """On the I/O thread: send what is held back, unless the maker of the items is at it."""
-        if self._lock.acquire(False):
-            try:
-                self._flush()
-            except RpcError:
-                self.close()  # the reader's node is gone
-            finally:
-                self._lock.release()
+    def flush_nowait(self) -> bool:
+        """On the I/O thread: send what is held back. False: the maker of the items is at it; try again."""
+        if not self._lock.acquire(False):
+            return False
+        try:
+            self._flush()
+        except RpcError:
+            self.close()  # the reader's node is gone
+        finally:
+            self._lock.release()
+        return True
 
     def _pack(self) -> None:
         """Under the lock: make one segment of the plain items."""
@@ -258,12 +260,19 @@ class StreamRequest(Request):
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """The function has returned: go through what it returned, on a thread or loop of its own."""
         source = outcome.pop()
+        if self.cancelled:
+            self.server.answered(self)  # it has not begun, and need not
+            return
         Dependents.watch(self, self.writer.close)
         if isinstance(source, Iterable):
             self.server.submit(_Pump(self, source))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
-            cancel = self.server.coroutines.run(_go_through(self.writer, source), self._on_written)
+            outer = CURRENT.set(self)  # a task has the context in which it was made
+            try:
+                cancel = self.server.coroutines.run(_go_through(self.writer, source), self._on_written)
+            finally:
+                CURRENT.reset(outer)
             Dependents.watch(self, cancel)
         else:
             self._fail(

@@ -199,7 +199,7 @@ def _arrived(number: int) -> Stream[Any]:
 
 def _node_of(peer: Peer) -> Runtime:
     """The node that has ``peer`` in its table."""
-    found = [node for node in STARTED if node.is_peer(peer)]
+    found = [node for node in list(STARTED) if node.is_peer(peer)]
     if not found:
         raise SerializationError(f"no node of this process knows {peer.info.name} any more")
     return found[0]
@@ -317,9 +317,11 @@ class Streams:
             self._flush_timer.at(monotonic() + HOLD_S)
 
     def _flush(self, now: float) -> float:
-        while self._to_flush:
-            self._to_flush.popleft().flush_nowait()
-        return NEVER
+        for _ in range(len(self._to_flush)):
+            writer = self._to_flush.popleft()
+            if not writer.flush_nowait():
+                self._to_flush.append(writer)
+        return now + HOLD_S if self._to_flush else NEVER
 
     def close_later(self, reader: Reader) -> None:
         """Close ``reader``, which nobody holds any more. For destructors: takes no lock."""

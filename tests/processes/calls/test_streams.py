@@ -18,6 +18,7 @@ import farcall
 import farcall.autograd
 from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
+from farcall.rpc.stream_writing import Writer
 from farcall.rpc.streams import Streams
 from farcall.runtime.node import runtime_of
 
@@ -143,6 +144,42 @@ def test_an_error_comes_after_the_items_before_it(ps: farcall.Worker, items: int
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
+
+
+def who_asks() -> Iterator[tuple[str, str]]:
+    call = farcall.current_call()
+    assert call.caller is not None
+    yield call.caller.name, call.metadata["job"]
+
+
+async def who_asks_async() -> AsyncIterator[tuple[str, str]]:
+    for found in who_asks():
+        yield found
+
+
+@pytest.mark.parametrize("function", [who_asks, who_asks_async])
+def test_a_generator_knows_its_call(ps: farcall.Worker, function: Any) -> None:
+    assert list(ps.options(metadata={"job": "7"}).stream(function)) == [("w0", "7")]
+
+
+def test_an_item_that_was_held_back_is_sent_although_no_other_comes(nodes: list[farcall.Node]) -> None:
+    stream = nodes[0]["w1"].stream(three_and_silence)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    stream.close()
+
+    # Also if the timer comes at the moment at which another item is put in.
+    streams = runtime_of(nodes[0]).part(Streams)
+    writer = Writer(streams, runtime_of(nodes[0]).peer("w1"), 1, outgoing=True)
+    with writer._lock:
+        streams.flush_later(writer)
+        wait_until(lambda: streams._flush_timer._calls >= 2, "a second attempt")
+    wait_until(lambda: not streams._to_flush)
+
+
+def three_and_silence() -> Iterator[int]:
+    yield from range(3)
+    call = farcall.current_call()
+    wait_until(lambda: call.cancelled)
 
 
 def test_what_is_no_stream_says_so(ps: farcall.Worker) -> None:

@@ -177,10 +177,12 @@ def test_what_makes_no_message_is_refused(data: bytes, why: str) -> None:
 def test_chunks_are_as_large_as_they_leave_quickly() -> None:
     size = ChunkSize()
     for _ in range(10):
-        size.took(SLOW_S * 2)
+        size.took(size.size_bytes, SLOW_S * 2)
     assert size.size_bytes == SMALLEST_CHUNK_BYTES
-    size.took((QUICK_S + SLOW_S) / 2)
+    size.took(size.size_bytes, (QUICK_S + SLOW_S) / 2)
+    assert size.size_bytes == SMALLEST_CHUNK_BYTES
+    size.took(100, QUICK_S / 2)  # the rest of a message: that says nothing
     assert size.size_bytes == SMALLEST_CHUNK_BYTES
     for _ in range(10):
-        size.took(QUICK_S / 2)
+        size.took(size.size_bytes, QUICK_S / 2)
     assert size.size_bytes == LARGEST_CHUNK_BYTES

@@ -8,12 +8,8 @@ Thread rules
 - What the I/O thread submits is handed to a worker just before that thread sleeps (``before_sleep``): a worker woken
   earlier would only wait for the interpreter.
 - Brief tasks run in turn, on as few workers as there is parallel work: sixteen threads for sixteen small functions
-  only fight for the interpreter. So one worker is woken for a burst of them. While tasks wait, the I/O thread looks in
-  every TICK_S (``look_in``) and compares the processors in use with the workers that take tasks: if all of them compute
-  (operators of torch that leave the interpreter) and there is room for one more, or none does (functions that sleep),
-  it wakes one more; if they are in each other's way, one stands down, and for a while, growing to LONGEST_PEACE_S,
-  nothing is tried. If nothing at all ended since
-  the last look it wakes one more, whoever computes: tasks may wait for each other.
+  only fight for the interpreter. So one worker is woken for a burst of them; while tasks wait, the I/O thread looks in
+  every TICK_S (``look_in``) and wakes one more where that helps (`parallelism.py`), or lets one stand down.
 - A worker that takes a task that is not brief first wakes another one for what is left.
 - The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
   and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
@@ -33,13 +29,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic, process_time
 from typing import Protocol
 
+from farcall.runtime.calls.parallelism import Parallelism
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -50,15 +46,8 @@ BRIEF_S = 0.002
 """Tasks that are expected to take less run in turn."""
 UNKNOWN_S = NEVER
 """The expectation of tasks that nobody has timed."""
-FIRST_PEACE_S = 0.1
-LONGEST_PEACE_S = 3.0
-"""How long one worker more is not tried after workers have fought."""
 IDLE_END_S = 10.0
 MOST_EXTRA_THREADS = 1000
-PARALLEL_SHARE = 0.75
-"""Workers that use less than this share of a processor each are in each other's way,"""
-IDLE_SHARE = 0.5
-"""unless all of them together use less than this: then they sleep."""
 
 
 class Task(Protocol):
@@ -87,10 +76,6 @@ class _Worker:
         self.thread: threading.Thread | None = None
 
 
-def _usable_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Executor:
     """A pool of daemon threads that grows when every thread waits."""
 
@@ -116,10 +101,7 @@ class Executor:
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._hunters = 0
-        self._most_hunters = 1
-        self._processors = processors or _usable_processors()
-        self._try_more_at = 0.0
-        self._peace_s = FIRST_PEACE_S
+        self._parallelism = Parallelism(processors)
         self._parked = 0
         self._finished = 0
         self._started = False
@@ -128,8 +110,6 @@ class Executor:
         self._seen_finished = -1
         self._seen_at = 0.0
         self._seen_used_s = 0.0
-        self._looked_at = 0.0
-        self._looked_used_s = 0.0
         self._local = threading.local()
 
     @property
@@ -146,7 +126,7 @@ class Executor:
     @property
     def at_peace(self) -> bool:
         """Were brief tasks in each other's way lately, so that one thread runs them best?"""
-        return monotonic() < self._try_more_at
+        return monotonic() < self._parallelism.peace_until
 
     @property
     def size(self) -> int:
@@ -175,7 +155,7 @@ class Executor:
         self.tasks.append(task)
         if self._on_io_thread():
             return  # before_sleep sees to it
-        if self._hunters < self._most_hunters:
+        if self._hunters < self._parallelism.most:
             self._rouse()
         elif self._timer.due == NEVER:  # else it is set already, and looks in as long as tasks wait
             self._timer.at(monotonic() + TICK_S)
@@ -185,7 +165,7 @@ class Executor:
         if self.tasks:
             if self._timer.due == NEVER:
                 self._timer.at(monotonic() + TICK_S)
-            for _ in range(min(len(self.tasks), self._most_hunters - self._hunters)):
+            for _ in range(min(len(self.tasks), self._parallelism.most - self._hunters)):
                 self._rouse()
             return True
         return self._hunters > 0
@@ -237,11 +217,14 @@ class Executor:
             self._seen_finished = -1
             return NEVER
         if self._seen_finished < 0:  # the first look at these tasks
-            self._looked_at, self._looked_used_s = now, process_time()
+            self._parallelism.begin(now, process_time())
             if self._hunters == 0:
                 self._rouse()
-        elif self._wants_one_more(now):
-            self._rouse()
+        else:
+            active = len(self._workers) - len(self._idle) - self._parked
+            has_progress = self._finished != self._seen_finished
+            if self._parallelism.wants_one_more(now, process_time(), active, has_progress):
+                self._rouse()
         if self._finished != self._seen_finished:
             self._seen_finished = self._finished
             self._seen_at = now
@@ -258,38 +241,6 @@ class Executor:
                 if not self._idle and not self._stopping and not computing and room:
                     self._spawn()
         return now + TICK_S
-
-    def _wants_one_more(self, now: float) -> bool:
-        """Tasks wait: would one worker more help? Sets how many may hunt."""
-        active = len(self._workers) - len(self._idle) - self._parked
-        used_s = process_time()
-        elapsed_s, used_meanwhile_s = now - self._looked_at, used_s - self._looked_used_s
-        self._looked_at, self._looked_used_s = now, used_s
-        if self._finished == self._seen_finished:
-            self._most_hunters = max(self._most_hunters, active + 1)
-            return True
-        processors = used_meanwhile_s / elapsed_s if elapsed_s > 0 else 0.0
-        if active == 0 or processors < IDLE_SHARE:
-            self._most_hunters = active + 1
-            return True
-        # As many as could compute if each used as many processors as now. An operator may use all of them by itself.
-        room = int(self._processors * active / max(processors, PARALLEL_SHARE))
-        if active > 1 and (processors < PARALLEL_SHARE * active or room < active):
-            self._most_hunters = max(1, min(int(processors / PARALLEL_SHARE), room))
-            self._make_peace(now)
-        elif room <= active:
-            if active == 1:
-                self._make_peace(now)
-        elif now >= self._try_more_at:
-            self._most_hunters = active + 1
-            if active > 1:
-                self._peace_s = FIRST_PEACE_S
-            return True
-        return False
-
-    def _make_peace(self, now: float) -> None:
-        self._try_more_at = now + self._peace_s
-        self._peace_s = min(2 * self._peace_s, LONGEST_PEACE_S)
 
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker
@@ -323,7 +274,7 @@ class Executor:
                 with self._lock:
                     worker.hunting = True
                     self._hunters += 1
-            elif self._hunters > self._most_hunters and not self._rest(worker, while_others_hunt=True):
+            elif self._hunters > self._parallelism.most and not self._rest(worker, while_others_hunt=True):
                 return
 
     def _rest(self, worker: _Worker, while_others_hunt: bool = False) -> bool:

@@ -141,7 +141,8 @@ class Dependents:
 
     __slots__ = ("calls", "watchers")
 
-    _lock = threading.Lock()  # one for all, held for an instant
+    # One for all, held for an instant. Re-entrant: a garbage collection inside may run user code.
+    _lock = threading.RLock()
 
     def __init__(self) -> None:
         # Weak: a call that is done is nobody's any more, and a function may make millions.

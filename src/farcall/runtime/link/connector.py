@@ -272,7 +272,7 @@ class Connector:
         if holder is None or holder.dialler is None or holder.dialler.unanswered_since is None:
             return 0.0
         since = holder.dialler.unanswered_since
-        if tie is not None and tie.silent_since is not None:
+        if tie is not None and tie.silent_since is not None and not holder.dialler.host_answered:
             since = tie.silent_since
         return now - since
 

@@ -140,6 +140,8 @@ class Dialler:
         self._ended = False
         self.unanswered_since: float | None = None
         """Since when its host has left every attempt unanswered."""
+        self.host_answered: bool = False
+        """Has its host accepted a connection, whatever became of that?"""
         self._gate = Gate()
         self._transport: Transport | None = None
         self._told: set[str] = set()
@@ -245,7 +247,7 @@ class Dialler:
                 self._tell(way, error)
                 continue
             accepted = True
-            self.unanswered_since = None
+            self.unanswered_since, self.host_answered = None, True
             self._transport = transport
             found: Found | None = None
             try:

@@ -183,24 +183,25 @@ class Outgoing:
         self._lock_for_writing(deadline)
         try:
             self._unsent.extend(map(memoryview, self._take_outbox()))
-            began = monotonic()
-            if message.cut_bytes < message.size_bytes:
+            began, before = monotonic(), message.cut_bytes
+            if before < message.size_bytes:
                 chunk = message.next_chunk(self._chunk_size.size_bytes if self._transport.takes_chunks else None)
                 self._kept.append(chunk)
                 self._unsent.extend(map(memoryview, chunk.pieces()))
             try:
-                if not self._write_out(deadline):
-                    self._return_chunk(message)
-                    raise RpcTimeout(
-                        f"{self._name} did not take a message of {message.size_bytes} bytes in time: it is stopped, "
-                        "or too busy to read"
-                    )
+                in_time = self._write_out(deadline)
             except _Interrupted:
                 return True  # the next connection begins with what the peer lacks of it
             except BaseException:
                 self._return_chunk(message)
                 raise
-            self._chunk_size.took(monotonic() - began)
+            if not in_time:
+                self._return_chunk(message)
+                raise RpcTimeout(
+                    f"{self._name} did not take a message of {message.size_bytes} bytes in time: it is stopped, or too "
+                    "busy to read"
+                )
+            self._chunk_size.took(message.cut_bytes - before, monotonic() - began)
             if message.cut_bytes == message.size_bytes:
                 message.written()
                 return False
@@ -336,6 +337,9 @@ class Outgoing:
             if mine.held is not None:
                 sigint.deliver()
             transport.wait_writable(timeout_s)
+        except TransportError as error:
+            self._on_error(error, transport)  # of this one: there may be another by now
+            raise _Interrupted from error
         finally:
             mine.depth = depth
             self._write_lock.acquire()

@@ -9,7 +9,8 @@ import pytest
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
-from farcall.runtime.calls.executor import FIRST_PEACE_S, STALLED_S, TICK_S, UNKNOWN_S, Executor
+from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor
+from farcall.runtime.calls.parallelism import FIRST_PEACE_S
 from farcall.runtime.io.timers import NEVER
 
 PATIENCE_S = 20.0

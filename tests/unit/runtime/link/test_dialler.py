@@ -18,7 +18,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.link import dialler as dialling
 from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.link.listener import PeerListener
-from farcall.transport.interface import DialFailed, DialRefused, Transport
+from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport
 
 PATIENCE_S = 20.0
 SECRET = b"a secret of enough bytes"
@@ -176,6 +176,26 @@ def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.Monkey
     assert "no answer" in attempts.why_gone()
     assert attempts.step is Step.OUT_OF_TIME
     assert monotonic() - began >= 0.3
+
+
+def test_a_host_is_silent_until_it_accepts_a_connection_whatever_becomes_of_that(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our own trouble (no descriptor, no name server) says nothing of it either."""
+    monkeypatch.setattr(dialling, "dial", dial_that(DialUnanswered("no answer")))
+    silent = Attempts(["tcp://192.0.2.1:9"], lost_kind="tcp", seconds=0.3)
+    silent.why_gone()
+    assert silent.dialler.unanswered_since is not None
+    assert not silent.dialler.host_answered
+    monkeypatch.setattr(dialling, "dial", dial_that(DialFailed("cannot resolve")))
+    ours = Attempts(["tcp://192.0.2.1:9"], lost_kind="tcp", seconds=0.3)
+    ours.why_gone()
+    assert ours.dialler.unanswered_since is None
+    monkeypatch.undo()
+    host.refuses = True
+    busy = Attempts(host.door.addresses)
+    busy.why_gone()
+    assert busy.dialler.host_answered
 
 
 def test_a_stop_ends_a_pause_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
