@@ -66,7 +66,6 @@ def build() -> Path:
     if library.exists():
         _check_owner(library)
         return library
-    _check_refused(directory)
     missing = why_not()
     if missing is not None:
         raise RpcError(missing)
@@ -75,7 +74,8 @@ def build() -> Path:
         directory.mkdir(mode=0o755, exist_ok=True)
         with (directory / "building").open("a+") as lock:
             _acquire(lock, directory)
-            _check_refused(directory)
+            if (directory / _REFUSED).exists():  # by the process that was waited for
+                raise RpcError((directory / _REFUSED).read_text())
             if not library.exists():
                 _build_into(library)
             _check_owner(library)
@@ -121,11 +121,6 @@ def _build_into(library: Path) -> None:
         built = _compile(Path(scratch))
         built.chmod(0o755)
         built.replace(library)
-
-
-def _check_refused(directory: Path) -> None:
-    if (directory / _REFUSED).exists():
-        raise RpcError((directory / _REFUSED).read_text())
 
 
 def _check_owner(library: Path) -> None:
@@ -208,7 +203,10 @@ def _directory() -> Path:
 
 
 def why_not() -> str | None:
-    """The reason why the extension cannot be built here, and the remedy; None: it can."""
+    """The reason why the extension cannot be built or used here, and the remedy; None: it can, as far as is known."""
+    refused = _directory() / _REFUSED
+    if refused.exists():
+        return refused.read_text()
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
