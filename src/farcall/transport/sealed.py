@@ -81,6 +81,7 @@ class SealedTransport(Layer):
         "_staging",
         "_start",
         "_view",
+        "buffered",
     )
 
     def __init__(
@@ -97,6 +98,7 @@ class SealedTransport(Layer):
         self._start = 0
         self._end = len(first_bytes)
         self._body: memoryview | None = None
+        self.buffered: bool = self._has_record()
 
     # ------------------------------------------------------------------ sending
 
@@ -133,17 +135,18 @@ class SealedTransport(Layer):
     # ------------------------------------------------------------------ receiving
 
     @property
-    def buffered(self) -> bool:  # type: ignore[override]
-        if self._body is not None:
-            return True
-        have = self._end - self._start
-        return have >= _HEAD.size and have >= _HEAD.size + _HEAD.unpack_from(self._staging, self._start)[0]
-
-    @property
     def held_bytes(self) -> int:  # type: ignore[override]
         return self._end - self._start
 
     def receive_into(self, view: memoryview) -> int | None:
+        if self._start == self._end and self._body is None:
+            # Most often: nothing is here, and one small record comes.
+            self._start = self._end = 0
+            self.buffered = False
+            came = self._inner.receive_into(self._view)
+            if not came:
+                return came
+            self._end = came
         filled = 0
         while filled < len(view):
             body = self._body
@@ -154,13 +157,21 @@ class SealedTransport(Layer):
                     break
                 count = self._receive()
                 if not count:
+                    self.buffered = False
                     return count
                 continue
             count = min(len(body), len(view) - filled)
             view[filled : filled + count] = body[:count]
             filled += count
             self._body = body[count:] if count < len(body) else None
+            if self._start == self._end:
+                break
+        self.buffered = self._body is not None or (self._start != self._end and self._has_record())
         return filled
+
+    def _has_record(self) -> bool:
+        have = self._end - self._start
+        return have >= _HEAD.size and have >= _HEAD.size + _HEAD.unpack_from(self._staging, self._start)[0]
 
     def _receive(self) -> int | None:
         """Read once, behind what is there; how many bytes came, as `receive_into` says it."""
