@@ -65,7 +65,7 @@ enum { DLPACK_MAJOR = 1, DLPACK_MINOR = 0, CPU = 1 };
 
 /* ------------------------------------------------------------------ the form */
 
-enum { VERSION = 1, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
+enum { VERSION = 2, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
 
 /* By the number of a dtype on the wire (rebuild.py): its code and bits in DLPack, and torch's object for it. torch has
    more dtypes than DLPack has codes (int1 to int7): which one a tensor has, only that object says. */
@@ -145,17 +145,23 @@ typedef struct {
 } Part;
 
 typedef struct {
+    PyObject *object;
+    uint32_t number; /* of a tensor, which is held: from 1; 0: this must not come twice */
+} Seen;
+
+typedef struct {
     char *text; /* the description; small ones need no allocation */
     size_t used, room;
     Part *parts;
     size_t part_count, part_room, data_bytes;
-    PyObject **seen; /* addresses of what must not come twice: a hash table without deletions */
+    Seen *seen; /* what may come twice: a hash table without deletions */
     size_t seen_count, seen_room;
+    uint32_t tensor_count;
     PyObject *tensors, *buffers;
     size_t out_of_band_bytes;
     char first_text[512];
     Part first_parts[8];
-    PyObject *first_seen[32];
+    Seen first_seen[32];
 } Writer;
 
 typedef enum { FAILED = -1, NOT_FLAT = 0, WRITTEN = 1 } Outcome;
@@ -204,36 +210,44 @@ static Outcome put_counted(Writer *writer, char tag, Py_ssize_t count, const cha
     return WRITTEN;
 }
 
-static size_t slot_of(PyObject *const *table, size_t room, const PyObject *object)
+static Seen *slot_of(Seen *table, size_t room, const PyObject *object)
 {
     size_t slot = ((uintptr_t)object >> 4) * 0x9E3779B1u & (room - 1);
-    while (table[slot] != NULL && table[slot] != object)
+    while (table[slot].object != NULL && table[slot].object != object)
         slot = (slot + 1) & (room - 1);
-    return slot;
+    return table + slot;
 }
 
-/* NOT_FLAT: `object` has been met. Pickle keeps the identity of what comes twice, this form does not. */
-static Outcome meet(Writer *writer, PyObject *object)
+/* The entry of `object`, a new one if it was not met before; NULL: no memory. */
+static Seen *look_up(Writer *writer, PyObject *object)
 {
     if (2 * (writer->seen_count + 1) > writer->seen_room) {
         size_t room = 2 * writer->seen_room;
-        PyObject **larger = calloc(room, sizeof *larger);
+        Seen *larger = calloc(room, sizeof *larger);
         if (larger == NULL) {
             PyErr_NoMemory();
-            return FAILED;
+            return NULL;
         }
         for (size_t i = 0; i < writer->seen_room; i++)
-            if (writer->seen[i] != NULL)
-                larger[slot_of(larger, room, writer->seen[i])] = writer->seen[i];
+            if (writer->seen[i].object != NULL)
+                *slot_of(larger, room, writer->seen[i].object) = writer->seen[i];
         if (writer->seen != writer->first_seen)
             free(writer->seen);
         writer->seen = larger;
         writer->seen_room = room;
     }
-    size_t slot = slot_of(writer->seen, writer->seen_room, object);
-    if (writer->seen[slot] != NULL)
+    return slot_of(writer->seen, writer->seen_room, object);
+}
+
+/* NOT_FLAT: `object` has been met. Pickle keeps the identity of containers and storages, this form does not. */
+static Outcome meet(Writer *writer, PyObject *object)
+{
+    Seen *entry = look_up(writer, object);
+    if (entry == NULL)
+        return FAILED;
+    if (entry->object != NULL)
         return NOT_FLAT;
-    writer->seen[slot] = object;
+    entry->object = object;
     writer->seen_count++;
     return WRITTEN;
 }
@@ -313,9 +327,17 @@ static int64_t contiguous_bytes(const Described *tensor, unsigned item_bytes)
 static Outcome write_tensor(Writer *writer, PyObject *tensor)
 {
     Described described;
-    Outcome outcome = meet(writer, tensor);
-    if (outcome != WRITTEN)
-        return outcome;
+    Outcome outcome;
+    Seen *entry = look_up(writer, tensor);
+    if (entry == NULL)
+        return FAILED;
+    if (entry->object != NULL) {
+        uint32_t earlier = entry->number - 1;
+        return put(writer, 'r', &earlier, sizeof earlier);
+    }
+    /* Held: at the address of one that another thread drops meanwhile, the next one could lie. */
+    *entry = (Seen){Py_NewRef(tensor), ++writer->tensor_count};
+    writer->seen_count++;
     if (is_attribute(tensor, name_layout, strided) != 1 || is_result(tensor, name_is_neg, Py_False) != 1 ||
         has_attributes(tensor) != 0 || exchange->describe(tensor, &described) != 0)
         return NOT_FLAT;
@@ -514,7 +536,7 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
     writer.part_count = writer.data_bytes = 0;
     writer.part_room = sizeof writer.first_parts / sizeof writer.first_parts[0];
     writer.seen = writer.first_seen;
-    writer.seen_count = 0;
+    writer.seen_count = writer.tensor_count = 0;
     writer.seen_room = sizeof writer.first_seen / sizeof writer.first_seen[0];
     memset(writer.first_seen, 0, sizeof writer.first_seen);
     writer.tensors = tensors == Py_None ? NULL : tensors;
@@ -531,6 +553,9 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
     }
     for (size_t i = 0; i < writer.part_count; i++)
         Py_DECREF(writer.parts[i].storage);
+    for (size_t i = 0; i < writer.seen_room; i++)
+        if (writer.seen[i].number)
+            Py_DECREF(writer.seen[i].object);
     Py_XDECREF(writer.buffers);
     if (writer.text != writer.first_text)
         free(writer.text);
@@ -548,6 +573,9 @@ typedef struct {
     PyObject *buffers;
     Py_ssize_t next_buffer;
     PyObject *tensors;
+    PyObject **made; /* the tensors so far, held: a dict may drop one whose key comes again */
+    uint32_t made_count, made_room;
+    PyObject *first_made[8];
 } Reader;
 
 /* A tensor's memory and description, in one allocation; or a description, and the buffer that it shows. */
@@ -635,6 +663,24 @@ done:
     return rebuilt;
 }
 
+static int keep_made(Reader *reader, PyObject *tensor)
+{
+    if (reader->made_count == reader->made_room) {
+        PyObject **larger = malloc(2 * sizeof *larger * (size_t)reader->made_room);
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        memcpy(larger, reader->made, sizeof *larger * (size_t)reader->made_count);
+        if (reader->made != reader->first_made)
+            free(reader->made);
+        reader->made = larger;
+        reader->made_room *= 2;
+    }
+    reader->made[reader->made_count++] = Py_NewRef(tensor);
+    return 0;
+}
+
 static PyObject *read_tensor(Reader *reader, int is_out_of_band)
 {
     if (reader->text_end - reader->text < 3)
@@ -680,7 +726,8 @@ static PyObject *read_tensor(Reader *reader, int is_out_of_band)
     if (exchange->object_from_managed(&rebuilt->managed, &made) != 0) /* in any case it is torch's now */
         return NULL;
     PyObject *object = made;
-    if ((flags & REQUIRES_GRAD && PyObject_SetAttr(object, name_requires_grad, Py_True) < 0) ||
+    if (keep_made(reader, object) < 0 ||
+        (flags & REQUIRES_GRAD && PyObject_SetAttr(object, name_requires_grad, Py_True) < 0) ||
         (reader->tensors != NULL && PyList_Append(reader->tensors, object) < 0)) {
         Py_DECREF(object);
         return NULL;
@@ -758,6 +805,7 @@ static PyObject *read_value(Reader *reader, int depth)
     if (reader->text == reader->text_end)
         return malformed("it ends too early");
     char tag = *reader->text++;
+    uint32_t number;
     int64_t integer;
     double real;
     switch (tag) {
@@ -777,6 +825,10 @@ static PyObject *read_value(Reader *reader, int depth)
     case 't':
     case 'o':
         return read_tensor(reader, tag == 'o');
+    case 'r':
+        if (!take_number(reader, &number, sizeof number))
+            return NULL;
+        return number < reader->made_count ? Py_NewRef(reader->made[number]) : malformed("it repeats what it has not told");
     case '(':
     case '[':
     case '{':
@@ -800,13 +852,25 @@ static PyObject *speedups_read(PyObject *module, PyObject *arguments)
     else if (tensors != Py_None && !PyList_CheckExact(tensors))
         PyErr_SetString(PyExc_TypeError, "tensors are collected in a list");
     else {
-        Reader reader = {begin, begin + text_bytes, begin + text_bytes, end, buffers, 0,
-                         tensors == Py_None ? NULL : tensors};
+        Reader reader = {
+            .text = begin,
+            .text_end = begin + text_bytes,
+            .data = begin + text_bytes,
+            .data_end = end,
+            .buffers = buffers,
+            .tensors = tensors == Py_None ? NULL : tensors,
+            .made = reader.first_made,
+            .made_room = sizeof reader.first_made / sizeof reader.first_made[0],
+        };
         value = read_value(&reader, 0);
         if (value != NULL && (reader.text != reader.text_end || reader.data != reader.data_end)) {
             Py_CLEAR(value);
             malformed("there is more of it than it tells of");
         }
+        for (uint32_t i = 0; i < reader.made_count; i++)
+            Py_DECREF(reader.made[i]);
+        if (reader.made != reader.first_made)
+            free(reader.made);
     }
     PyBuffer_Release(&payload);
     return value;

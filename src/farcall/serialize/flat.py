@@ -13,10 +13,11 @@ compiled code write pickles.
     t u8 u8 u8 i64*n   tensor: dtype (``rebuild.py``), 1 if it requires a gradient, number of dimensions, shape;
                        its elements are the next ones in ``data``, row by row
     o u8 u8 u8 i64*n   the same of OUT_OF_BAND_BYTES or more: its elements are the next buffer of the message
+    r u32              a tensor that came before: its number among the tensors of the message, from 0
 
 All integers are little-endian. `write_flat` returns None for what does not fit: a subclass, another class, a tensor
-with strides, attributes or another device, an object or a storage met twice, since pickle keeps the identity of those.
-It does not know frames. Invariant: every length that a reader meets is compared with what is left.
+with strides, attributes or another device, a container or a storage met twice, since pickle keeps their identity. It
+does not know frames. Invariant: every length that a reader meets is compared with what is left.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
 """Elements of a larger tensor are a buffer of the message, which may go through shared memory."""
 
-_VERSION = 1
+_VERSION = 2
 """Of what ``_speedups.c`` and this file have in common: one that was built from another source is not used."""
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
@@ -73,7 +74,7 @@ class _NotFlat(Exception):
 class _Writer:
     """One value being written. Mutable: all of it grows."""
 
-    __slots__ = ("buffers", "data", "kept", "out_of_band_bytes", "seen", "tensors", "text")
+    __slots__ = ("buffers", "data", "kept", "numbers", "out_of_band_bytes", "seen", "tensors", "text")
 
     def __init__(self, tensors: Tensors, out_of_band_bytes: int) -> None:
         self.out_of_band_bytes = out_of_band_bytes
@@ -81,7 +82,8 @@ class _Writer:
         self.data: list[bytearray] = []
         self.buffers: list[memoryview] = []
         self.seen: set[int] = set()
-        self.kept: list[torch.UntypedStorage] = []
+        self.kept: list[object] = []  # or the next object could lie at the address of one that is dropped meanwhile
+        self.numbers: dict[int, int] = {}  # of tensors, by address
         self.tensors = tensors
 
     def write(self, value: Any, depth: int = 0) -> None:
@@ -132,7 +134,12 @@ class _Writer:
         self.seen.add(id(value))
 
     def _write_tensor(self, tensor: torch.Tensor) -> None:
-        self._meet(tensor)
+        number = self.numbers.get(id(tensor))
+        if number is not None:
+            self.text.append(_count.pack(b"r", number))
+            return
+        self.numbers[id(tensor)] = len(self.numbers)
+        self.kept.append(tensor)
         if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_neg() or tensor.is_nested:
             raise _NotFlat
         dtype = tensor.dtype
@@ -190,7 +197,7 @@ def write_in_python(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Wri
 class _Reader:
     """One payload being read. Mutable: the three positions."""
 
-    __slots__ = ("buffers", "data_at", "data_end", "next_buffer", "payload", "tensors", "text_at", "text_end")
+    __slots__ = ("buffers", "data_at", "data_end", "made", "next_buffer", "payload", "tensors", "text_at", "text_end")
 
     def __init__(self, payload: memoryview, buffers: Sequence[memoryview], tensors: Tensors) -> None:
         self.data_end: int = len(payload) - _end.size
@@ -204,6 +211,7 @@ class _Reader:
         self.data_at: int = self.text_end
         self.buffers: Sequence[memoryview] = buffers
         self.next_buffer: int = 0
+        self.made: list[torch.Tensor] = []
         self.tensors = tensors
 
     def take(self, size: int, what: str) -> memoryview:
@@ -227,6 +235,11 @@ class _Reader:
                 return content.decode() if tag == 0x73 else content
             case 0x74 | 0x6F:  # t, o
                 return self._read_tensor(tag == 0x6F)
+            case 0x72:  # r
+                number = self._number()
+                if number >= len(self.made):
+                    raise _malformed("it repeats what it has not told")
+                return self.made[number]
             case 0x28 | 0x5B | 0x7B:  # ( [ {
                 return self._read_container(tag, depth + 1)
         raise _malformed("it has a value of unknown kind")
@@ -274,6 +287,7 @@ class _Reader:
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if flags & _REQUIRES_GRAD:
             tensor.requires_grad_(True)
+        self.made.append(tensor)
         if self.tensors is not None:
             self.tensors.append(tensor)
         return tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -57,6 +58,7 @@ def nested(depth: int) -> Any:
     return value
 
 
+LARGE = torch.arange(20_000)
 TAKEN: dict[str, Any] = {
     "none": None,
     "bools": (True, False),
@@ -76,6 +78,9 @@ TAKEN: dict[str, Any] = {
     "a hundred": [torch.full((n,), n) for n in range(100)],
     "out of band": (torch.arange(20_000), torch.ones(2), torch.arange(30_000)),
     "half": torch.ones(3).bfloat16(),
+    "tensor twice": [BASE, torch.ones(2), {"again": BASE}, BASE],
+    "large tensor twice": (torch.ones(1), LARGE, LARGE),
+    "empty tensor twice": [torch.empty(0)] * 2,
 }
 LEFT_TO_PICKLE: dict[str, Any] = {
     "large integer": 2**63,
@@ -87,7 +92,6 @@ LEFT_TO_PICKLE: dict[str, Any] = {
     "too deep": nested(33),
     "cycle": cyclic(),
     "list twice": [[1]] * 2,
-    "tensor twice": [BASE] * 2,
     "views of one storage": (BASE[:1], BASE[2:]),
     "detached": (BASE, BASE.detach()),
     "transposed": BASE.t(),
@@ -157,6 +161,41 @@ def test_tensors_are_recorded_in_order_by_both_ends(implementation: Any) -> None
     read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], rebuilt)
     assert [len(tensor) for tensor in met] == [len(tensor) for tensor in rebuilt] == [1, 2, 20_000]
     assert met[0] is value[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_tensor_that_comes_twice_is_one_tensor(implementation: Any) -> None:
+    write, read = implementation
+    small, large = torch.ones(3), torch.ones(20_000)
+    met: list[torch.Tensor] = []
+    payload, buffers = write(
+        [small, large, {"again": small}, large, *[torch.ones(1) for _ in range(50)], small], met, 65536
+    )
+    assert len(met) == 52
+    assert len(buffers) == 1
+    rebuilt: list[torch.Tensor] = []
+    found = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], rebuilt)
+    assert found[0] is found[2]["again"] is found[-1]
+    assert found[1] is found[3]
+    assert len(rebuilt) == 52
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_repetition_of_what_was_not_told_is_refused(implementation: Any) -> None:
+    _, read = implementation
+    for text in (b"r\0\0\0\0", b"r\0\0", b"(\2\0\0\0r\0\0\0\0N"):
+        with pytest.raises(ValueError, match="malformed"):
+            read(text + len(text).to_bytes(4, "little") + b"F", (), None)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_tensor_under_a_key_that_comes_again_can_be_repeated(implementation: Any) -> None:
+    _, read = implementation
+    scalar = b"t\0\0\0"
+    text = b"(\2\0\0\0{\2\0\0\0s\1\0\0\0a" + scalar + b"s\1\0\0\0aNr\0\0\0\0"
+    made, again = read(text + struct.pack("<f", 2.5) + len(text).to_bytes(4, "little") + b"F", (), None)
+    assert made == {"a": None}
+    assert again.item() == 2.5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -273,7 +312,7 @@ def test_a_torch_without_the_exchange_api_does_without(monkeypatch: pytest.Monke
 
 @compiled
 def test_a_library_built_from_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "_VERSION", 2)
+    monkeypatch.setattr(flat, "_VERSION", flat._VERSION + 1)
     assert "another version of farcall" in flat._load_speedups()
     monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", "no capsule")
     assert "not built, or not for this torch" in flat._load_speedups()

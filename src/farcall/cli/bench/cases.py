@@ -108,7 +108,7 @@ def inputs(kibibytes: Sequence[int]) -> list[torch.Tensor]:
 
 def operators() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """``torch.add`` of two tensors, 4 to 256 KiB each."""
-    return [(torch.add, (x, x)) for x in inputs(WORK_KIB)]
+    return [(torch.add, (x, x.clone())) for x in inputs(WORK_KIB)]
 
 
 def layers() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -340,7 +340,7 @@ def _cases() -> list[Case]:
     for name, calls in (("operators", operators), ("layers", layers), ("functions that alternate", mixture)):
         setup = issue_in_turn(calls)
         cases.append(Case(f"{name}, 4 to 256 KiB", "calls/s", "higher", setup, rate(32), metered=True))
-    setup = issue_in_turn(lambda: [(torch.add, (x, x)) for x in inputs([16])])
+    setup = issue_in_turn(lambda: [(torch.add, (x, x.clone())) for x in inputs([16])])
     cases.append(Case("torch.add of 16 KiB, 64 in flight", "calls/s", "higher", setup, rate(64), metered=True))
     for name, lengths_us in ((f"work of {us} us", (us,)) for us in WORK_US):
         floor = partial(Floor.work, lengths_us=lengths_us)
