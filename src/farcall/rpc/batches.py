@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 
@@ -149,6 +149,22 @@ class _Item(NamedTuple):
     ready: Any  # on devices: what its batch must wait for
 
 
+class _Owner(ref[Any]):
+    """An object by its identity: two that are equal have methods of their own."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, owner: Any, forget: Callable[[_Owner], None]) -> None:
+        super().__init__(owner, forget)  # type: ignore[call-arg]
+        self._number = id(owner)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Owner) and self() is not None and self() is other())
+
+
 class Batches:
     """The queues of one node, ``node.part(Batches)``."""
 
@@ -156,20 +172,26 @@ class Batches:
         self._node = node
         self._lock = threading.Lock()
         self._functions: dict[_Rules, _Queue] = {}
-        self._methods: WeakKeyDictionary[Any, dict[_Rules, _Queue]] = WeakKeyDictionary()
+        self._methods: dict[_Owner, dict[_Rules, _Queue]] = {}
         self.counts: dict[str, BatchCounts] = {}
         self._due: set[_Queue] = set()  # those whose first item waits for its time
+        self._ended = False
         self._timer = node.timer(self._begin_due)
         node.hooks.ended.append(self._end)
 
     def queue(self, rules: _Rules, owner: Any) -> _Queue:
         """The queue of a function, or of a method of ``owner``."""
         with self._lock:
-            queues = self._functions if owner is None else self._methods.setdefault(owner, {})
+            queues = self._functions
+            if owner is not None:
+                queues = self._methods.setdefault(_Owner(owner, self._forget), {})
             found = queues.get(rules)
             if found is None:
                 found = queues[rules] = _Queue(self._node, self, rules)
             return found
+
+    def _forget(self, owner: _Owner) -> None:
+        self._methods.pop(owner, None)  # inside a garbage collection: no lock
 
     def begin_when_due(self, queue: _Queue) -> None:
         """Have ``queue`` begin its next batch when it is due."""
@@ -177,6 +199,8 @@ class Batches:
         if due != NEVER:
             self._due.add(queue)
             self._timer.at(due)
+            if self._ended:  # after the line above: the timer of a node that has ended calls nobody
+                queue.drop()
 
     def _begin_due(self, now: float) -> float:
         """On the I/O thread."""
@@ -192,6 +216,7 @@ class Batches:
         return nearest
 
     def _end(self) -> None:
+        self._ended = True
         for queue in list(self._due):
             queue.drop()
 

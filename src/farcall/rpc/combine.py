@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -20,13 +20,12 @@ from farcall.errors import PeerDead, RpcError, UnknownWorker
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.handles import Worker, handle_of
-from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome
+from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
 from farcall.rpc.retry import Retry, check_retry
-from farcall.runtime.calls.pending import Waiting, name_of
-from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.calls.pending import name_of
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import current_runtime, runtime_of_thread
+from farcall.runtime.node import current_runtime
 
 __all__ = ["Completions", "Gathered", "as_completed", "gather", "map"]
 
@@ -321,13 +320,6 @@ def _bar(func: Callable[..., Any], total: int | None) -> Iterator[Callable[[], N
     with Progress(*columns) as shown:
         task = shown.add_task(name_of(func), total=total)
         yield lambda: shown.advance(task)
-
-
-def waiting_here() -> Waiting | nullcontext[None]:
-    """Around a wait: a thread of a node stops being a reader or a busy worker meanwhile."""
-    stop_reading()
-    node = runtime_of_thread()
-    return nullcontext() if node is None else node.calls.waiting()
 
 
 def _length(items: Iterable[Any]) -> int | None:

@@ -108,7 +108,7 @@ class Future(Outcome[T], PendingCall):
     def when_done(self, gate: Opens) -> None:
         self._waiters.append(gate)
         if self.done():  # `_wake` may have looked before
-            gate.open()
+            self._wake()
 
     def value(self) -> T:
         """The result of a future that is done, or its error, raised."""
@@ -191,8 +191,14 @@ class Future(Outcome[T], PendingCall):
         self._wake()
 
     def _wake(self) -> None:
-        # After the result is set: a waiter appends its gate first and then looks at done().
-        for finished in self._waiters:
+        # After the result is set: a waiter appends its gate first and then looks at done(). Popping is atomic, so each
+        # gate is opened once: those of `combine.py` count on that.
+        waiters = self._waiters
+        while waiters:
+            try:
+                finished = waiters.pop(0)
+            except IndexError:
+                return  # another thread was faster
             finished.open()
 
     def on_failure(self, error: RpcError) -> None:

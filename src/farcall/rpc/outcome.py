@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from farcall.errors import Cancelled
+from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.node import runtime_of_thread
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING
 
@@ -30,6 +33,7 @@ __all__ = [
     "profiled",
     "raise_copy",
     "running_loop",
+    "waiting_here",
 ]
 
 T = TypeVar("T")
@@ -201,8 +205,8 @@ class DerivedFuture(Outcome[T]):
         if not self.done():
             finished = Gate()
             self.when_done(finished)
-            stop_reading()
-            finished.wait(-1 if timeout is None else max(0.0, timeout))
+            with waiting_here():
+                finished.wait(-1 if timeout is None else max(0.0, timeout))
             if not self.done():
                 raise TimeoutError(f"not done within {timeout:g} s; what it waits for goes on")
         if self._stamp is not None:
@@ -283,6 +287,13 @@ def raise_copy(error: BaseException) -> NoReturn:
     except Exception:
         fresh = error
     raise fresh
+
+
+def waiting_here() -> Waiting | nullcontext[None]:
+    """Around a wait: a thread of a node stops being a reader or a busy worker meanwhile."""
+    stop_reading()
+    node = runtime_of_thread()
+    return nullcontext() if node is None else node.calls.waiting()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:

@@ -36,6 +36,7 @@ from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -145,6 +146,7 @@ class RetryingFuture(Future[Any]):
         self._attempt = 0
         self._request = (func, args, kwargs)
         self._recording = RECORDING.get()
+        self._scope = CURRENT.get()  # a second attempt inherits what the first one did
         self._paused: list[bool] = []  # one item while it waits for its next attempt; whoever pops it goes on
 
     def send(self) -> None:
@@ -192,11 +194,13 @@ class RetryingFuture(Future[Any]):
         if not self._leave_pause():
             return  # it was cancelled
         outside = None if self._recording is None else self._recording.enter()
+        outer = CURRENT.set(self._scope)
         try:
             self.send()
         except BaseException as error:
             super().fail(error)
         finally:
+            CURRENT.reset(outer)
             if self._recording is not None:
                 RECORDING.set(outside)
 
@@ -220,7 +224,7 @@ def async_with(
 class RetryingCreation(Creation):
     """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
 
-    __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry")
+    __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry", "_scope")
 
     started_at: float  # of the last attempt
 
@@ -232,6 +236,7 @@ class RetryingCreation(Creation):
         self._origin = ""
         self._gates: list[Gate] = []
         self._recording = RECORDING.get()
+        self._scope = CURRENT.get()  # a second attempt inherits what the first one did
 
     def attach(self, call: PendingCall) -> None:
         """Wait until the owner has answered: a use that is sent before a second attempt would find no value."""
@@ -276,6 +281,7 @@ class RetryingCreation(Creation):
         self._attempt += 1
         node = self._references.node
         outside = None if self._recording is None else self._recording.enter()
+        outer = CURRENT.set(self._scope)
         try:
             self.profile: CallProfile | None = None
             frame = encode_request(self.peer, *self._request)
@@ -289,6 +295,7 @@ class RetryingCreation(Creation):
                 else RpcError(f"the call to {self.peer.info.name} could not be sent again: {error}")
             )
         finally:
+            CURRENT.reset(outer)
             if self._recording is not None:
                 RECORDING.set(outside)
 

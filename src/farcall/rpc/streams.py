@@ -341,7 +341,9 @@ class Streams:
             if reader.peer is peer:
                 reader.break_off(error)
                 self.forget(reader)
-        self.lingering = {number: call for number, call in self.lingering.items() if call.peer is not peer}
+        for number, call in list(self.lingering.items()):  # readers of other links add theirs meanwhile
+            if call.peer is peer:
+                self.lingering.pop(number, None)
         for number, (writer, _) in list(self._writers.items()):
             if writer.peer is peer:
                 self._close_writer(number, writer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -171,3 +172,26 @@ def test_nonsense_is_refused(nodes: list[farcall.Node]) -> None:
         farcall.batched()(whoami)  # type: ignore[arg-type, call-overload]
     with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
         nodes[0]["w1"].call(doubled, 1)
+
+
+@dataclass
+class Scale:
+    """Equal to every other of its factor, and not hashable."""
+
+    factor: int
+
+    @farcall.batched(max_size=4, within_s=AT_ONCE_S)
+    def each(self, numbers: list[int]) -> list[int]:
+        return [id(self)] * len(numbers)
+
+
+SCALES = [Scale(2), Scale(2)]
+
+
+def scaled(index: int) -> bool:
+    return SCALES[index].each(1) == id(SCALES[index])
+
+
+def test_methods_of_equal_objects_are_batches_of_their_own(nodes: list[farcall.Node]) -> None:
+    futures = [nodes[0]["w1"].start(scaled, index % 2) for index in range(6)]
+    assert [future.result(LONG_S) for future in futures] == [True] * 6

@@ -231,3 +231,21 @@ def plod_through(to: str) -> None:
 async def plod() -> None:
     while not RELEASED.is_set():
         await asyncio.sleep(0.01)
+
+
+def deeper(depth: int) -> None:
+    """A chain of calls of a worker to itself."""
+    if depth == 0:
+        until_cancelled("the innermost")
+    else:
+        farcall.worker("w1").call(deeper, depth - 1)
+
+
+def test_a_long_chain_of_calls_to_oneself_is_cancelled_to_its_end(nodes: list[farcall.Node]) -> None:
+    """One after the other: each inside the one before would take more of the stack than there is."""
+    future = nodes[0]["w1"].start(deeper, 120)
+    wait_until(lambda: SEEN.get("the innermost") == "began")
+    assert future.cancel()
+    wait_until(lambda: ended("the innermost"))
+    wait_until(lambda: not runtime_of(nodes[1]).server.active)
+    assert nodes[0]["w1"].call(len, "abc") == 3

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 import farcall
 from farcall.errors import Cancelled, Delivery, RpcTimeout
+from farcall.rpc.future import Future
 
 
 class Model:
@@ -162,6 +163,34 @@ def test_gather_gives_results_in_order_and_the_first_error_at_once(ps: farcall.W
         several.result()
     for index in range(3):
         Gate.open(f"gathered {index}")
+
+
+def test_a_future_that_becomes_done_while_it_is_gathered_counts_once(
+    ps: farcall.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader is held between "done" and the wake, where it may lose its processor."""
+    wake, held, go = Future._wake, threading.Event(), threading.Event()
+
+    def late(future: Future[int]) -> None:
+        if not held.is_set():
+            held.set()
+            go.wait(LONG_S)
+        wake(future)
+
+    never = ps.start(Gate.wait, "counted")
+    for combine in (farcall.gather, farcall.as_completed):
+        held.clear()
+        go.clear()
+        monkeypatch.setattr(Future, "_wake", late)
+        quick = ps.start(add, 1, 2)
+        assert held.wait(LONG_S)
+        found = combine(quick, never) if combine is farcall.gather else combine([quick, never])  # type: ignore[operator, arg-type]
+        go.set()
+        wait_until(lambda quick=quick: not quick._waiters)  # type: ignore[misc]
+        monkeypatch.undo()
+    assert next(found) is quick  # type: ignore[call-overload]
+    Gate.open("counted")
+    assert next(found) is never  # type: ignore[call-overload]
 
 
 def test_as_completed_gives_the_quick_ones_first(ps: farcall.Worker) -> None:

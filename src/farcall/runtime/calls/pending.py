@@ -67,6 +67,8 @@ class PendingCall:
     """The thread that waits for it, as far as that is known."""
     parent: Served | None = None
     """The request whose function made it, if it is cancelled with that."""
+    unwanted: bool = False
+    """Was it cancelled, or did its time end? Its callee is told; once more if its request was still being sent."""
 
     def on_answer(self, frame: Frame) -> None:
         """The answer came."""
@@ -211,6 +213,7 @@ class CallTable:
                 else:
                     self.questions.explain(call, partial(_fail_explained, call, error))
                 if call.cancellable:
+                    call.unwanted = True
                     call.peer.cancel(call.call_id)
         if overdue:
             self._on_given_up()
@@ -220,8 +223,9 @@ class CallTable:
         """End ``call``, here and at its callee; False: it has ended, or must not."""
         if not call.cancellable or self.claim(call.call_id) is None:
             return False
-        call.peer.cancel(call.call_id)
+        call.unwanted = True
         call.on_failure(Cancelled(f"{name_of(call.what)}() on {call.peer.info.name} was cancelled"))
+        call.peer.cancel(call.call_id)  # last: nobody else ends a claimed call, whatever becomes of this message
         self._on_given_up()
         return True
 
@@ -256,6 +260,8 @@ class CallTable:
             frame.flags = self._flags if refusable else 0
             frame.call_id = self.register(call, frame.function)
             peer.send(frame, call.deadline, False, call)
+            if call.unwanted:
+                peer.cancel(call.call_id)  # the first word of that may have passed a large request, and found nothing
             if not call.arrived:
                 if call.parent is not None and call.parent.cancelled:
                     self.cancel(call)  # a moment ago, before the call was in the table
@@ -318,6 +324,8 @@ class CallTable:
             frame.flags |= self._flags
             frame.call_id = call_id = self.register(call, frame.function)
             call.peer.send(frame, call.deadline)
+            if call.unwanted:
+                call.peer.cancel(call_id)  # the first word of that may have passed a large request, and found nothing
             if call.parent is not None and call.parent.cancelled:
                 self.cancel(call)  # a moment ago, before the call was in the table
             if call.peer.broken:

@@ -205,7 +205,12 @@ class Dispatcher:
 
     def on_own_control(self, peer: Any, message: messages.Message) -> None:
         """Handle what this node says to itself, on whichever thread says it: only what may be handled anywhere."""
-        self._controls[type(message)](peer, message)
+        handle = self._controls[type(message)]
+        if type(message) is messages.CallCancelled:
+            # In turn, not one inside the other: the calls that are cancelled with it may be to this node, too.
+            self._loop.call_soon(lambda: self._handle_later(handle, peer, message))
+        else:
+            handle(peer, message)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
         """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""

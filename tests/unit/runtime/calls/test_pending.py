@@ -136,3 +136,21 @@ def test_what_goes_with_a_call_is_withdrawn_also_where_another_thread_fails_it(t
 )
 def test_functions_are_called_as_users_know_them(what: Any, name: str) -> None:
     assert name_of(what) == name
+
+
+def test_a_call_that_is_cancelled_while_its_request_is_sent_is_cancelled_behind_it(table: CallTable) -> None:
+    """Small messages pass between the chunks of a large one: the first word finds no request at the callee."""
+    told: list[str] = []
+
+    class Slow(FakePeer):
+        def send(self, *message: Any) -> None:
+            assert table.cancel(call)
+            told.append("request")
+
+        def cancel(self, call_id: int) -> None:
+            told.append("cancel")
+
+    call = Call(peer=Slow("w1"))
+    send(table, call)
+    assert told == ["cancel", "request", "cancel"]
+    assert len(call.failures) == 1
