@@ -8,6 +8,7 @@ accident.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -103,12 +104,21 @@ def remains(before: set[str]) -> set[str]:
     return set().union(*(kind() for kind in KINDS)) - before
 
 
+@functools.cache
+def let_libuv_begin() -> None:
+    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
+    from torch.distributed import TCPStore
+
+    TCPStore("127.0.0.1", 0, 1, True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
     if not CHECKED_FOLDERS & set(request.node.path.parts):
         yield
         let_ports_go()
         return
+    let_libuv_begin()
     before = remains(set())
     yield
     let_ports_go()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kit.ports import held_port
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 
@@ -22,12 +21,6 @@ from farcall.testing.cluster import finish, run_cluster, start_cluster
 from farcall.testing.faults import Faults
 
 values: list[tuple[float, float]] = []
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 def note(tensor: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.forks import in_a_fork
-from tests.kit.ports import held_port
 from tests.kit.team import team, together
 from tests.kit.times import AT_ONCE_S, PATIENT
 from tests.kit.waiting import wait_until
@@ -53,12 +52,6 @@ ran: Counter[int] = Counter()
 ran_lock = threading.Lock()
 reached = threading.Event()
 may_end = threading.Event()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)

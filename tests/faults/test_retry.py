@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kit.ports import held_port
 from tests.kit.team import team
 from tests.kit.waiting import wait_until
 
@@ -22,12 +21,6 @@ LARGE = 1 << 18
 QUICKLY = farcall.Retry(attempts=3, backoff_s=0.001)
 
 ran: Counter[str] = Counter()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,6 @@ CUTS = 8
 MADE: list[int] = []
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 def mixed(seed: int) -> Iterator[Any]:
     """Items of all sizes, until the connection was cut often enough."""
     source = random.Random(seed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kit.ports import held_port, tcp_url
+from tests.kit.ports import tcp_url
 from tests.kit.team import team, together
 from tests.kit.times import LONG_S
 
@@ -25,12 +25,6 @@ from farcall.transport.layer import Layer
 CALLS = 50
 HONEST_BYTES = 4 * 1024
 ran: list[bytes] = []
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    torch.distributed.TCPStore("127.0.0.1", held_port(), is_master=True, wait_for_workers=False)
 
 
 def keep(content: bytes) -> bytes:

@@ -110,7 +110,7 @@ class Router:
 @contextmanager
 def routed(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Router]:
     router, plain = Router(seed), dialler.dial
-    monkeypatch.setattr(dialler, "dial", lambda address, timeout_s: router.dial(plain, address, timeout_s))
+    monkeypatch.setattr(dialler, "dial", lambda address, timeout_s, tls: router.dial(plain, address, timeout_s))
     try:
         yield router
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, run_cluster, start_cluster
 
 PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def first_store() -> None:
-    """The first TCPStore of a process leaves a pipe of libuv behind, whoever makes it: not a leak of a test's."""
-    torch.distributed.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=PATIENCE_S))
 
 
 def gather_all(rank: int) -> None:

@@ -305,7 +305,7 @@ def test_top_prints_a_table_for_scripts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
-    assert lines[1].split()[:4] == ["worker", "state", "calls/s", "served/s"]
+    assert lines[1].split()[:4] == ["worker", "state", "cpu", "memory"]
     assert [line.split()[:2] for line in lines[2:4]] == [["w0", "running"], ["w1", "running"]]
 
 

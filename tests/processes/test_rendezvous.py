@@ -40,12 +40,6 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _first_store() -> None:
-    """The first TCP store of a process makes a pipe (libuv's, for signals) that stays; it is not ours."""
-    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 @pytest.fixture
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:

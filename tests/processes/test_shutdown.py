@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -442,8 +444,13 @@ def test_calls_after_shutdown_and_before_init_say_so() -> None:
         farcall.rpc_async("w0", os.getpid)
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
-    with pytest.raises(NotInitialized):
-        farcall.shutdown()
+
+
+def test_a_shutdown_without_an_init_says_so() -> None:
+    """In a process of its own: after a first shutdown another one does nothing."""
+    done = subprocess.run([sys.executable, "-c", "import farcall; farcall.shutdown()"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "NotInitialized" in done.stderr
 
 
 def die_while_others_leave(rank: int) -> None:

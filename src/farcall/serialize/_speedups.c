@@ -332,6 +332,8 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
     if (entry == NULL)
         return FAILED;
     if (entry->object != NULL) {
+        if (!entry->number)
+            return NOT_FLAT; /* a container, which another thread has dropped since, lay here */
         uint32_t earlier = entry->number - 1;
         return put(writer, 'r', &earlier, sizeof earlier);
     }
@@ -576,6 +578,7 @@ typedef struct {
     PyObject **made; /* the tensors so far, held: a dict may drop one whose key comes again */
     uint32_t made_count, made_room;
     PyObject *first_made[8];
+    size_t promised; /* items of the containers that are being read, which have yet to come */
 } Reader;
 
 /* A tensor's memory and description, in one allocation; or a description, and the buffer that it shows. */
@@ -753,13 +756,15 @@ static PyObject *read_container(Reader *reader, char tag, int depth)
     uint32_t count;
     if (!take_number(reader, &count, sizeof count))
         return NULL;
-    /* Every item takes a byte at least: so much may be allocated, and no more. */
-    if (depth > MOST_DEPTH || count > (size_t)(reader->text_end - reader->text))
+    /* Every item takes a byte at least, and so do those of the containers around: so much may be allocated, and no more. */
+    if (depth > MOST_DEPTH || reader->promised + count > (size_t)(reader->text_end - reader->text))
         return malformed("a container's length makes no sense");
+    reader->promised += count;
     PyObject *made = tag == '(' ? PyTuple_New(count) : tag == '[' ? PyList_New(count) : PyDict_New();
     for (Py_ssize_t i = 0; made != NULL && i < (Py_ssize_t)count; i++) {
         PyObject *key = NULL, *item;
         int failed;
+        reader->promised--;
         if (tag == '{') {
             if (reader->text < reader->text_end && *reader->text != 's' && *reader->text != 'i')
                 malformed("a key is neither a text nor a number");

@@ -27,6 +27,7 @@ import functools
 import importlib
 import io
 import pickle
+import re
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
@@ -118,8 +119,8 @@ class Allowance:
                 found = getattr(found, part)
             if isinstance(found, type):
                 return found
-        if module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), _CONSTANTS):  # getattr may import
+            return vars(torch)[name]
         if module in _ERRORS:
             error = getattr(sys.modules[module], name, None)
             if isinstance(error, type) and issubclass(error, Exception):
@@ -196,25 +197,35 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         if not self._allowance.may_be_made(function):
             raise _refused(f"calling {function!r} while a message is read")
 
+    def _checked_call(self, function: Any, *arguments: Any) -> None:
+        self._checked(function)
+        if not _is_harmless(function, arguments):
+            raise _refused(f"calling {function!r} with these arguments while a message is read")
+
     def load_reduce(self) -> None:
-        self._checked(self.stack[-2])
+        self._checked_call(self.stack[-2], *self.stack[-1])
         super().load_reduce()
 
     def load_newobj(self) -> None:
-        self._checked(self.stack[-2])
+        self._checked_call(self.stack[-2], *self.stack[-1])
         super().load_newobj()
 
     def load_newobj_ex(self) -> None:
-        self._checked(self.stack[-3])
+        self._checked_call(self.stack[-3], *self.stack[-2], *self.stack[-1].values())
         super().load_newobj_ex()
 
     def load_build(self) -> None:
-        kind = type(self.stack[-2])
+        value, state = self.stack[-2:]
+        kind = type(value)
         if issubclass(kind, torch.Tensor):
             raise _refused(f"the state of a {kind.__qualname__}")  # farcall's own form needs none
         numpy = sys.modules.get("numpy")
         if numpy is None or not issubclass(kind, numpy.dtype):  # of which each kind of number has a class
             self._checked(kind)
+            if numpy is not None and issubclass(kind, numpy.ndarray) and value.nbytes:
+                raise _refused("the state of an array that has one")  # others may lie over its memory, which is freed
+        elif not _is_as_it_was(value, state):
+            raise _refused("the state of a dtype of numpy's that is not plain")  # numpy believes whatever it says
         super().load_build()
 
     def _never(self) -> None:
@@ -228,6 +239,62 @@ class _Reader(_Unpickler):  # type: ignore[misc]
     dispatch[pickle.INST[0]] = _never
     dispatch[pickle.PERSID[0]] = _never
     dispatch[pickle.BINPERSID[0]] = _never
+
+
+_CONTAINERS: Final = (
+    bytearray,
+    set,
+    frozenset,
+    collections.OrderedDict,
+    collections.deque,
+    collections.Counter,
+    torch.Size,
+)
+_CONTENTS: Final = (list, tuple, dict, bytes, str, type(None))
+_FRACTION: Final = re.compile(r"-?[0-9]+(/[0-9]+)?")
+_REBUILDING: Final = ("rebuild_special", "rebuild_as", "rebuild_storage")
+
+
+def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
+    """Does a call of ``function``, which is known, take no more time and memory than its bytes, and show only these?"""
+    if function in (torch.Tensor, torch.nn.Parameter, torch._utils._rebuild_sparse_tensor):
+        return False  # they are named only; called with sizes they show memory as it was, or check nothing
+    if function in _CONTAINERS:
+        return all(type(a) in _CONTENTS or (function is collections.deque and type(a) is int) for a in arguments)
+    if function is fractions.Fraction:  # "1e999999999"
+        return all(type(a) is int or (type(a) is str and _FRACTION.fullmatch(a)) for a in arguments)
+    home, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    if home == "farcall.serialize.rebuild" and name in _REBUILDING:  # they call what they are given
+        inner = arguments[1 if name == "rebuild_as" else 0] if len(arguments) > 1 else None
+        return (
+            not isinstance(inner, type)
+            and getattr(inner, "__module__", "")
+            in (
+                "farcall.serialize.rebuild",
+                "farcall.serialize.devices",
+                "torch._utils",
+            )
+            and getattr(inner, "__name__", "") not in _REBUILDING
+        )
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and function is numpy.ndarray:
+        return False
+    if name == "_reconstruct":
+        return len(arguments) == 3 and arguments[1] == (0,)
+    return True
+
+
+def _is_as_it_was(dtype: Any, state: Any) -> bool:
+    """Does ``state`` change nothing of a numpy ``dtype`` but the order of bytes, and the unit of a date?"""
+    return (
+        type(state) is tuple
+        and (len(state) == 8 or (len(state) == 9 and dtype.kind in "mM"))
+        and all(type(number) is int for number in (state[0], *state[5:8]))
+        and state[0] in (3, 4)
+        and state[2:5] == (None, None, None)
+        and state[5:7] in ((-1, -1), (dtype.itemsize, dtype.alignment))
+        and state[7] == dtype.flags
+    )
 
 
 def _refused(what: str) -> NotAllowed:

@@ -21,7 +21,7 @@ import torch
 
 from farcall.errors import RemoteError
 from farcall.protocol.frames import FAILURE, Frame
-from farcall.serialize.allowance import loads
+from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.pickler import read_value, write_value
 
 __all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
@@ -130,6 +130,8 @@ def _is_picklable(value: Any) -> bool:
 def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
     """Make the exception: as pickle would; else without its constructor; else None."""
     cls, args, function, arguments, state, members = reduction
+    if INSTALLED.allowance is not None and (function is not cls or not issubclass(cls, Exception)):
+        return None
     if members is not None:
         parts = [_rebuild(member, text) or RemoteError(text, message=text) for text, member in members]
         group: Exception = ExceptionGroup(args[0], parts)

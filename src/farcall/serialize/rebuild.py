@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
+from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
@@ -133,11 +134,31 @@ def rebuild_special(
     """Rebuild a tensor that torch described."""
     decoding = current_decoding()
     tensor: torch.Tensor = function(*arguments)
+    if function is torch._utils._rebuild_sparse_tensor:
+        _settle_sparse(tensor)
     if requires_grad and not tensor.requires_grad:
         tensor.requires_grad_(True)
     if recorded and decoding.tensors is not None:
         decoding.tensors.append(tensor)
     return tensor
+
+
+def _settle_sparse(tensor: torch.Tensor) -> None:
+    """torch keeps sparse tensors, for good, until `torch.load` checks them: let go of this one, and check it."""
+    waiting = torch._utils._sparse_tensors_to_validate
+    for index in range(len(waiting) - 1, -1, -1):
+        if waiting[index] is tensor:
+            del waiting[index]
+            break
+    if INSTALLED.allowance is None:
+        return  # members trust each other, and checks take time
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
+        torch._validate_sparse_coo_tensor_args(*parts)
+        return
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    torch._validate_sparse_compressed_tensor_args(*indices, tensor.values(), tensor.size(), tensor.layout)
 
 
 def rebuild_storage(function: Any, arguments: tuple[Any, ...]) -> torch.UntypedStorage:
@@ -179,11 +200,16 @@ def find_script_function(qualified_name: str) -> Any:
 
 
 def find_operator(name: str) -> Any:
-    """Return ``torch.ops.<namespace>.<operator>[.<overload>]``."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    """Return ``torch.ops.<namespace>.<operator>[.<overload>]``, and no other attribute of these."""
+    namespace, operator, *overload = name.split(".")
+    found: Any = getattr(getattr(torch.ops, namespace), operator)
+    if not isinstance(found, torch._ops.OpOverloadPacket) or len(overload) > 1:
+        raise FunctionNotFound(f"{name!r} is no operator of torch's")
+    if not overload:
+        return found
+    if overload[0] not in found.overloads():  # type: ignore[no-untyped-call]
+        raise FunctionNotFound(f"the operator {namespace}.{operator} has no overload {overload[0]!r}")
+    return getattr(found, overload[0])
 
 
 def set_attributes(tensor: torch.Tensor, state: Any) -> None:

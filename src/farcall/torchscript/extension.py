@@ -72,6 +72,7 @@ def build() -> Path:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o755, exist_ok=True)
+        _check_owner(directory)  # before anything is written or built there: links, and libraries, may be others'
         with (directory / "building").open("a+") as lock:
             _acquire(lock, directory)
             if (directory / _REFUSED).exists():  # by the process that was waited for
@@ -123,10 +124,13 @@ def _build_into(library: Path) -> None:
         built.replace(library)
 
 
-def _check_owner(library: Path) -> None:
-    """Raise unless nobody but this user and root can have put ``library`` where it is."""
+def _check_owner(found_at: Path) -> None:
+    """Raise unless nobody but this user and root can have put the library, or its directory, ``found_at`` there."""
+    library = found_at if found_at.suffix == ".so" else found_at / f"{_NAME}.so"
     own, shared = (library, library.parent), (library.parent.parent, library.parent.parent.parent)
     for path in (*own, *shared):
+        if path is library and found_at is not library:
+            continue
         found = path.stat()
         others = stat.S_IWOTH | (stat.S_IWGRP if path in own else 0)
         if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & others and not found.st_mode & stat.S_ISVTX):

@@ -52,10 +52,15 @@ def main(library: Path) -> None:
         api.shutdown()
 
 
-if __name__ == "__main__":
+def build_and_try(directory: Path) -> None:
+    """Exit with NOT_BUILT where the compiler fails; die where the library makes a process die."""
     try:
-        built = extension.compile_here(Path(sys.argv[1]))
+        built = extension.compile_here(directory)
     except RpcError as error:
         print(error, file=sys.stderr)
         sys.exit(extension.NOT_BUILT)
     main(built)
+
+
+if __name__ == "__main__":
+    build_and_try(Path(sys.argv[1]))

@@ -83,6 +83,7 @@ class SealedTransport(Layer):
         "_view",
         "buffered",
     )
+    pending_bytes: int
 
     def __init__(
         self, inner: Transport, *, send_key: bytes, receive_key: bytes, quick: bool = False, first_bytes: bytes = b""

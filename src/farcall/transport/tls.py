@@ -127,8 +127,11 @@ class TlsTransport(Layer):
 
     def _write(self, parts: list[Buffer]) -> None:
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        while len(data):
-            data = memoryview(data)[self._object.write(data) :]
+        try:
+            while len(data):
+                data = memoryview(data)[self._object.write(data) :]
+        except ssl.SSLError as error:  # once reading has failed, nothing can be written either
+            raise self._failed(error) from error
 
     def receive_into(self, view: memoryview) -> int | None:
         with self._lock:
@@ -230,9 +233,9 @@ class _Side:
     __slots__ = ("binds_names", "digest", "is_listener")
 
     def __init__(self, is_listener: bool, digest: bytes, binds_names: bool) -> None:
-        self.is_listener = is_listener
-        self.digest = digest
-        self.binds_names = binds_names
+        self.is_listener: bool = is_listener
+        self.digest: bytes = digest
+        self.binds_names: bool = binds_names
 
 
 class Tls:

@@ -256,4 +256,8 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
         raise
     except ValueError as error:
         raise DialFailed(f"cannot connect to {address}: {error}") from error
-    return UnixTransport(stream)
+    found = UnixTransport(stream)
+    if found.user not in (None, os.geteuid(), 0):
+        found.close()  # nothing is sealed here: who listens there could pass a handshake on, and speak afterwards
+        raise DialFailed(f"cannot connect to {address}: another user listens there")
+    return found

@@ -6,21 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-import pytest
 from tests.kit.ports import tcp_url
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import add
-from torch.distributed import TCPStore
 
 import farcall
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libuv_is_up() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    TCPStore("127.0.0.1", 0, 1, True)
 
 
 class Ticker:

@@ -13,7 +13,6 @@ from tests.kit.team import team
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import whoami
-from torch.distributed import TCPStore
 
 import farcall
 import farcall.autograd
@@ -21,12 +20,6 @@ from farcall.errors import RpcError
 
 RUNS: list[list[int]] = []
 MAY_RUN = threading.Event()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libuv_is_up() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    TCPStore("127.0.0.1", 0, 1, True)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
-from torch.distributed import TCPStore
 
 import farcall
 from farcall.errors import Cancelled, Delivery, RpcTimeout
@@ -19,12 +18,6 @@ from farcall.runtime.node import runtime_of
 
 SEEN: dict[str, Any] = {}
 RELEASED = threading.Event()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libuv_is_up() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    TCPStore("127.0.0.1", 0, 1, True)
 
 
 @pytest.fixture

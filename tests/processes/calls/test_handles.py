@@ -13,7 +13,6 @@ from tests.kit.team import team
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import Gate, add, fail, whoami
-from torch.distributed import TCPStore
 
 import farcall
 from farcall.errors import Cancelled, Delivery, RpcTimeout
@@ -38,12 +37,6 @@ class Model:
 async def doubled(x: int) -> int:
     await asyncio.sleep(0)
     return 2 * x
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libuv_is_up() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    TCPStore("127.0.0.1", 0, 1, True)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
-from torch.distributed import TCPStore
 
 import farcall
 import farcall.autograd
@@ -23,12 +22,6 @@ from farcall.rpc.streams import Streams
 from farcall.runtime.node import runtime_of
 
 SEEN: dict[str, Any] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libuv_is_up() -> None:
-    """The first server of a store in a process leaves a pipe of libuv's behind, which is torch's to keep."""
-    TCPStore("127.0.0.1", 0, 1, True)
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from farcall.errors import InitError, NotAllowed
+from farcall.errors import InitError, NotAllowed, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
 from farcall.serialize.allowance import Allowance, loads, read_table
+from farcall.serialize.rebuild import rebuild_special
 
 
 class Known:
@@ -57,6 +58,11 @@ def sent(value: Any) -> Any:
     frame = Frame(REQUEST)
     write_value(frame, value)
     return read_value(Frame(REQUEST, payload=frame.payload, buffers=[memoryview(bytearray(b)) for b in frame.buffers]))
+
+
+def readable(value: object) -> str:
+    """The name of a case, the same in every process."""
+    return re.sub(r" at 0x\w+", "", repr(value))[:40]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +143,7 @@ EXPLOITS = [
 ]
 
 
-@pytest.mark.parametrize("value", EXPLOITS, ids=lambda value: re.sub(r" at 0x\w+", "", repr(value))[:40])
+@pytest.mark.parametrize("value", EXPLOITS, ids=readable)
 def test_nothing_else_is(value: Any) -> None:
     try:
         written = pickle.dumps(value, 5)
@@ -146,6 +152,93 @@ def test_nothing_else_is(value: Any) -> None:
     with pytest.raises(NotAllowed, match=r"farcall\.allow"):
         loads(written)
     assert not os.path.exists("/tmp/farcall-owned")
+
+
+def made_by_hand(value: Any) -> bytes:
+    """A part of a pickle."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+_DTYPE = b"cnumpy\ndtype\n"
+_MULTIARRAY = np.array(0).__reduce__()[0].__module__.encode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Exploit(torch.Tensor, (1000,)),  # memory as others left it
+        Exploit(np.ndarray, ((1000,),)),
+        Exploit(set, (range(1 << 40),)),  # a few bytes that hold the interpreter, and take all memory
+        Exploit(collections.deque, (range(1 << 40),)),
+        Exploit(bytearray, (1 << 40,)),
+        Exploit(Fraction, ("1e999999999",)),
+        Exploit(torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (1, 2, 3))),
+        Exploit(rebuild_special, (set, (range(1 << 40),), False, None)),
+    ],
+    ids=lambda value: readable(value.reduced),
+)
+def test_what_is_known_is_called_with_plain_arguments_only(value: Any) -> None:
+    with pytest.raises(NotAllowed, match="arguments"):
+        loads(pickle.dumps(value, 5))
+
+
+def test_no_state_of_a_dtype_makes_numpy_take_numbers_for_addresses() -> None:
+    objects = _DTYPE + made_by_hand(("O8", False, True)) + b"Rq\x64"
+    state = made_by_hand((3, "|", None, None, None, -1, -1, 0)) + b"b0"  # without the flags of objects
+    fields = made_by_hand((3, "|", None, ("a",), {"a": (np.dtype("f8"), 1 << 30)}, 1, 1, 16))
+    scalar = b"c" + _MULTIARRAY + b"\nscalar\n(h\x64C\x08AAAAAAA\0tR."
+    for data in (objects + state + scalar, _DTYPE + made_by_hand(("V1", False, True)) + b"R" + fields + b"b."):
+        with pytest.raises(NotAllowed, match="dtype"):
+            loads(b"\x80\x03" + data)
+
+
+def test_an_array_gets_its_memory_once() -> None:
+    array = pickle.dumps(np.arange(3, dtype="u1"), 3)
+    assert array[-2:] == b"b."
+    state = pickle.dumps((1, (1,), np.dtype("u1"), False, b"x"), 3)[2:-1]
+    with pytest.raises(NotAllowed, match="an array that has one"):
+        loads(b"\x80\x03" + array[2:-1] + state + b"b.")
+
+
+@pytest.mark.parametrize("kind", ["f4", ">i4", "S8", "U4", "V8", "M8[ns]", "m8[s]", "?", "c16", "O"])
+@pytest.mark.parametrize("protocol", [3, 5])
+def test_arrays_of_each_kind_are_read(kind: str, protocol: int) -> None:
+    array = np.zeros(3, kind)
+    found = loads(pickle.dumps(array, protocol))
+    assert found.dtype == array.dtype or kind == ">i4"  # of which numpy makes the order of this machine
+    assert found.tolist() == array.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_has_its_indices_within_it() -> None:
+    kept = len(torch._utils._sparse_tensors_to_validate)
+    good = torch.eye(3).to_sparse()
+    bad = torch.sparse_coo_tensor(torch.tensor([[1 << 33]]), torch.ones(1), (10,), check_invariants=False)
+    rows = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([1 << 33]), torch.ones(1), (1, 10), check_invariants=False
+    )
+    assert torch.equal(sent([good])[0].to_dense(), good.to_dense())
+    for tensor in (bad, rows):
+        with pytest.raises(SerializationError, match=r"found index|col_indices"):
+            sent([tensor])
+    assert len(torch._utils._sparse_tensors_to_validate) == kept
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten.add.__class__",
+        "aten.add.__class__.__module__.__class__.format",
+        "aten.add.__class__.__init__.__builtins__.clear",
+        "aten.add.default.__class__",
+        "aten.add.op",
+    ],
+)
+def test_an_operator_leads_to_its_overloads_only(name: str) -> None:
+    for kind in (b"o", b"b"):
+        with pytest.raises(SerializationError):
+            decode_function(kind + name.encode())
+    assert decode_function(b"oaten.add.Tensor") is torch.ops.aten.add.Tensor
 
 
 HANDMADE = [

@@ -212,3 +212,22 @@ def test_what_others_could_have_put_there_is_not_loaded(monkeypatch: pytest.Monk
         os.chown(planted, 65534, -1)
         with pytest.raises(RpcError, match="belongs to user 65534"):
             extension.build()
+
+
+def test_nothing_is_written_or_built_where_others_could_put_links(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a cache that all may write to, another user made the directory first."""
+    built: list[Path] = []
+    monkeypatch.setattr(extension, "why_not", lambda: None)
+    monkeypatch.setattr(extension, "_build_into", built.append)
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    directory = extension._directory()
+    directory.mkdir(parents=True)
+    (directory / "building").symlink_to(precious)
+    directory.chmod(0o777)
+    with pytest.raises(RpcError, match="others than you and root"):
+        extension.build()
+    assert not built
+    assert precious.read_text() == "precious"

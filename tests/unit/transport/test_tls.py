@@ -129,6 +129,8 @@ def test_nobody_in_between_can_read_or_change(between: Between) -> None:
     between.right_way.send((data,))
     with pytest.raises(TransportForged):
         between.right.receive_into(memoryview(bytearray(100)))
+    with pytest.raises(TransportBroken):  # another thread, which sends meanwhile, is told so, too
+        between.right.send((b"an answer",))
 
 
 def test_nobody_in_between_can_drop_or_repeat(between: Between) -> None:

@@ -177,6 +177,7 @@ class PeerListener:
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
             if established is not None:
                 check_name(guest.transport, established.peer)
+                _check_way(guest.transport, established.peer)
                 reply += self._welcome(guest, established.peer)
             if reply and guest.transport.send((reply,)) < len(reply):
                 raise DialFailed("it does not read")
@@ -263,3 +264,12 @@ class PeerListener:
             if descriptor is not None and descriptor >= 0:
                 self._loop.forget(descriptor)
             listener.close()
+
+
+def _check_way(transport: Transport, peer: Hello) -> None:
+    """Raise where a peer that dialled within the host, whose end is not sealed, comes over a network: by a relay."""
+    if peer.dialled.startswith("unix:") and transport.kind != "unix":
+        raise refuse(
+            RefusalReason.WRONG_ADDRESS,
+            f"{peer.member.name!r} dialled {peer.dialled!r}, and came over {transport.kind}: somebody relays it",
+        )
