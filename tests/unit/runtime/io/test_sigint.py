@@ -11,6 +11,13 @@ import pytest
 from farcall.runtime.io import sigint
 
 
+@pytest.fixture(autouse=True)
+def _without_our_handler() -> None:
+    """A node that was shut down off the main thread, in another test, has left it behind, as it may."""
+    sigint.install()
+    sigint.uninstall()
+
+
 @pytest.fixture
 def pressed() -> Iterator[list[int]]:
     """Signals that reached the program's own handler."""
