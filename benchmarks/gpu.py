@@ -3,7 +3,8 @@
     python benchmarks/gpu.py [--rounds 3] [--out FILE]
 
 Every case runs the same program over both. Where it says "done", the device has done the work: the callee (send) or the
-caller (echo) waits for its stream. "calls in flight" are rpc_async echoes of 4 KiB, waited for together.
+caller (echo) waits for its stream. "calls in flight" are rpc_async echoes of 4 KiB, waited for together. A layer is
+``tanh(x @ w)`` of square matrices, both sent, with a fresh result; "and backward" is one such call in a context.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def echo_many(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What a model does most."""
+    return torch.tanh(x @ w)
+
+
 def timed(rpc: Any, function: Any, size: int, count: int, wait: bool) -> float:
     """The median time of a call, in seconds."""
     x = torch.ones(size, dtype=torch.uint8, device="cuda")
@@ -82,8 +88,40 @@ def in_flight(rpc: Any, width: int, seconds: float) -> float:
     return done / (time.perf_counter() - started)
 
 
-def measured(rpc: Any) -> dict[str, float]:
+def layers(rpc: Any, width: int, count: int, calls: int = 1) -> float:
+    """The median time of that many layers in flight, done, in seconds."""
+    x, w = torch.randn(width, width, device="cuda"), torch.randn(width, width, device="cuda")
+    took = []
+    for _ in range(WARM_UP + count):
+        started = time.perf_counter()
+        for future in [rpc.rpc_async("w1", layer, args=(x, w)) for _ in range(calls)]:
+            future.wait()
+        torch.cuda.current_stream().synchronize()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[WARM_UP:])
+
+
+def with_backward(rpc: Any, autograd: Any, width: int, count: int) -> float:
+    """The median time of a layer and its backward pass, done, in seconds."""
+    x = torch.randn(width, width, device="cuda", requires_grad=True)
+    w = torch.randn(width, width, device="cuda", requires_grad=True)
+    took = []
+    for _ in range(WARM_UP + count):
+        started = time.perf_counter()
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("w1", layer, args=(x, w)).sum()])
+            autograd.get_gradients(context)
+        torch.cuda.current_stream().synchronize()
+        took.append(time.perf_counter() - started)
+    return statistics.median(took[WARM_UP:])
+
+
+def measured(rpc: Any, autograd: Any) -> dict[str, float]:
     return {
+        **{f"layer {width} (us)": 1e6 * layers(rpc, width, 100) for width in (256, 1024, 4096)},
+        **{f"16 layers {width} in flight (us)": 1e6 * layers(rpc, width, 30, 16) for width in (256, 1024)},
+        "layer 256 and backward (us)": 1e6 * with_backward(rpc, autograd, 256, 100),
+        **{f"echo {kib} KiB, done (us)": 1e6 * timed(rpc, echo, kib << 10, 100, True) for kib in (64, 16384)},
         "send 1 GiB, done (GiB/s)": 1 / timed(rpc, take, GIBIBYTE, 12, False),
         "echo 1 GiB, done (GiB/s, both ways counted)": 2 / timed(rpc, echo, GIBIBYTE, 12, True),
         "send 1 MiB, done (us)": 1e6 * timed(rpc, take, 1 << 20, 100, False),
@@ -99,19 +137,22 @@ def measured(rpc: Any) -> dict[str, float]:
 
 def member(which: str, rank: int, port: int) -> None:
     rpc: Any
+    autograd: Any
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if which == "stock":
+        import torch.distributed.autograd as autograd
         import torch.distributed.rpc as rpc
 
         options = rpc.TensorPipeRpcBackendOptions()
         options.set_device_map(f"w{1 - rank}", {0: 0})
     else:
         import farcall as rpc
+        from farcall import autograd
 
         options = rpc.RpcBackendOptions(device_maps={f"w{1 - rank}": {0: 0}})
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
-        print(json.dumps(measured(rpc)), flush=True)
+        print(json.dumps(measured(rpc, autograd)), flush=True)
     rpc.shutdown()
 
 
