@@ -133,9 +133,10 @@ class _Loan:
         except IndexError:
             self.ring = _Ring()
 
-    def __del__(self) -> None:
+    def __del__(self, idle: list[_Ring] = _idle_rings) -> None:
+        # The list is an argument: at the end of the interpreter the name in the module may be gone before this object.
         if hasattr(self, "ring"):
-            _idle_rings.append(self.ring)
+            idle.append(self.ring)
 
 
 class _Kept(threading.local):
