@@ -118,8 +118,11 @@ def sync_with(
             pause_s = retry.pause_s(attempt, error, deadline)
             if pause_s is None:
                 raise
+            failure = error
         with node.calls.waiting():
             Gate().wait(pause_s)
+        if monotonic() >= deadline:
+            raise failure  # a busy machine was late: this error says more than that the time is up
     raise AssertionError("unreachable")
 
 
@@ -147,7 +150,7 @@ class RetryingFuture(Future[Any]):
         self._request = (func, args, kwargs)
         self._recording = RECORDING.get()
         self._scope = CURRENT.get()  # a second attempt inherits what the first one did
-        self._paused: list[bool] = []  # one item while it waits for its next attempt; whoever pops it goes on
+        self._paused: list[BaseException] = []  # while it waits for its next attempt: why; whoever pops that goes on
 
     def send(self) -> None:
         """Make the call; what the network does to it ends this future, or leads to another attempt."""
@@ -168,31 +171,35 @@ class RetryingFuture(Future[Any]):
             self._request = (self.what, None, None)
             super().fail(error)
         else:
-            self._paused.append(True)
+            self._paused.append(error)
             self._node.part(Pauses).after(pause_s, self._again, self._give_up)
 
     def cancel(self) -> bool:
         if super().cancel():
             return True
-        if not self._leave_pause():
+        if self._leave_pause() is None:
             return False
         self._request = (self.what, None, None)
         self._end(Cancelled(f"{name_of(self.what)}() was cancelled before it was called again", Delivery.UNKNOWN))
         return True
 
-    def _leave_pause(self) -> bool:
+    def _leave_pause(self) -> BaseException | None:
         try:
             return self._paused.pop()  # atomic
         except IndexError:
-            return False
+            return None
 
     def _give_up(self, error: BaseException) -> None:
-        if self._leave_pause():
+        if self._leave_pause() is not None:
             super().fail(error)
 
     def _again(self) -> None:
-        if not self._leave_pause():
+        failure = self._leave_pause()
+        if failure is None:
             return  # it was cancelled
+        if monotonic() >= self.deadline:
+            super().fail(failure)  # a busy machine was late: this error says more than that the time is up
+            return
         outside = None if self._recording is None else self._recording.enter()
         outer = CURRENT.set(self._scope)
         try:
