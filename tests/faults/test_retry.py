@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -129,6 +130,22 @@ def test_a_pause_that_would_take_too_long_is_not_begun(way: str) -> None:
         moments = farcall.Retry(attempts=1_000_000, backoff_s=0.05, factor=1.0)
         with pytest.raises(NetworkError, match="injected"):  # and not after a million attempts
             ways(nodes[0], "a", retry=moments, timeout=0.5)[way]()
+
+
+class Late(farcall.Retry):
+    """Pauses end after the deadline, as on a machine that is busy."""
+
+    def pause_s(self, attempt: int, error: BaseException, deadline: float) -> float | None:
+        return deadline - monotonic() + 0.01 if attempt < 3 else None
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_pause_that_ends_late_leaves_the_error_that_came_before_it(way: str) -> None:
+    faults = Faults()
+    with team(faults) as nodes, faults.fail(kind="call", to="w1", count=None) as failing:
+        with pytest.raises(NetworkError, match="injected"):
+            ways(nodes[0], "a", retry=Late(), timeout=0.1)[way]()
+        assert failing.hits == 1
 
 
 may_end = threading.Event()
