@@ -136,7 +136,7 @@ class Late(farcall.Retry):
     """Pauses end after the deadline, as on a machine that is busy."""
 
     def pause_s(self, attempt: int, error: BaseException, deadline: float) -> float | None:
-        return deadline - monotonic() + 0.01 if attempt < 3 else None
+        return max(0.0, deadline - monotonic()) + 0.01 if attempt < 3 else None
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])

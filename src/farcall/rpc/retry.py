@@ -365,8 +365,9 @@ class Pauses:
             with self._lock:
                 if not self._waiting or self._waiting[0][0] > now:
                     return self._waiting[0][0] if self._waiting else NEVER
-                _, _, act, give_up = heapq.heappop(self._waiting)
+                _, _, act, give_up = self._waiting[0]
                 self._node.executor.submit(_Act(act, give_up))
+                heapq.heappop(self._waiting)  # last: a shutdown must find it in one place or the other
 
     def _end(self) -> None:
         with self._lock:

@@ -65,12 +65,13 @@ class Task(Protocol):
 
 
 class _Worker:
-    __slots__ = ("executor", "hunting", "lock", "parked", "thread")
+    __slots__ = ("busy", "executor", "hunting", "lock", "parked", "thread")
 
     def __init__(self, executor: Executor) -> None:
         self.executor: Executor = executor
         self.lock: threading.Lock = threading.Lock()
         self.lock.acquire()
+        self.busy: bool = False
         self.hunting: bool = True
         self.parked: bool = False
         self.thread: threading.Thread | None = None
@@ -119,9 +120,12 @@ class Executor:
 
     @property
     def busy(self) -> int:
-        """Workers inside user functions, the parked ones included."""
+        """Workers that have a task, the parked ones included, or are about to look for one.
+
+        Asked after ``waiting``, it misses no task: a worker counts before it takes one.
+        """
         with self._lock:
-            return len(self._workers) - len(self._idle) - self._hunters
+            return sum(worker.busy for worker in self._workers)
 
     @property
     def at_peace(self) -> bool:
@@ -247,6 +251,7 @@ class Executor:
         self._on_thread_start()
         tasks = self.tasks
         while True:
+            worker.busy = True  # before it takes a task: a shutdown that finds none in the queue must find it here
             try:
                 task = tasks.popleft()
             except IndexError:
@@ -279,6 +284,7 @@ class Executor:
 
     def _rest(self, worker: _Worker, while_others_hunt: bool = False) -> bool:
         """Sleep until there is work, or, where others hunt for it, until one more is wanted. False: it is to end."""
+        worker.busy = False
         self._before_idle()
         with self._lock:
             if self._stopping:

@@ -49,11 +49,16 @@ class Work:
         """A `LocalState`: read until no call began in between."""
         while True:
             activity = self._calls.last_id + self._server.last_accepted
+            # First and last: a pause ends as a task, which makes a call; a call that fails may end as a pause.
+            unsettled = self._count_unsettled()
             # A request that a worker runs is both active and busy; a callback is busy only, a coroutine active only.
             served = max(self._server.awaited, self._executor.waiting + self._executor.busy)
-            in_flight = len(self._calls) + served + sum(count() for count in self._unsettled)
+            in_flight = len(self._calls) + served + max(unsettled, self._count_unsettled())
             if activity == self._calls.last_id + self._server.last_accepted:
                 return in_flight, activity
+
+    def _count_unsettled(self) -> int:
+        return sum(count() for count in self._unsettled)
 
     def under_way(self) -> list[object]:
         """The calls made here, and those served here, that are not done."""
