@@ -128,6 +128,7 @@ def large_calls(count: int) -> None:
 
 
 def soak(rank: int) -> list[dict[str, int]]:
+    torch.set_num_threads(1)  # else each thread that computes gets a team of torch's own, which is counted here
     if rank == 1:
         return []
     # Once, for what is made once and kept: threads, caches, pools, warm memory.
