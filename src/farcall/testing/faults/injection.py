@@ -68,7 +68,8 @@ class Faults:
     whose messages are to be disturbed, and only for those.
 
     Every method that makes a rule takes the keywords of `Selection`: ``kind``, ``to``, ``sender``, ``function``,
-    ``skip``, ``count`` and ``probability``. `cut`, `half_open` and `throttle` without a kind wait for no message.
+    ``skip``, ``count`` and ``probability``; `throttle` only ``to`` and ``sender``. `cut`, `half_open` and `throttle`
+    without a kind wait for no message.
     A message meets the first rule that applies, in the order in which they were made. Used as a context manager,
     `Faults` lifts all its rules at the end.
 
