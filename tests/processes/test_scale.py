@@ -128,7 +128,6 @@ def large_calls(count: int) -> None:
 
 
 def soak(rank: int) -> list[dict[str, int]]:
-    torch.set_num_threads(1)  # else each thread that computes gets a team of torch's own, which is counted here
     if rank == 1:
         return []
     # Once, for what is made once and kept: threads, caches, pools, warm memory.
@@ -150,7 +149,8 @@ def soak(rank: int) -> list[dict[str, int]]:
 def flat(grown: dict[str, int]) -> bool:
     return (
         grown["descriptors"] <= 0
-        and grown["tasks"] <= 1  # one more worker may be awake
+        # One more worker may be awake. A thread that computes has a team of torch's own threads, itself included.
+        and grown["tasks"] <= torch.get_num_threads()
         and grown["threads"] <= 1
         and grown["memory_bytes"] < MOST_GROWTH_BYTES
         and grown["shared_bytes"] < MOST_GROWTH_BYTES
