@@ -146,12 +146,15 @@ def soak(rank: int) -> list[dict[str, int]]:
         time.sleep(0.05)
 
 
+MOST_MORE_WORKERS = 8
+
+
 def flat(grown: dict[str, int]) -> bool:
     return (
         grown["descriptors"] <= 0
-        # One more worker may be awake. A thread that computes has a team of torch's own threads, itself included.
-        and grown["tasks"] <= torch.get_num_threads()
-        and grown["threads"] <= 1
+        # A busy machine makes a few workers more, which idle ones end. Each that computes has a team of torch's threads.
+        and grown["threads"] <= MOST_MORE_WORKERS
+        and grown["tasks"] <= MOST_MORE_WORKERS * torch.get_num_threads()
         and grown["memory_bytes"] < MOST_GROWTH_BYTES
         and grown["shared_bytes"] < MOST_GROWTH_BYTES
     )

@@ -133,10 +133,10 @@ class _Loan:
         except IndexError:
             self.ring = _Ring()
 
-    def __del__(self, idle: list[_Ring] = _idle_rings) -> None:
-        # The list is an argument: at the end of the interpreter the name in the module may be gone before this object.
-        if hasattr(self, "ring"):
-            idle.append(self.ring)
+    def __del__(self) -> None:
+        # At the end of the interpreter the list may be gone before this object.
+        if hasattr(self, "ring") and isinstance(_idle_rings, list):
+            _idle_rings.append(self.ring)
 
 
 class _Kept(threading.local):
