@@ -152,7 +152,7 @@ MOST_MORE_WORKERS = 8
 def flat(grown: dict[str, int]) -> bool:
     return (
         grown["descriptors"] <= 0
-        # A busy machine makes a few workers more, which idle ones end. Each that computes has a team of torch's threads.
+        # A busy machine makes a few workers more; idle ones end. Each that computes has a team of torch's threads.
         and grown["threads"] <= MOST_MORE_WORKERS
         and grown["tasks"] <= MOST_MORE_WORKERS * torch.get_num_threads()
         and grown["memory_bytes"] < MOST_GROWTH_BYTES
