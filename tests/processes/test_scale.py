@@ -146,15 +146,12 @@ def soak(rank: int) -> list[dict[str, int]]:
         time.sleep(0.05)
 
 
-MOST_MORE_WORKERS = 8
-
-
 def flat(grown: dict[str, int]) -> bool:
     return (
         grown["descriptors"] <= 0
-        # A busy machine makes a few workers more; idle ones end. Each that computes has a team of torch's threads.
-        and grown["threads"] <= MOST_MORE_WORKERS
-        and grown["tasks"] <= MOST_MORE_WORKERS * torch.get_num_threads()
+        # A busy machine makes one worker more; idle ones end. Each that computes has a team of torch's threads.
+        and grown["threads"] <= 1
+        and grown["tasks"] <= torch.get_num_threads()
         and grown["memory_bytes"] < MOST_GROWTH_BYTES
         and grown["shared_bytes"] < MOST_GROWTH_BYTES
     )

@@ -43,7 +43,8 @@ def use_values(rank: int) -> None:
     assert not theirs.is_owner()
     assert theirs.owner() == farcall.get_worker_info("w1")
     assert theirs.owner_name() == "w1"
-    assert theirs.confirmed_by_owner()
+    # The value's copy may overtake the answer to the creation.
+    wait_until(theirs.confirmed_by_owner, "the owner's word that it knows the reference")
     with pytest.raises(RpcError, match=r"owner WorkerInfo\(id=1, name=w1\)"):
         theirs.local_value()
     assert "w1" in repr(theirs)

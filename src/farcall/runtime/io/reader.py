@@ -97,7 +97,8 @@ def stop_reading() -> None:
         if watch is not None:
             reading.watch = None
             if not claim(watch):
-                reading.link = None  # taken away already
+                # Taken away already: another thread reads on, and one that was the I/O thread has a successor.
+                reading.link = reading.loop = None
                 return
         link.end_reading()
     loop = reading.loop

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.runtime.io.reader import Standby, claim
+from farcall.runtime.io.reader import Standby, claim, reading, stop_reading
 
 PATIENCE_S = 10.0
 
@@ -18,6 +18,17 @@ class Link:
 
     def pass_on(self) -> None:
         self.passed_on.set()
+
+    def end_reading(self) -> None:
+        raise AssertionError("another thread reads this link")
+
+
+class Loop:
+    def on_thread(self) -> bool:
+        return True
+
+    def hand_over(self) -> None:
+        raise AssertionError("another thread is the I/O thread")
 
 
 @pytest.fixture
@@ -62,3 +73,21 @@ def test_role_given_away_by_the_function_itself_is_not_taken_again(standby: Stan
     standby.begin(after)
     assert after.passed_on.wait(PATIENCE_S)
     assert role.passed_on.is_set() is not mine
+
+
+def test_late_reader_that_then_waits_is_the_io_thread_no_more(standby: Standby) -> None:
+    """A late function whose answer met a full connection left two I/O threads on one loop, for good."""
+    role = Link()
+
+    def be_late() -> None:
+        reading.link, reading.loop = role, Loop()
+        reading.watch = standby.begin(role)
+        assert role.passed_on.wait(PATIENCE_S)
+        stop_reading()
+        found.append((reading.link, reading.loop, reading.watch))
+
+    found: list[tuple[object, ...]] = []
+    thread = threading.Thread(target=be_late)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert found == [(None, None, None)]
