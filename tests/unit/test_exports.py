@@ -51,11 +51,13 @@ PUBLIC = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shared_empty",
     "shutdown",
+    "subscribe",
     "wait_all",
     "worker",
 ]
@@ -77,6 +79,7 @@ OF_NODE = [
     "metrics",
     "metrics_port",
     "on_member",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -84,6 +87,7 @@ OF_NODE = [
     "shutdown",
     "snapshot",
     "start",
+    "subscribe",
     "workers",
 ]
 MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
