@@ -102,7 +102,7 @@ def run(
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
-        from farcall.cli.launcher import told_by_launcher
+        from farcall.cli.ranks import told_by_launcher
         from farcall.errors import InitError
 
         try:

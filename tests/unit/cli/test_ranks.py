@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farcall.cli.launcher import told_by_launcher
+from farcall.cli.ranks import told_by_launcher
 from farcall.errors import InitError
 
 PLACE = {"MASTER_ADDR": "here", "MASTER_PORT": "1"}

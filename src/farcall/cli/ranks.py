@@ -1,7 +1,7 @@
 """What ``mpirun`` and ``srun`` tell a process they start, in the words of ``torchrun``.
 
-`farcall run PROGRAM` without ``--workers`` is one process; started several times by one of these, it learns its rank and
-the meeting place here. Variables that are set already win: the user's word comes first.
+`farcall run PROGRAM` without ``--workers`` is one process; started several times by one of these, it learns here its
+rank and the meeting place. Variables that are set already win: the user's word comes first.
 
     started by             rank, size                        the meeting place
     mpirun (Open MPI)      OMPI_COMM_WORLD_RANK, _SIZE       one host: a port that rank 0 tells in mpirun's folder
@@ -14,7 +14,6 @@ A batch script of Slurm's has SLURM_PROCID as well, and so has the shell of `sal
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import time
