@@ -145,6 +145,16 @@ class SegmentMap:
             self._by_start[segment_id, offset] = lease
         return view
 
+    def holds(self, address: int) -> bool:
+        """Is this an address in memory of the peer's?"""
+        return self._segment_at(address) is not None
+
+    def _segment_at(self, address: int) -> tuple[int, MappedSegment] | None:
+        for segment_id, segment in list(self._segments.items()):
+            if 0 <= address - segment.address < segment.size:
+                return segment_id, segment
+        return None
+
     def give_back(self, buffers: list[memoryview], index: int) -> GivenBack | None:
         """If ``buffers[index]`` is the last use of a whole block of the peer's, let go of it without a release.
 
@@ -154,14 +164,7 @@ class SegmentMap:
         """
         buffer = buffers[index]
         size, address = buffer.nbytes, address_of(buffer)
-        found = next(
-            (
-                (number, segment)
-                for number, segment in list(self._segments.items())
-                if 0 <= address - segment.address < segment.size
-            ),
-            None,
-        )
+        found = self._segment_at(address)
         if found is None:
             return None
         segment_id, segment = found
