@@ -1,1 +1,1 @@
-"""Small real clusters on this machine: an SSH server, Slurm, Ray; all of one test, run as the user who runs the test."""
+"""Small real clusters on this machine: an SSH server, Slurm, Ray; each of one test, and of the user who runs it."""

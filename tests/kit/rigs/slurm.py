@@ -1,4 +1,4 @@
-"""Slurm on this machine: one controller, nodes ``node0`` and ``node1`` (two slurmd), and munge with a key of its own."""
+"""Slurm on this machine: a controller, nodes ``node0`` and ``node1`` (two slurmd), and munge with a key of its own."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def _configuration(folder: Path) -> str:
     user = pwd.getpwuid(os.geteuid()).pw_name
     host = socket.gethostname()
     port = free_ports(1 + len(NODES))
+    names, ports = f"node[0-{len(NODES) - 1}]", f"[{port + 1}-{port + len(NODES)}]"
     return f"""\
 ClusterName=farcall
 SlurmctldHost={host}(127.0.0.1)
@@ -84,6 +85,6 @@ SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=2
-NodeName=node[0-{len(NODES) - 1}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{port + 1}-{port + len(NODES)}] CPUs={CPUS}
+NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports} CPUs={CPUS}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

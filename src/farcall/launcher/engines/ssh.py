@@ -39,10 +39,9 @@ class SshEngine(CommandEngine):
     def __init__(self, hosts: Sequence[str], *, python: str | None = None, args: Sequence[str] = ()) -> None:
         if isinstance(hosts, str) or not hosts:
             raise EngineError('on="ssh" needs hosts=[...]: names that `ssh NAME` reaches without a password')
-        if any(not host or host.startswith("-") for host in hosts):
-            raise EngineError(
-                f"not a host's name: {next(host for host in hosts if not host or host.startswith('-'))!r}"
-            )
+        for host in hosts:
+            if not host or host.startswith("-"):  # ssh would take it for an option
+                raise EngineError(f"not a host's name: {host!r}")
         super().__init__()
         self._hosts = tuple(hosts)
         self._python = python
