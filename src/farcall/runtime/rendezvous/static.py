@@ -50,7 +50,7 @@ from farcall.runtime.rendezvous.agreement import (
 from farcall.runtime.rendezvous.contacts import Contacts
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, open_store
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -110,7 +110,7 @@ class StaticRendezvous:
                     return self._meet()
                 except RpcError:
                     raise
-                except (StoreLost, RuntimeError) as error:
+                except (StoreLost, *STORE_ERRORS) as error:
                     # Rank 0 left and took its store along; when it starts anew, another one comes up.
                     self._records = None
                     self._pause_for_another_store(error)
