@@ -204,7 +204,7 @@ def meddle(proxy: Proxy, team: Team) -> None:
             for rank in (0, 1):
                 wait_until(lambda rank=rank: team.ask(rank, "succeeds", LONG_S))
             proxy.chances = CHANCES
-        until = monotonic() + LONG_S * (20 if FULL else 1)
+        until = monotonic() + (600.0 if FULL else 10.0)
         while met and proxy.alterations.total() < before + A_GROUP and monotonic() < until:
             for _ in range(5):
                 proxy.replay()

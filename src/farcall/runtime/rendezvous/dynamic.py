@@ -38,6 +38,7 @@ from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, is_served, open_store
+from farcall.secret import Secret
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -61,13 +62,13 @@ class Meeting(NamedTuple):
     store: KeyStore | None
     cluster_id: str
     """Empty where only an address is known: the first member that proves itself tells it."""
-    secret: bytes
+    secret: Secret
 
 
 def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
     """Find out where to ask; with a store, ``me`` is on its list afterwards."""
     secret = secret_of(options)
-    proofs = Proofs(secret, options.secret_bytes is not None, place.name)
+    proofs = Proofs(secret, options.has_secret, place.name)
     if place.contacts:
         return Meeting(place, None, None, "", secret)
 

@@ -84,7 +84,7 @@ class StaticRendezvous:
         self.cancelled: threading.Event = threading.Event()
         self._me = me
         self._secret = secret_of(options)
-        has_secret = options.secret_bytes is not None
+        has_secret = options.has_secret
         self._proofs = Proofs(self._secret, has_secret, place.name)
         self._timeout_s = options.start_deadline_s
         self._deadline = time.monotonic() + self._timeout_s
