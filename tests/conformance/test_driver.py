@@ -87,7 +87,7 @@ def test_a_skip_on_one_rank_is_a_failure(sample: Sample) -> None:
 def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_the_bound(sample: Sample) -> None:
     result = sample("fails_while_others_wait")
     assert result.outcome == "failed"
-    assert result.seconds < 8.0
+    assert "was still running" not in result.detail
     assert "ValueError: rank 0 first" in result.detail
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -50,7 +49,7 @@ class MappedSegment:
         if not seals & _SEAL_SHRINK or really < size:
             raise SegmentRefused(f"the memory file has {really} bytes (seals {seals}), not a fixed {size}")
         try:
-            mapping = _map(descriptor, size)
+            mapping = map_file(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
             raise SegmentRefused(f"a segment of {size} bytes cannot be mapped: {error}") from error
         self.size: int = size
@@ -59,15 +58,18 @@ class MappedSegment:
         self.address: int = address_of(self.view)
 
 
-def _map(descriptor: int, size: int) -> memoryview:
-    """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment."""
-    if sys.version_info >= (3, 13):
-        return memoryview(mmap.mmap(descriptor, size, trackfd=False))
+def map_file(descriptor: int, size: int, *, private: bool = False, writable: bool = True) -> memoryview:
+    """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment.
+
+    It is unmapped when the last view of it dies. ``private``: what is written stays here (copy on write). The view of a
+    mapping that is not ``writable`` looks as if it were; who writes to it ends the process.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = library.mmap(None, size, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     array = (ctypes.c_ubyte * size).from_address(address)
@@ -145,6 +147,16 @@ class SegmentMap:
             self._by_start[segment_id, offset] = lease
         return view
 
+    def holds(self, address: int) -> bool:
+        """Is this an address in memory of the peer's?"""
+        return self._segment_at(address) is not None
+
+    def _segment_at(self, address: int) -> tuple[int, MappedSegment] | None:
+        for segment_id, segment in list(self._segments.items()):
+            if 0 <= address - segment.address < segment.size:
+                return segment_id, segment
+        return None
+
     def give_back(self, buffers: list[memoryview], index: int) -> GivenBack | None:
         """If ``buffers[index]`` is the last use of a whole block of the peer's, let go of it without a release.
 
@@ -154,14 +166,7 @@ class SegmentMap:
         """
         buffer = buffers[index]
         size, address = buffer.nbytes, address_of(buffer)
-        found = next(
-            (
-                (number, segment)
-                for number, segment in list(self._segments.items())
-                if 0 <= address - segment.address < segment.size
-            ),
-            None,
-        )
+        found = self._segment_at(address)
         if found is None:
             return None
         segment_id, segment = found

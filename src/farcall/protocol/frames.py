@@ -44,6 +44,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.ids import RefId
 
 MAGIC = b"fc"
 VERSION = 1
@@ -135,6 +136,10 @@ class Frame(msgspec.Struct):
     """At the sender of a request: OpenTelemetry's context of the caller, if its user has opted into that."""
     scope: Any = None
     """At the receiver of a request: what the calls of its function inherit, a deadline and metadata; None: nothing."""
+    serial: RefId | None = None
+    """Of a request: the object whose calls run one at a time."""
+    turns: Any = None
+    """At the receiver of such a request: that object's mailbox."""
     handed_over: bool = False
     """Did a link take it? From then on only an error that says so means that it was not sent."""
 

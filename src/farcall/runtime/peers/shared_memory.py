@@ -49,7 +49,7 @@ allocated, looked up and released by Python code; at four times this size a segm
 class SharedMemorySender:
     """What this node lends to one peer; to the pool, this is who holds it."""
 
-    __slots__ = ("_accepted", "_borrowed", "_is_wanted", "_peer", "_pool", "_write_later")
+    __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_write_later", "is_wanted")
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class SharedMemorySender:
         self._pool = pool
         self._borrowed = borrowed
         self._write_later = write_later
-        self._is_wanted = True
+        self.is_wanted: bool = True
+        """Does the peer map what it is offered?"""
         self._accepted: set[int] = set()
 
     def __repr__(self) -> str:
@@ -79,7 +80,7 @@ class SharedMemorySender:
     ) -> memoryview | Ticket:
         """A ticket for the bytes of a buffer of SHARED_BYTES or more; the buffer itself if it must go inline."""
         size = buffers[index].nbytes
-        if not self._is_wanted:
+        if not self.is_wanted:
             return buffers[index]
         if may_give_back and isinstance(buffers, list):
             given = self._borrowed.give_back(buffers, index)
@@ -130,6 +131,12 @@ class SharedMemorySender:
             if guard.held is not None:
                 sigint.deliver()
 
+    def reaches(self, segment_id: int) -> bool:
+        """Can the peer look into this segment of ours? If not, offer it: some later question has another answer."""
+        if segment_id not in self._accepted and self.is_wanted:
+            self._offer(segment_id, NEVER)
+        return segment_id in self._accepted
+
     def _offer(self, segment_id: int, deadline: float) -> None:
         """Offer the peer a segment that it has not accepted, unless that was done: tickets may name it afterwards."""
         if self._peer.link.outgoing.queue.down:
@@ -158,7 +165,7 @@ class SharedMemorySender:
     def on_refused(self, reason: str) -> None:
         """The peer cannot map ours: everything goes inline from now on."""
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
-        self._is_wanted = False  # but it may still hold blocks of other segments
+        self.is_wanted = False  # but it may still hold blocks of other segments
 
     def retire(self, segment_id: int) -> None:
         """A segment of ours is gone."""

@@ -123,7 +123,7 @@ def find_meeting_place(
         if found_size != -1:
             raise BadRank("who joins through a member joins a group without a fixed size: leave world_size out")
         contacts = _find_contacts(init_method)
-        first_host, first_port = parse_tcp(contacts[0])
+        first_host, first_port = parse_tcp(contacts[-1])
         return MeetingPlace(init_method, parts.scheme, found_rank, -1, first_host, first_port, contacts=contacts)
     if found_size != -1 and not 0 <= found_rank < found_size:
         raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
@@ -158,15 +158,16 @@ def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapp
 
 
 def _find_contacts(init_method: str) -> tuple[str, ...]:
-    """``farcall://host:port,host:port`` as addresses to dial."""
-    places = [place for place in urlsplit(init_method).netloc.split(",") if place]
-    contacts = []
+    """``farcall://host:port,host:port?unix=/path`` as addresses to dial, the quickest first."""
+    parts = urlsplit(init_method)
+    places = [place for place in parts.netloc.split(",") if place]
+    contacts = [f"unix:{path}" for name, path in parse_qsl(parts.query) if name == "unix"]
     for place in places:
         host, _, port = place.rpartition(":")
         if not host:
             raise ValueError(f"init_method {init_method!r} lacks a host or a port: use 'farcall://host:port'")
         contacts.append(f"tcp://{host}:{_check_port(port, init_method)}")
-    if not contacts:
+    if not places:
         raise ValueError(f"init_method {init_method!r} names no member: use 'farcall://host:port'")
     return tuple(contacts)
 
