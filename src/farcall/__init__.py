@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from farcall.rpc.future import Future as Future
     from farcall.rpc.handles import Worker as Worker
     from farcall.rpc.handles import worker as worker
+    from farcall.rpc.remote_tensor import RemoteTensor as RemoteTensor
+    from farcall.rpc.remote_tensor import share as share
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
     from farcall.rpc.streams import Stream as Stream
@@ -70,6 +72,7 @@ _HOMES = {
     "Node": "farcall.node",
     "ObservingOptions": "farcall.options",
     "RRef": "farcall.rpc.rref",
+    "RemoteTensor": "farcall.rpc.remote_tensor",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "Stream": "farcall.rpc.streams",
@@ -107,6 +110,7 @@ _HOMES = {
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
+    "share": "farcall.rpc.remote_tensor",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
     "subscribe": "farcall.api",
@@ -125,6 +129,7 @@ __all__ = [
     "Node",
     "ObservingOptions",
     "RRef",
+    "RemoteTensor",
     "Retry",
     "RpcBackendOptions",
     "Stream",
@@ -158,6 +163,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "share",
     "shared_empty",
     "shutdown",
     "subscribe",
