@@ -10,6 +10,7 @@ A start that fails writes its traceback to stderr and ends with `START_FAILED`: 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -99,6 +100,9 @@ def run_worker(spec: WorkerSpec) -> None:
     """All that comes after the spec."""
     import traceback
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # it is a pipe, and somebody looks at it live
     try:
         take_place(spec)
         if spec.program:
