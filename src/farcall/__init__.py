@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from farcall.rpc.handles import Worker as Worker
     from farcall.rpc.handles import worker as worker
     from farcall.rpc.mapping import map as map
+    from farcall.rpc.remote_tensor import RemoteTensor as RemoteTensor
+    from farcall.rpc.remote_tensor import share as share
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
     from farcall.rpc.streams import Stream as Stream
@@ -71,6 +73,7 @@ _HOMES = {
     "Node": "farcall.node",
     "ObservingOptions": "farcall.options",
     "RRef": "farcall.rpc.rref",
+    "RemoteTensor": "farcall.rpc.remote_tensor",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "Stream": "farcall.rpc.streams",
@@ -108,6 +111,7 @@ _HOMES = {
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
+    "share": "farcall.rpc.remote_tensor",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
     "wait_all": "farcall.api",
@@ -126,6 +130,7 @@ __all__ = [
     "Node",
     "ObservingOptions",
     "RRef",
+    "RemoteTensor",
     "Retry",
     "RpcBackendOptions",
     "Stream",
@@ -159,6 +164,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "share",
     "shared_empty",
     "shutdown",
     "wait_all",

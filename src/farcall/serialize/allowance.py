@@ -40,11 +40,16 @@ from farcall.errors import InitError, NotAllowed
 __all__ = ["INSTALLED", "Allowance", "install", "loads", "read_table"]
 
 _OWNERS = b"pfarcall.rpc.owner_methods\0"
+_SHARED = b"pfarcall.rpc.remote_tensor\0"
 _METHOD = _OWNERS + b"methods.of_"
 _ALWAYS: Final = frozenset(
-    {_OWNERS + b"fetch", _OWNERS + b"type_of", _OWNERS + b"backward", b"pfarcall.rpc.gather\0_contribute"}
+    {
+        *(_OWNERS + name for name in (b"fetch", b"type_of", b"backward")),
+        *(_SHARED + name for name in (b"lend", b"read", b"write")),
+        b"pfarcall.rpc.gather\0_contribute",
+    }
 )
-"""What farcall itself calls: values that are referred to, and barriers."""
+"""What farcall itself calls: values that are referred to, tensors that are shared, and barriers."""
 
 _PLAIN: Final = (
     *(complex, bytearray, set, frozenset, slice, range, object),
@@ -63,6 +68,7 @@ _SAFE_FUNCTIONS: Final = {
     "farcall.serialize.devices": ("rebuild_on_device",),
     "farcall.serialize.pickler": ("tensor_at",),
     "farcall.rpc.rref": ("_arrived",),
+    "farcall.rpc.remote_tensor": ("_arrived",),
     "farcall.errors": ("Delivery",),
     "farcall.ids": ("WorkerInfo",),
     "torch._utils": ("_rebuild_sparse_tensor",),
