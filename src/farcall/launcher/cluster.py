@@ -81,7 +81,8 @@ class Cluster:
         self._environment = environment
         self._directory = directory
         self._parcel = Parcel(directory) if ship else None
-        self._secret = (options.secret_bytes or secrets.token_hex(32).encode()).decode()
+        given = options.secret
+        self._secret = secrets.token_hex(32) if given is None else given if isinstance(given, str) else given.decode()
         self.logs: str | None = logs
         """The folder with what the workers wrote, if it is kept."""
         self._output = WorkerOutput(Output(sys.stdout) if shows else None, logs)
@@ -90,10 +91,9 @@ class Cluster:
         self._ended = threading.Event()
         self._place = tempfile.TemporaryDirectory(prefix="farcall-launch-")
         init_method = f"file://{quote(self._place.name)}/store"
-        mine = options.replace(
-            init_method=init_method, secret=self._secret, advertise=options.advertise or engine.driver_host
-        )
-        self._options = pickle.dumps(options.replace(secret=None, advertise=None))
+        common = options.replace(secret=self._secret, secret_file=None)
+        mine = common.replace(init_method=init_method, advertise=options.advertise or engine.driver_host)
+        self._options = pickle.dumps(common)
         MAIN.is_alone = True
         forget_names()
         try:

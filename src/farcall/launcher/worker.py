@@ -73,7 +73,13 @@ def serve(spec: WorkerSpec) -> None:
     from farcall.errors import RpcError
 
     options: farcall.RpcBackendOptions = pickle.loads(spec.options) if spec.options else farcall.RpcBackendOptions()
-    options = options.replace(init_method=spec.meet, secret=spec.secret, start_timeout_s=spec.start_timeout_s)
+    options = options.replace(
+        init_method=spec.meet,
+        secret=spec.secret,
+        secret_file=None,
+        advertise=None,  # the driver's is not ours; that of this process' environment is
+        start_timeout_s=spec.start_timeout_s,
+    )
     farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options)
     farcall.on_member(_look_for_driver)
     if DRIVER not in (member.name for member in farcall.members()):
