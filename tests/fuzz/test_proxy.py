@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -36,14 +36,13 @@ from farcall.runtime.node import runtime_of
 
 SECRET = "what the proxy does not have, and never sees"
 MARKER = "what the proxy would like to know"
-ALTERATIONS = 50_000 if FULL else 60
+ALTERATIONS = 50_000 if FULL else 24
 """With each kind of protection."""
-A_GROUP = 1000 if FULL else 40
+A_GROUP = 1000 if FULL else 20
 """So many alterations while the same members last."""
 CHANCES = {"meeting": 0.005, "handshake": 0.01, "calls": 0.2} if FULL else {"handshake": 0.05, "calls": 0.1}
 """A group that does not meet costs its 10 s, and so does a handshake that never ends."""
 CALLERS = 4
-STRANGERS = 2 if FULL else 1
 IMPATIENT_S = 0.3
 """What was dropped never comes: the next bytes show that something is missing, and other calls send them."""
 
@@ -209,9 +208,10 @@ def meddle(proxy: Proxy, team: Team) -> None:
             proxy.chances = CHANCES
         until = monotonic() + (600.0 if FULL else 10.0)
         while met and proxy.alterations.total() < before + A_GROUP and monotonic() < until:
-            with ThreadPoolExecutor(STRANGERS) as pool:
-                for _ in range(5 * STRANGERS):
-                    pool.submit(proxy.replay)
+            for _ in range(5):
+                if 2 * proxy.alterations["replay"] <= proxy.alterations.total():  # they are quicker than all others
+                    proxy.replay()
+            sleep(0.02)
             if not all(team.ask(rank, "runs", LONG_S) for rank in (0, 1)):
                 break
         for rank in (0, 1):
