@@ -39,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -96,7 +96,7 @@ SHARED = 1 << 62
 """Set in a ticket's segment id: the sender goes on using the bytes."""
 
 
-class Ticket(NamedTuple):
+class Ticket(msgspec.Struct, frozen=True, gc=False):
     """Where a buffer lies in a shared segment, normally of the sender."""
 
     size_bytes: int
@@ -179,16 +179,18 @@ def encode_frame(
     head: list[Piece] = [
         HEADER.pack(MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), len(buffers), 0)
     ]
+    inline: list[Piece] = [payload]
     for buffer in buffers:
         if isinstance(buffer, Ticket):
-            head.append(BUFFER_ENTRY.pack(*buffer))
+            head.append(BUFFER_ENTRY.pack(buffer.size_bytes, buffer.segment_id, buffer.offset))
         else:
             head.append(BUFFER_ENTRY.pack(buffer.nbytes, 0, 0))
+            inline.append(buffer)
     head.append(function)
     head.append(notes)
     pieces: list[Piece] = []
     small: list[Piece] = head
-    for part in (payload, *(buffer for buffer in buffers if not isinstance(buffer, Ticket))):
+    for part in inline:
         if len(part) >= LARGE_BYTES:
             if small:
                 pieces.append(b"".join(small))

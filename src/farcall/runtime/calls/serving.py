@@ -27,7 +27,7 @@ import torch
 
 from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import RefId, WorkerInfo
-from farcall.protocol.frames import FAILURE, RESPONSE, Frame
+from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
@@ -398,7 +398,8 @@ class Request:
         if more and self.expected_s < QUICK_S:
             size_bytes = len(frame.payload)
             for buffer in frame.buffers:
-                size_bytes += buffer.nbytes
+                if buffer.nbytes < LARGE_BYTES:  # others travel beside the frame, or at once
+                    size_bytes += buffer.nbytes
             if size_bytes < HOLD_BYTES:
                 self._send(frame, True)
                 # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
