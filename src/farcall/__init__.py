@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from farcall.api import shutdown as shutdown
     from farcall.api import wait_all as wait_all
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.launcher.cluster import Cluster as Cluster
+    from farcall.launcher.launch import launch as launch
     from farcall.node import Node as Node
     from farcall.observe.cluster import profile as profile
     from farcall.options import LimitOptions as LimitOptions
@@ -44,10 +46,10 @@ if TYPE_CHECKING:
     from farcall.rpc.batches import batched as batched
     from farcall.rpc.combine import as_completed as as_completed
     from farcall.rpc.combine import gather as gather
-    from farcall.rpc.combine import map as map
     from farcall.rpc.future import Future as Future
     from farcall.rpc.handles import Worker as Worker
     from farcall.rpc.handles import worker as worker
+    from farcall.rpc.mapping import map as map
     from farcall.rpc.remote_tensor import RemoteTensor as RemoteTensor
     from farcall.rpc.remote_tensor import share as share
     from farcall.rpc.retry import Retry as Retry
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cluster": "farcall.launcher.cluster",
     "CurrentCall": "farcall.runtime.calls.scope",
     "Future": "farcall.rpc.future",
     "LimitOptions": "farcall.options",
@@ -95,7 +98,8 @@ _HOMES = {
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
-    "map": "farcall.rpc.combine",
+    "launch": "farcall.launcher.launch",
+    "map": "farcall.rpc.mapping",
     "member_events": "farcall.api",
     "members": "farcall.api",
     "metrics": "farcall.api",
@@ -116,6 +120,7 @@ _HOMES = {
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
+    "Cluster",
     "CurrentCall",
     "Future",
     "LimitOptions",
@@ -146,6 +151,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "launch",
     "map",
     "member_events",
     "members",

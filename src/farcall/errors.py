@@ -8,6 +8,7 @@
     │   ├── BadRank               rank or world size make no sense
     │   ├── BadDeviceMap          a device map names a device or worker that is not there
     │   ├── WrongSecret           another worker has another secret, or none
+    │   ├── LaunchFailed          workers that this program launched did not start (``.missing``)
     │   └── MissingPeers          not all members arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
@@ -32,7 +33,7 @@ This module knows nothing of sockets, tensors or threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "FunctionNotFound",
     "HandshakeRefused",
     "InitError",
+    "LaunchFailed",
     "MissingPeers",
     "NetworkError",
     "NotAllowed",
@@ -103,6 +105,14 @@ class MissingPeers(InitError, TimeoutError):
     def __init__(self, message: str, missing: Iterable[str | int] = ()) -> None:
         super().__init__(message)
         self.missing: tuple[str | int, ...] = tuple(missing)
+
+
+class LaunchFailed(InitError):
+    """Workers that this program launched did not start; ``missing`` has what is known of each, by name."""
+
+    def __init__(self, message: str, missing: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.missing: dict[str, str] = dict(missing or {})
 
 
 class UnknownWorker(RpcError, ValueError):

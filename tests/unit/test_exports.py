@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "Cluster",
     "CurrentCall",
     "Future",
     "LimitOptions",
@@ -43,6 +44,7 @@ PUBLIC = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "launch",
     "map",
     "member_events",
     "members",

@@ -3,7 +3,9 @@
 Trusts nothing the peer says: a descriptor must be a sealed memory file of the size told, a ticket must lie
 inside. Views outlive everything here (the map, the link, the peer), because each keeps the mapping below it.
 Every view that ended is owed to the peer as a release, which the link takes and sends in batches. A block whose
-last use is that it is sent back to its owner is handed back as it is, content and all (``give_back``).
+last use is that it is sent back to its owner is handed back as it is, content and all (``give_back``). One that is owed
+may instead carry the next message to its owner (``reuse``): its pages are in this processor's caches still, and neither
+a release nor a block of our own is needed.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from farcall.channel.segments import SegmentRefused
 
 _SEAL_SHRINK = 0x0002
 
-# A release is worth waking somebody for when it gives much back; others can wait for the next frame that
-# leaves.
-_URGENT_BYTES = 256 * 1024
-_URGENT_COUNT = 64
+# Releases are worth waking somebody for when they give much back. Others wait for the next frame that leaves.
+_URGENT_BYTES = 4 << 20
+# So many of the latest releases are looked at for a block to use again: those of one call's arguments.
+_MOST_LOOKED_AT = 4
 
 
 class MappedSegment:
@@ -93,7 +95,7 @@ class GivenBack:
         """It was not the last use, and the bytes are copied: what ends from now on is released as usual."""
         self._map._returning.pop(id(self._lease), None)
         if self.last_use:  # ended by another thread during the copy
-            self._map._release(*self._lease.holder)
+            self._map.owe(*self._lease.holder)
 
     def gone(self) -> None:
         """The peer is told, or about to be, that it has the block again."""
@@ -113,8 +115,8 @@ class SegmentMap:
         self._leases: dict[int, Lease] = {}
         self._by_start: dict[tuple[int, int], Lease] = {}
         self._returning: dict[int, GivenBack] = {}
-        self.released: deque[tuple[int, int]] = deque()
-        """Blocks that nobody here uses any more, to be told."""
+        self.released: deque[tuple[int, int, int]] = deque()
+        """Blocks that nobody here uses any more, to be told: segment, offset, size; 0 where its owner uses it, too."""
         self.owed_bytes: int = 0
         """What these hold, about: it is counted without a lock. Looked at before each frame."""
         self._announced = False
@@ -141,7 +143,9 @@ class SegmentMap:
         segment = self._segments.get(segment_id)
         if segment is None or offset < 0 or size <= 0 or offset + size > segment.size:
             raise SegmentRefused(f"the peer named {size} bytes at {offset} of segment {segment_id}")
-        view, lease = leased(segment.view[offset : offset + size], self._on_death, (segment_id, offset, size))
+        view, lease = leased(
+            segment.view[offset : offset + size], self._on_death, (segment_id, offset, 0 if shared else size)
+        )
         self._leases[id(lease)] = lease
         if not shared:
             self._by_start[segment_id, offset] = lease
@@ -182,6 +186,28 @@ class SegmentMap:
         buffers[index] = segment.view[offset : offset + size]
         return given
 
+    def reuse(self, size: int) -> tuple[int, int, memoryview] | None:
+        """A block of the peer's with room for ``size`` bytes that was owed to it, as (segment id, offset, view).
+
+        It is the caller's to fill and to send (its owner frees it), or to owe again (``owe``).
+        """
+        found = None
+        others = []
+        for _ in range(_MOST_LOOKED_AT):
+            try:
+                block = self.released.pop()
+            except IndexError:
+                break
+            segment = self._segments.get(block[0])
+            if segment is not None and size <= block[2] <= 2 * size:
+                segment_id, offset, room = block
+                self.owed_bytes -= room
+                found = segment_id, offset, segment.view[offset : offset + size]
+                break
+            others.append(block)
+        self.released.extend(reversed(others))
+        return found
+
     def take_releases(self) -> list[tuple[int, int]]:
         """All (segment_id, offset) to release, each as often as it was viewed; they are the caller's to
         send."""
@@ -190,12 +216,13 @@ class SegmentMap:
         self._announced = False
         self.owed_bytes = 0
         released = self.released
-        taken = []
+        taken: list[tuple[int, int]] = []
         while True:
             try:
-                taken.append(released.popleft())
+                segment_id, offset, _ = released.popleft()
             except IndexError:
                 return taken
+            taken.append((segment_id, offset))
 
     def close(self) -> None:
         """Forget the segments. Views that still exist stay valid; their end is nobody's business any more."""
@@ -217,12 +244,13 @@ class SegmentMap:
         if given is not None:
             given.last_use = True
             return
-        self._release(segment_id, offset, size)
+        self.owe(segment_id, offset, size)
 
-    def _release(self, segment_id: int, offset: int, size: int) -> None:
-        self.released.append((segment_id, offset))
+    def owe(self, segment_id: int, offset: int, size: int) -> None:
+        """Nobody here uses the block any more."""
+        self.released.append((segment_id, offset, size))
         self.owed_bytes += size
-        urgent = size >= _URGENT_BYTES or len(self.released) % _URGENT_COUNT == 0
+        urgent = self.owed_bytes >= _URGENT_BYTES
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):
             self._announced = True

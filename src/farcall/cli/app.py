@@ -102,7 +102,15 @@ def run(
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
-        os.execv(sys.executable, [sys.executable, "-m", "farcall", *program])
+        from farcall.cli.ranks import told_by_launcher
+        from farcall.errors import InitError
+
+        try:
+            environment = {**os.environ, **told_by_launcher(os.environ)}
+        except InitError as error:
+            Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        os.execve(sys.executable, [sys.executable, "-m", "farcall", *program], environment)
     from farcall.cli.run import run_cluster
 
     raise typer.Exit(run_cluster(_console(), workers, program, restart))

@@ -38,7 +38,7 @@ _READ_BYTES = 1 << 16
 
 
 class CommandEngine:
-    """Engines of this kind override `command`, perhaps `environment`, and `running_detail`."""
+    """Engines of this kind override `command`, perhaps `environment`, `running_detail` and `ended`."""
 
     driver_host: str | None = None
     end_signal: signal.Signals = signal.SIGKILL
@@ -64,6 +64,10 @@ class CommandEngine:
     def running_detail(self, spec: WorkerSpec) -> str:
         """Where it runs, in words."""
         return ""
+
+    def ended(self, spec: WorkerSpec, exit_code: int) -> ProcessState:
+        """What the end of its command tells."""
+        return ProcessState("ended", "", exit_code)
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
         if self._closing:
@@ -158,7 +162,8 @@ class CommandEngine:
                         del self._children[child.spec]
                         child.close()
                     known.discard(child.spec)
-                    child.watcher.on_state(child.spec, ProcessState("ended", "", child.exit_code))
+                    assert child.exit_code is not None
+                    child.watcher.on_state(child.spec, self.ended(child.spec, child.exit_code))
         os.close(self._wake_read)
 
 

@@ -50,9 +50,9 @@ class Observability:
 
         runtime = self._runtime
         membership = runtime.membership
-        key = observer_key(membership.secret)
 
         def connect() -> Observer:
+            key = observer_key(membership.secret.values[0])
             return Observer.connect_any(
                 runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
             )
@@ -73,7 +73,8 @@ class Observability:
             rank=runtime.info.id,
             cluster_id=membership.cluster_id,
             addresses=runtime.addresses,
-            key=observer_key(membership.secret).hex(),
+            key="" if membership.secret.path else observer_key(membership.secret.values[0]).hex(),
+            secret_file=os.path.abspath(membership.secret.path) if membership.secret.path else "",
             process_id=os.getpid(),
             process_start=process_start(os.getpid()),
             namespace=namespace(),

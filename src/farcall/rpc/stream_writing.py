@@ -24,6 +24,7 @@ from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMac
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.calls.scope import CURRENT, Dependents
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.io.sigint import Gate
@@ -108,10 +109,14 @@ class Writer:
         while self._must_wait():
             gate = Gate()
             if self._waits_at(gate):
-                with self._streams.node.calls.waiting():
+                with self.waiting():
                     gate.wait()
             self._gate = None
         self._add(item, segment)
+
+    def waiting(self) -> Waiting:
+        """To be entered around every wait of the maker's."""
+        return self._streams.node.calls.waiting()
 
     async def put_soon(self, item: Any) -> None:
         """The same for a coroutine."""
@@ -264,13 +269,19 @@ class StreamRequest(Request):
             self.server.answered(self)  # it has not begun, and need not
             return
         Dependents.watch(self, self.writer.close)
+        turns = self.frame.turns
         if isinstance(source, Iterable):
+            if turns is not None:
+                source = turns.items(source, self.writer.waiting)
             self.server.submit(_Pump(self, source))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
             outer = CURRENT.set(self)  # a task has the context in which it was made
             try:
-                cancel = self.server.coroutines.run(_go_through(self.writer, source), self._on_written)
+                writing = _go_through(self.writer, source)
+                if turns is not None:
+                    writing = turns.steps(writing, within=False)
+                cancel = self.server.coroutines.run(writing, self._on_written)
             finally:
                 CURRENT.reset(outer)
             Dependents.watch(self, cancel)

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import monotonic
 from typing import Any, Final
 
 from farcall.options import TlsOptions
+from farcall.private_files import fingerprint
 from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportError, TransportForged
 from farcall.transport.layer import Layer
 
@@ -37,7 +37,6 @@ logger: logging.Logger = logging.getLogger("farcall")
 MAX_BODY_BYTES: Final = 128 * 1024
 _JOINED_BYTES: Final = 16 * 1024
 """What one record holds: smaller buffers are joined."""
-_IDENTITY: Final = "farcall"
 
 
 class TlsFailed(TransportBroken):
@@ -241,12 +240,15 @@ class _Side:
 class Tls:
     """The certificates of one node, read again when their files change; or a key, where there are none."""
 
-    def __init__(self, options: TlsOptions, key: bytes) -> None:
-        """Raises ``ValueError`` where the files are not what they should be. ``key``: from the cluster's secret."""
+    def __init__(self, options: TlsOptions, keys: Callable[[], Sequence[bytes]]) -> None:
+        """Raises ``ValueError`` where the files are not what they should be.
+
+        ``keys``: those that are good now, from the cluster's secret; the first is the one to prove.
+        """
         self._options = options
-        self._key = key
+        self._keys = keys
         self._lock = threading.Lock()
-        self._seen: tuple[object, ...] = self._look()
+        self._seen = fingerprint(options.files)
         self._contexts = self._load()
 
     def dialled(self, transport: Transport, host: str) -> Transport:
@@ -262,26 +264,15 @@ class Tls:
 
     def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
         with self._lock:
-            seen = self._look()
+            seen = fingerprint(self._options.files)
             if seen != self._seen:
+                self._seen = seen  # also where they do not do: strangers must not have them read again and again
                 try:
                     self._contexts = self._load()
-                    self._seen = seen
                     logger.info("TLS: %s was read again", self._options.certificate)
                 except ValueError as error:
                     logger.warning("TLS: the files changed, and the former ones stay in use: %s", error)
             return self._contexts
-
-    def _look(self) -> tuple[object, ...]:
-        """What changes whenever a file does."""
-        found: list[object] = []
-        for path in self._options.files:
-            try:
-                status = os.stat(path)
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError:
-                found.append(None)
-        return tuple(found)
 
     def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
         """Contexts to be dialled with and to dial with, and the digest of our certificate."""
@@ -318,15 +309,20 @@ class Tls:
         )
         if serve is None or dial is None:
             raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
-        key = self._key
+        keys = self._keys
         for context in (listening, dialling):
             context.verify_mode = ssl.CERT_NONE  # who does not have the key gets no further
-        serve(lambda identity: key if identity == _IDENTITY else b"")
-        dial(lambda hint: (_IDENTITY, key))
+        serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
+        dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
         return listening, dialling, hashlib.sha256(b"").digest()
 
 
 @lru_cache(maxsize=16)
 def tls_of(options: TlsOptions | None, key: bytes) -> Tls | None:
     """The certificates that ``options`` name; the same object for the same options: reading them takes a while."""
-    return None if options is None else Tls(options, key)
+    return None if options is None else Tls(options, lambda: (key,))
+
+
+def _name_of(key: bytes) -> str:
+    """What a key is called where two may be good. Says no more of it than the proof that goes with it."""
+    return f"farcall {hashlib.sha256(b'name of a key' + key).hexdigest()[:16]}"

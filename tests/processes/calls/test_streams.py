@@ -16,10 +16,14 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.autograd
 from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
+from farcall.protocol.frames import FAILURE
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
+from farcall.rpc.call import encode_request
 from farcall.rpc.stream_writing import Writer
 from farcall.rpc.streams import Streams
+from farcall.runtime.calls.pending import SyncCall
 from farcall.runtime.node import runtime_of
+from farcall.serialize import encode_function
 
 SEEN: dict[str, Any] = {}
 
@@ -310,6 +314,38 @@ def test_the_callee_reads_what_the_caller_makes(ps: farcall.Worker) -> None:
         ps.call(total, sent)
     with pytest.raises(TypeError, match="something to iterate over"):
         farcall.outgoing(3)  # type: ignore[arg-type]
+
+
+def keep(numbers: farcall.Stream[int]) -> None:
+    SEEN["kept"] = numbers
+
+
+def read_what_was_kept() -> int:
+    return next(SEEN["kept"])  # type: ignore[no-any-return]
+
+
+def only_here(numbers: Iterable[int]) -> None:
+    raise AssertionError("the test takes it away before it is looked up")
+
+
+def test_an_outgoing_stream_that_nobody_reads_is_forgotten_with_its_call(
+    nodes: list[farcall.Node], ps: farcall.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = runtime_of(nodes[0]).part(Streams)._writers
+    lookup = encode_function(only_here)
+    monkeypatch.delattr(f"{__name__}.only_here")
+    request = encode_request(runtime_of(nodes[0]).peer("w1"), total, (farcall.outgoing(forever()),), None)
+    assert lookup is not None
+    request.function = lookup
+    call = SyncCall(runtime_of(nodes[0]).peer("w1"), total, LONG_S)
+    assert nodes[0]._runtime.calls.exchange(call, request).kind == FAILURE  # so the arguments were never read
+    assert len(writers) == 1
+    wait_until(lambda: not writers)
+    ps.call(keep, farcall.outgoing(forever()))
+    wait_until(lambda: not writers)
+    with pytest.raises(RpcError, match="begin to read it in the called function"):
+        ps.call(read_what_was_kept)
+    del SEEN["kept"]
 
 
 def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall.Worker) -> None:

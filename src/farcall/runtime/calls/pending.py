@@ -39,7 +39,7 @@ from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counte
 from farcall.runtime.observing.observer_connection import Questions
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import withdraw
+from farcall.serialize import tie, withdraw
 
 EXPLAIN_S = 0.5
 """An error is never held up for longer than this to say more."""
@@ -254,11 +254,20 @@ class CallTable:
             if worker is not None:
                 self._executor.park(worker)
                 parked = True
-            if inherited or profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+            if (
+                inherited
+                or profile is not None
+                or frame.recording is not None
+                or frame.forks
+                or frame.telemetry
+                or frame.serial
+            ):
                 wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
                 write_notes(frame, profile=wanted, inherited=inherited)
             frame.flags = self._flags if refusable else 0
             frame.call_id = self.register(call, frame.function)
+            if frame.undo:
+                tie(frame)
             peer.send(frame, call.deadline, False, call)
             if call.unwanted:
                 peer.cancel(call.call_id)  # the first word of that may have passed a large request, and found nothing
@@ -318,11 +327,14 @@ class CallTable:
                 or frame.recording is not None
                 or frame.forks
                 or frame.telemetry
+                or frame.serial
             ):
                 wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
                 write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
             frame.flags |= self._flags
             frame.call_id = call_id = self.register(call, frame.function)
+            if frame.undo:
+                tie(frame)
             call.peer.send(frame, call.deadline)
             if call.unwanted:
                 call.peer.cancel(call_id)  # the first word of that may have passed a large request, and found nothing

@@ -45,7 +45,7 @@ from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
-from farcall.runtime.peers.shared_memory import SHARED_BYTES, SharedMemorySender
+from farcall.runtime.peers.shared_memory import SharedMemorySender
 from farcall.serialize import has_devices, withdraw_lent
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -232,15 +232,10 @@ class RemotePeer(Peer):
         buffers: list[memoryview | Ticket] = []
         lending = self.lending
         try:
-            for index in range(len(frame.buffers)):
-                # Nothing here may hold the buffer while it is placed: its death tells that its block can go back.
-                if lending is None or frame.buffers[index].nbytes < SHARED_BYTES:
-                    buffers.append(frame.buffers[index])
-                    continue
-                placed = lending.place(frame.buffers, index, deadline, kind == RESPONSE)
-                if placed.__class__ is Ticket:
-                    self.shared_bytes_sent += placed.size_bytes
-                buffers.append(placed)
+            if lending is None:
+                buffers.extend(frame.buffers)
+            else:
+                self.shared_bytes_sent += lending.place(frame.buffers, buffers, deadline, kind == RESPONSE)
             pieces = encode_frame(kind, frame.flags, frame.call_id, frame.function, frame.notes, frame.payload, buffers)
             frame.handed_over = True
             if len(pieces) == 1:

@@ -14,6 +14,7 @@ from farcall.errors import BadRank, DuplicateName, InitError
 from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
 from farcall.runtime.rendezvous.store import KeyStore
+from farcall.secret import Secret
 
 __all__ = [
     "Abandoned",
@@ -36,7 +37,7 @@ class Membership:
     members: list[Member]
     """Everybody, oneself included, by rank."""
     cluster_id: str
-    secret: bytes = field(repr=False)
+    secret: Secret = field(repr=False)
     generation: int
     store: KeyStore | None = field(default=None, repr=False)
     """Where members come and go, or where somebody was slow to read there what all agreed on."""

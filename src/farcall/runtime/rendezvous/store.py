@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from farcall.runtime.rendezvous.patience import Patience
 from farcall.transport.tcp import parse_tcp
 
 __all__ = [
+    "STORE_ERRORS",
     "KeyStore",
     "MeetingPlace",
     "StoreLost",
@@ -62,6 +63,10 @@ class KeyStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
     def has_extended_api(self) -> bool: ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+STORE_ERRORS: Final = (RuntimeError, MemoryError, ValueError, IndexError)
+"""What torch's stores raise; the last three where somebody changes their bytes on the way, lengths among them."""
 
 
 class StoreLost(Exception):
@@ -278,7 +283,7 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
     _wait_until_reachable(place, deadline, cancelled)
     try:
         return _tcp_store(place, place.host, deadline=deadline)
-    except RuntimeError as error:
+    except STORE_ERRORS as error:
         raise StoreLost(str(error)) from error
 
 
