@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from farcall.api import members as members
     from farcall.api import metrics as metrics
     from farcall.api import on_member as on_member
+    from farcall.api import publish as publish
     from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
     from farcall.api import rpc_sync as rpc_sync
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
+    from farcall.api import subscribe as subscribe
     from farcall.api import wait_all as wait_all
     from farcall.ids import WorkerInfo as WorkerInfo
     from farcall.launcher.cluster import Cluster as Cluster
@@ -108,12 +110,14 @@ _HOMES = {
     "optim": "farcall",
     "outgoing": "farcall.rpc.streams",
     "profile": "farcall.observe.cluster",
+    "publish": "farcall.api",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
     "share": "farcall.rpc.remote_tensor",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
+    "subscribe": "farcall.api",
     "wait_all": "farcall.api",
     "worker": "farcall.rpc.handles",
 }
@@ -161,12 +165,14 @@ __all__ = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
     "share",
     "shared_empty",
     "shutdown",
+    "subscribe",
     "wait_all",
     "worker",
 ]

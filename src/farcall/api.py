@@ -36,6 +36,9 @@ from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import STARTED, slot
 from farcall.serialize import Allowance, restrict, use_rpc_pickler
+from farcall.weights.node import Weights
+from farcall.weights.publication import Publication
+from farcall.weights.subscription import Subscription
 
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
@@ -331,6 +334,30 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     one is seen by the other.
     """
     return current_runtime().shared_empty(shape, dtype)
+
+
+def publish(name: str, source: Any, keep: int = 2) -> Publication:
+    """Publish the tensors of ``source``; each `push` of what is returned makes their values a version.
+
+    This worker is the publisher of ``name`` from now on. If another one is, or was, this one takes over, and what the
+    other pushes is refused. Waits 2 s at most for workers that do not answer.
+
+    Args:
+        name: what subscribers ask for.
+        source: a module, a state dict, or any dicts and lists of tensors inside each other. Values that are no tensors
+            travel, too; tensors that share memory go on doing so.
+        keep: how many versions stay readable at least; one that somebody reads stays in any case.
+    """
+    return current_runtime().part(Weights).publish(name, source, keep)
+
+
+def subscribe(name: str) -> Subscription:
+    """Read the versions of what any worker publishes under ``name``, now or some day. Runs no code of the publisher's.
+
+    On one host a version lies in memory that all subscribers look into. Close what is returned, or drop it, when no
+    more versions are wanted.
+    """
+    return current_runtime().part(Weights).subscribe(name)
 
 
 def _set_rpc_timeout(seconds: float) -> None:

@@ -13,6 +13,7 @@
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
     │   ├── NotPicklable (TypeError too)   a type that pickle does not know
+    │   ├── CorruptWeights        bytes of a version of weights are not those that were pushed
     │   ├── FunctionNotFound      the callee has no such function
     │   └── NotAllowed            the callee serves only what its program names, and this is not among it
     ├── RemoteError             the callee raised something that cannot be rebuilt here
@@ -23,6 +24,7 @@
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
     │   └── HandshakeRefused      the peer is no member of this cluster
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
+    ├── Superseded              another worker has taken over the name that this one published
     ├── ReferenceLeak           references were still held when all members had left
     ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
     └── Cancelled               the call was cancelled, or the node shut down, before the answer came (``.delivery``)
@@ -41,6 +43,7 @@ __all__ = [
     "BadDeviceMap",
     "BadRank",
     "Cancelled",
+    "CorruptWeights",
     "Delivery",
     "DuplicateName",
     "Expelled",
@@ -62,6 +65,7 @@ __all__ = [
     "RpcTimeout",
     "SerializationError",
     "ShutdownTimeout",
+    "Superseded",
     "UnknownWorker",
     "WrongSecret",
 ]
@@ -125,6 +129,10 @@ class SerializationError(RpcError):
 
 class NotPicklable(SerializationError, TypeError):
     """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
+
+
+class CorruptWeights(SerializationError):
+    """Bytes of a version of published weights are not those that were pushed; the message names the tensor."""
 
 
 class FunctionNotFound(SerializationError, AttributeError):
@@ -223,6 +231,10 @@ class RpcTimeout(RpcError, TimeoutError):
     def __init__(self, message: str = "", delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
         self.delivery = delivery
+
+
+class Superseded(RpcError):
+    """Another worker has taken over the name that this one published; the message says who."""
 
 
 class ReferenceLeak(RpcError):

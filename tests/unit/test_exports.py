@@ -54,12 +54,14 @@ PUBLIC = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
     "share",
     "shared_empty",
     "shutdown",
+    "subscribe",
     "wait_all",
     "worker",
 ]
@@ -81,6 +83,7 @@ OF_NODE = [
     "metrics",
     "metrics_port",
     "on_member",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -88,6 +91,7 @@ OF_NODE = [
     "shutdown",
     "snapshot",
     "start",
+    "subscribe",
     "workers",
 ]
 MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")

@@ -42,7 +42,10 @@ MAX_NAME_CHARACTERS: Final = 256
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 How: TypeAlias = Literal["mapped", "copied", "dropped"]
-"""It reads the lender's memory; it has a copy of its own; it reads nothing of it (any more)."""
+"""It reads the lender's memory; it has a copy of its own; it reads nothing of it (any more).
+
+For each version that it is sent, a member says one of the latter two once, at last.
+"""
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True, order=True, forbid_unknown_fields=True):
