@@ -3,7 +3,7 @@
     python examples/rollout.py
 
 The trainer publishes its policy and pushes a version of it every few steps. Three rollout workers subscribe to it. They
-generate sequences as streams, each with the newest version that has arrived, and the trainer learns from what comes. One
+generate sequences as streams, each with the newest version that has arrived, and the trainer learns from them. One
 rollout worker is killed, and then the trainer. The main process, a supervisor, starts both again: the worker subscribes
 and has the newest version at once; the new trainer begins with the version that the rollout workers still have, and
 takes the name over. Nobody waits for anybody who is dead.
@@ -107,7 +107,7 @@ class Training:
         self.policy = make_policy()
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.05)
         self.state: dict[str, Any] = {"policy": self.policy.state_dict(), "step": 0, "rewards": []}
-        self.oldest = 0
+        self.missed: set[str] = set()
 
     def take_over(self) -> None:
         """Begin where the trainer before ended: the rollout workers have its last version."""
@@ -137,7 +137,9 @@ class Training:
                     sequences.append(tokens)
                     numbers.append(number)
             except farcall.errors.NetworkError as error:
-                print(f"trainer: goes on without {name} ({type(error).__name__})", flush=True)
+                if name not in self.missed:
+                    print(f"trainer: goes on without {name} ({type(error).__name__})", flush=True)
+                self.missed.add(name)
             assert numbers == sorted(numbers), "a worker went back to an older version"
         return torch.stack(sequences) if sequences else torch.empty(0, LENGTH + 1, dtype=torch.int64)
 
@@ -234,6 +236,8 @@ def main() -> None:
         farcall.on_member(supervisor.on_member)
         for name in ("trainer", *ROLLOUTS):
             supervisor.start(name)
+        while len(farcall.members()) < len(RANKS):
+            time.sleep(0.01)
 
         def reached(step: int) -> list[float]:
             rewards: list[float] = []

@@ -46,10 +46,11 @@ _ALWAYS: Final = frozenset(
     {
         *(_OWNERS + name for name in (b"fetch", b"type_of", b"backward")),
         *(_SHARED + name for name in (b"lend", b"read", b"write")),
+        *(b"pfarcall.weights.questions\0" + name for name in (b"find_route", b"read_chunk", b"borrow")),
         b"pfarcall.rpc.gather\0_contribute",
     }
 )
-"""What farcall itself calls: values that are referred to, tensors that are shared, and barriers."""
+"""What farcall itself calls: values that are referred to, tensors that are shared, weights, and barriers."""
 
 _PLAIN: Final = (
     *(complex, bytearray, set, frozenset, slice, range, object),

@@ -1,6 +1,6 @@
 """Versions on their way between hosts: those that come to this node, and chunks and routes for others.
 
-A `Transfer`: `node.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
+`node.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
 A block that a neighbour maps is never filled again, so it needs no lease.
 """
 
@@ -21,10 +21,9 @@ from farcall.runtime.calls.results import Later
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.weights.fetching import AGAIN_S, Borrowed, Fetch
+from farcall.weights.fetching import AGAIN_S, Arriving, Borrowed, Fetch
 from farcall.weights.manifest import Content
-from farcall.weights.memory import Block, BorrowedBlock
-from farcall.weights.transfer import Arriving
+from farcall.weights.memory import BorrowedBlock
 
 __all__ = ["Contents", "Fetcher"]
 
@@ -34,21 +33,21 @@ ROUTES_KEPT = 16
 class Contents(Protocol):
     """What this node has of published weights; `weights/node.py`."""
 
-    def find_content(self, content: Content) -> memoryview | None:
-        """Its bytes, if they are all here."""
+    def peer(self, incarnation: int) -> Peer | None:
+        """The member of that incarnation, if it is there."""
 
-    def find_block(self, content: Content) -> Block | None:
-        """The block of this node that it lies in, if it is all here."""
+    def read_content(self, content: Content, offset: int, size: int) -> bytearray | None:
+        """A copy of a part of a content that lies, all of it, in a block of this node's own."""
 
-    def offer_block(self, peer: RemotePeer, block: Block) -> None:
-        """Send the block's descriptor to ``peer``, unless that was done."""
+    def lend_block(self, content: Content, peer: RemotePeer) -> int | None:
+        """Have ``peer``, on this host, get the block of a content, for good: its number."""
 
     def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
         """A block of another process of this host that has been offered to this one."""
 
 
 class Fetcher:
-    """The versions that are on their way to one node, and those that it routes. A `Transfer`.
+    """The versions that are on their way to one node, and those that it routes.
 
     Mutable, under the lock: the fetches by name and version, and the routes of the last versions that were asked about.
     """
@@ -102,12 +101,6 @@ class Fetcher:
         """Look at deadlines then."""
         if when < self._timer.due:
             self._timer.at(when)
-
-    def member(self, incarnation: int) -> Peer | None:
-        """The member of that incarnation, if it is there."""
-        if self.node.me.incarnation == incarnation:
-            return self.node.me
-        return next((peer for peer in self.node.others() if peer.incarnation == incarnation), None)
 
     def _all(self) -> list[Fetch]:
         with self._lock:
@@ -165,31 +158,27 @@ class Fetcher:
     def _bytes(self, content: Content, offset: int, size: int) -> torch.Tensor | None:
         if offset < 0 or size <= 0 or offset + size > content.size_bytes:
             raise RpcError(f"{size} bytes at {offset} of a content of {content.size_bytes}")
-        view = self.contents.find_content(content)
-        if view is None:
-            fetch = next((fetch for fetch in self._all() if fetch.has(content, offset, size)), None)
-            view = None if fetch is None else fetch.arriving.missing[content].view
-        # A copy: this node may let the version go, and fill its block again, before the answer has left.
-        return None if view is None else torch.frombuffer(bytearray(view[offset : offset + size]), dtype=torch.uint8)
+        data = self.contents.read_content(content, offset, size)
+        if data is None:
+            data = next(filter(None, (fetch.read(content, offset, size) for fetch in self._all())), None)
+        return None if data is None else torch.frombuffer(data, dtype=torch.uint8)
 
-    def lend(self, peer: RemotePeer, contents: Sequence[Content]) -> list[int] | Later | None:
-        """Have ``peer``, on this host, map the blocks of these contents: their numbers."""
+    def lend(self, peer: RemotePeer, contents: Sequence[Content]) -> Later:
+        """Have ``peer``, on this host, map the blocks of these contents: their numbers, once they are all here."""
+        lend = partial(self._lend_now, peer, contents)
         for fetch in self._all():
             if any(content in fetch.arriving.missing for content in contents):
-                return Later(fetch.when_over, partial(self._lend_now, peer, contents))
-        return self._lend_now(peer, contents)
+                return Later(fetch.when_over, lend)
+        return Later(lambda wake: wake(), lend)  # on a worker: it may have to wait for a link
 
     def _lend_now(self, peer: RemotePeer, contents: Sequence[Content]) -> list[int]:
-        blocks = []
+        numbers = []
         for content in contents:
-            block = self.contents.find_block(content)
-            if block is None or block.descriptor < 0:
+            number = self.contents.lend_block(content, peer)
+            if number is None:
                 raise _lacking(self.node, content)
-            blocks.append(block)
-        for block in blocks:
-            block.is_stranded = True  # it is read there for as long as somebody likes
-            self.contents.offer_block(peer, block)
-        return [block.block_id for block in blocks]
+            numbers.append(number)
+        return numbers
 
 
 def _lacking(node: Runtime, content: Content) -> NetworkError:

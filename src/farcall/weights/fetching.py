@@ -1,7 +1,7 @@
 """One version on its way from other hosts to this node. Drives `protocol/weights/fetching.py`.
 
-What becomes of a call (`questions.py`) is an event of the machine: an answer, a member that is gone, or silence. A member
-that is not the leader of its host copies nothing: it maps the blocks of its leader.
+What becomes of a call (`questions.py`) is an event of the machine: an answer, a member that is gone, or silence. A
+member that is not the leader of its host copies nothing: it maps the blocks of its leader.
 
 Runs on worker threads, under a lock of its own that is never held while something is sent.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,18 +33,18 @@ from farcall.protocol.weights.fetching import (
     Refused,
     Routed,
 )
+from farcall.protocol.weights.messages import Key
 from farcall.rpc.future import Future, call_async
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.weights.manifest import Content
-from farcall.weights.memory import BorrowedBlock
+from farcall.weights.memory import Block, BorrowedBlock
 from farcall.weights.questions import borrow, find_route, plain_content, plain_key, read_chunk
-from farcall.weights.transfer import Arriving
 
 if TYPE_CHECKING:
     from farcall.weights.fetcher import Fetcher
 
-__all__ = ["Borrowed", "Fetch"]
+__all__ = ["Arriving", "Borrowed", "Fetch"]
 
 ANSWER_S = 4 * STALL_S
 """How long one question may take: a source answers when it has got the chunk itself."""
@@ -52,6 +53,17 @@ AGAIN_S = 0.25
 
 Borrowed: TypeAlias = Mapping[Content, BorrowedBlock]
 """Contents that were mapped, in memory of a neighbour's, and not fetched."""
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A version whose bytes are to be fetched into ``missing``: a block of this node for each content that it lacks."""
+
+    name: str
+    key: Key
+    lender: int
+    """The incarnation of the member that sent the manifest; it has the bytes for as long as it lives."""
+    missing: Mapping[Content, Block]
 
 
 class Fetch:
@@ -119,7 +131,7 @@ class Fetch:
     # --- calls
 
     def _call(self, member: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any] | None:
-        peer = self._fetcher.member(member)
+        peer = self._fetcher.contents.peer(member)
         if peer is None or self._is_over:
             return None
         try:
@@ -153,7 +165,7 @@ class Fetch:
                 self._handle(Routed(sources))
 
     def _borrow_from(self, neighbour: int) -> None:
-        peer = self._fetcher.member(neighbour)
+        peer = self._fetcher.contents.peer(neighbour)
         if not isinstance(peer, RemotePeer) or peer.lending is None:
             self._handle(Routed((neighbour, self.arriving.lender)))  # no memory can be shared with it after all
             return
@@ -184,7 +196,7 @@ class Fetch:
             self._avoid(neighbour)
 
     def _answers(self, member: int) -> bool:
-        peer = self._fetcher.member(member)
+        peer = self._fetcher.contents.peer(member)
         silent = {found.name for found in self._fetcher.node.members_now() if found.unresponsive_s is not None}
         return peer is not None and peer.info.name not in silent
 
@@ -254,12 +266,14 @@ class Fetch:
 
     # --- those who wait for chunks here
 
-    def has(self, content: Content, offset: int, size: int) -> bool:
-        """Is this chunk here?"""
+    def read(self, content: Content, offset: int, size: int) -> bytearray | None:
+        """A copy of a chunk that is here already."""
         with self._lock:
             if self._is_over or content not in self.arriving.missing:
-                return False
-            return self._machine.has(Chunk(self._contents.index(content), offset, size))
+                return None
+            if not self._machine.has(Chunk(self._contents.index(content), offset, size)):
+                return None
+            return bytearray(self.arriving.missing[content].view[offset : offset + size])
 
     def when_here(self, content: Content, offset: int, size: int, wake: Callable[[], None]) -> None:
         """Call ``wake`` once the chunk is here, or never will be."""

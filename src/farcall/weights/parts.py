@@ -1,4 +1,4 @@
-"""Weights in parts: several publishers push each their own part of the tensors of one name, and subscribers take slices.
+"""Weights in parts: several publishers push each their own part of one name, and subscribers take slices.
 
 A layer above publications and subscriptions, which knows neither memory nor messages: part 1 of 4 of a name is
 published under a name of its own, with a table of where each of its tensors lies in the whole one (a *box*). Version n
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from farcall.errors import RpcTimeout
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.runtime.io.timers import NEVER
 from farcall.weights.layout import name_of, take_apart
 from farcall.weights.loading import Slices
@@ -131,7 +131,7 @@ class _Piece(NamedTuple):
 
 
 class PartsSubscription:
-    """The versions of a name that is published in parts; see `farcall.subscribe`. As a `Subscription`, but for `get`."""
+    """The versions of a name that is published in parts; see `farcall.subscribe`."""
 
     def __init__(self, name: str, parts: Sequence[Subscription]) -> None:
         self.name: str = name
@@ -149,11 +149,7 @@ class PartsSubscription:
 
     def wait(self, newer_than: Version | None = None, timeout: float | None = UNSET_TIMEOUT) -> Version:
         """Return the newest version as soon as all its parts are here and it is newer than ``newer_than``."""
-        if timeout == UNSET_TIMEOUT:
-            timeout_s = self._parts[0].default_timeout_s
-        else:
-            timeout_s = check_timeout(timeout)
-        deadline = monotonic() + timeout_s
+        deadline, _ = self._parts[0]._deadline(timeout)
         while True:
             found = self.version
             if found is not None and (newer_than is None or found > newer_than):
@@ -179,7 +175,7 @@ class PartsSubscription:
                 yield found
                 continue
             late = self._latest()
-            await late.next(late.version)
+            await late._next(late.version)
 
     def load_into(self, target: Any, *, slices: Slices | None = None) -> Version:
         """Copy the newest version into the tensors of ``target``, in place: all of it, or nothing; return which.

@@ -56,7 +56,7 @@ def read_chunk(content: PlainContent, offset: int, size: int) -> torch.Tensor | 
     return _fetcher().chunk(Content(*content), offset, size)
 
 
-def borrow(contents: Sequence[PlainContent]) -> list[int] | Later | None:
+def borrow(contents: Sequence[PlainContent]) -> Later:
     """At the leader of a host: have the caller map these contents."""
     scope = CURRENT.get()
     assert scope is not None
