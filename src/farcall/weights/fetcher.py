@@ -139,15 +139,14 @@ class Fetcher:
 
     def chunk(self, content: Content, offset: int, size: int) -> torch.Tensor | Later:
         """A range of a content, by value; later, where it is still on its way."""
+        # First who fetches it: one that ends meanwhile has handed it over by then.
+        fetch = next((fetch for fetch in self._all() if content in fetch.arriving.missing), None)
         found = self._bytes(content, offset, size)
         if found is not None:
             return found
-        for fetch in self._all():
-            if content in fetch.arriving.missing:
-                return Later(
-                    partial(fetch.when_here, content, offset, size), partial(self._chunk_now, content, offset, size)
-                )
-        raise _lacking(self.node, content)
+        if fetch is None:
+            raise _lacking(self.node, content)
+        return Later(partial(fetch.when_here, content, offset, size), partial(self._chunk_now, content, offset, size))
 
     def _chunk_now(self, content: Content, offset: int, size: int) -> torch.Tensor:
         found = self._bytes(content, offset, size)
@@ -158,9 +157,9 @@ class Fetcher:
     def _bytes(self, content: Content, offset: int, size: int) -> torch.Tensor | None:
         if offset < 0 or size <= 0 or offset + size > content.size_bytes:
             raise RpcError(f"{size} bytes at {offset} of a content of {content.size_bytes}")
-        data = self.contents.read_content(content, offset, size)
+        data = next(filter(None, (fetch.read(content, offset, size) for fetch in self._all())), None)
         if data is None:
-            data = next(filter(None, (fetch.read(content, offset, size) for fetch in self._all())), None)
+            data = self.contents.read_content(content, offset, size)
         return None if data is None else torch.frombuffer(data, dtype=torch.uint8)
 
     def lend(self, peer: RemotePeer, contents: Sequence[Content]) -> Later:

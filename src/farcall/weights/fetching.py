@@ -84,7 +84,8 @@ class Fetch:
         self._waiting: list[tuple[Chunk | None, Callable[[], None]]] = []
         self._avoided: tuple[int, ...] = ()
         self._again_at = NEVER  # when to ask for a route again
-        self._is_over = False
+        self._is_over = False  # nothing more is asked for or written
+        self._is_settled = False  # and `Contents` knows what came of it, or it was given up
 
     # --- the machine's
 
@@ -250,7 +251,7 @@ class Fetch:
     def stop(self) -> None:
         """Give it up: what was asked for is not written when it comes."""
         with self._lock:
-            self._is_over = True
+            self._is_over = self._is_settled = True
         self._wake(None)
 
     def _end(self, error: Exception | None, borrowed: Borrowed | None = None) -> None:
@@ -261,7 +262,10 @@ class Fetch:
         try:
             self._on_end(error, borrowed or {})
         finally:
+            # Until here others read from this fetch, afterwards from `Contents`: there is no moment between.
             self._fetcher.forget(self)
+            with self._lock:
+                self._is_settled = True
             self._wake(None)
 
     # --- those who wait for chunks here
@@ -269,7 +273,7 @@ class Fetch:
     def read(self, content: Content, offset: int, size: int) -> bytearray | None:
         """A copy of a chunk that is here already."""
         with self._lock:
-            if self._is_over or content not in self.arriving.missing:
+            if self._is_settled or content not in self.arriving.missing:
                 return None
             if not self._machine.has(Chunk(self._contents.index(content), offset, size)):
                 return None
@@ -279,7 +283,7 @@ class Fetch:
         """Call ``wake`` once the chunk is here, or never will be."""
         chunk = Chunk(self._contents.index(content), offset, size)
         with self._lock:
-            waits = not self._is_over and not self._machine.has(chunk)
+            waits = not self._is_settled and not self._machine.has(chunk)
             if waits:
                 self._waiting.append((chunk, wake))
         if not waits:
@@ -288,7 +292,7 @@ class Fetch:
     def when_over(self, wake: Callable[[], None]) -> None:
         """Call ``wake`` once all is here, or never will be."""
         with self._lock:
-            waits = not self._is_over
+            waits = not self._is_settled
             if waits:
                 self._waiting.append((None, wake))
         if not waits:
