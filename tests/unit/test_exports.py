@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "Cluster",
     "CurrentCall",
     "Future",
     "LimitOptions",
@@ -43,6 +44,7 @@ PUBLIC = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "launch",
     "map",
     "member_events",
     "members",
@@ -52,12 +54,14 @@ PUBLIC = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
     "share",
     "shared_empty",
     "shutdown",
+    "subscribe",
     "wait_all",
     "worker",
 ]
@@ -79,6 +83,7 @@ OF_NODE = [
     "metrics",
     "metrics_port",
     "on_member",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -86,6 +91,7 @@ OF_NODE = [
     "shutdown",
     "snapshot",
     "start",
+    "subscribe",
     "workers",
 ]
 MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")

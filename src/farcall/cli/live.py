@@ -20,7 +20,7 @@ from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
-from farcall.observe.rates import Row, busiest, cluster_title, rows
+from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s
 from farcall.observe.trace import chrome_trace, write_json
 
 _BUSIEST = 5
@@ -85,12 +85,35 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     return table
 
 
+def _batches(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The batched functions, if there are any."""
+    found = batches(before, now)[:_BUSIEST]
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("batched function", no_wrap=True)
+    for title in ("runs", "mean size", "largest", "mean wait"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found:
+        size, wait = f"{row.items / row.runs:.1f}", _duration(row.waited_s / max(1, row.items))
+        table.add_row(Text(row.function), str(row.runs), size, str(row.largest), wait)
+    return [table]
+
+
+def _streams(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The streams, if there are any; each has two ends."""
+    ends, per_s = sum(one.streams.open for one in now), stream_items_per_s(before, now)
+    return [Text(f"streams: {ends} ends open, {_rate(per_s)} items/s read")] if ends or per_s else []
+
+
 def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
     """The whole page, on a terminal with ``columns`` columns."""
     name = cluster_title(heard.cluster_id, heard.answers)
     head = Text(f"cluster {name}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
-    return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
+    now = heard.answers
+    extras = (*_batches(before, now), *_streams(before, now))
+    return Group(head, _table(heard, rows(before, now), columns), foot, _busiest(before, now), *extras)
 
 
 def show_once(console: Console, observer: Observer, every_s: float) -> None:

@@ -35,8 +35,8 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from farcall.cli.output import Output, Source
 from farcall.cli.team import die_with_parent, how_it_ended
+from farcall.launcher.output import Output, Source
 from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
@@ -133,7 +133,7 @@ class _Cluster:
         self._console = console
         self._program = program
         self._restarts = restarts
-        self._output = Output(console, size)
+        self._output = Output(console.file, is_terminal=console.is_terminal, width=len(str(size - 1)))
         self._failed: list[_RunWorker] = []  # by themselves, in the order in which they ended
         self._judge_at: float = 0.0
         self._is_ending = False
@@ -174,7 +174,7 @@ class _Cluster:
             self._workers.append(self._start(rank, 0))
 
     def _start(self, rank: int, restarts: int) -> _RunWorker:
-        source = self._output.source(rank)
+        source = self._output.source(str(rank), rank)
         return _RunWorker(source, rank, environment=self._environment, program=self._program, restarts=restarts)
 
     def run(self) -> int:

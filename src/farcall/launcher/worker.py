@@ -10,6 +10,7 @@ A start that fails writes its traceback to stderr and ends with `START_FAILED`: 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -72,7 +73,13 @@ def serve(spec: WorkerSpec) -> None:
     from farcall.errors import RpcError
 
     options: farcall.RpcBackendOptions = pickle.loads(spec.options) if spec.options else farcall.RpcBackendOptions()
-    options = options.replace(init_method=spec.meet, secret=spec.secret, start_timeout_s=spec.start_timeout_s)
+    options = options.replace(
+        init_method=spec.meet,
+        secret=spec.secret,
+        secret_file=None,
+        advertise=None,  # the driver's is not ours; that of this process' environment is
+        start_timeout_s=spec.start_timeout_s,
+    )
     farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options)
     farcall.on_member(_look_for_driver)
     if DRIVER not in (member.name for member in farcall.members()):
@@ -99,6 +106,9 @@ def run_worker(spec: WorkerSpec) -> None:
     """All that comes after the spec."""
     import traceback
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # it is a pipe, and somebody looks at it live
     try:
         take_place(spec)
         if spec.program:

@@ -20,6 +20,7 @@ from farcall.html import table
 from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.batches import Batches
 from farcall.rpc.references import NodeReferences
+from farcall.rpc.streams import Streams
 from farcall.runtime.membership.events import MEMBER_EVENTS
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters
@@ -102,6 +103,14 @@ class BatchMetrics(msgspec.Struct, frozen=True, array_like=True):
     """How long all items together waited for their batch to begin."""
 
 
+class StreamMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """The streams of one worker, in both directions."""
+
+    open: int = 0
+    items_read: int = 0
+    items_written: int = 0
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of devices kept for sending, see `docs/gpu.md`."""
 
@@ -154,7 +163,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     unresponsive: dict[str, float] = {}
     """The members that answer nobody, though they are not dead, and for how many seconds."""
     batches: list[BatchMetrics] = []
-
+    streams: StreamMetrics = StreamMetrics()
     cpu_s: float = 0.0
     """Processor time of its process, of all threads."""
     memory_bytes: int = 0
@@ -191,6 +200,7 @@ def collect(node: Runtime) -> Metrics:
     references = node.part(NodeReferences).counts()
     recorder = node.part_if_made(Recorder)
     batches = node.part_if_made(Batches)
+    streams = node.part_if_made(Streams)
     return Metrics(
         worker=node.info.name,
         rank=node.info.id,
@@ -217,6 +227,7 @@ def collect(node: Runtime) -> Metrics:
             member.name: member.unresponsive_s for member in node.members_now() if member.unresponsive_s is not None
         },
         batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
+        streams=StreamMetrics() if streams is None else StreamMetrics(*streams.counts()),
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
         cpu_s=time.process_time(),
         memory_bytes=_resident_bytes(),

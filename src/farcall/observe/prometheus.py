@@ -107,6 +107,7 @@ def families(metrics: Metrics) -> list[Any]:
             metrics.device_memory.total_bytes,
         ),
         (gauge, "farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
+        (gauge, "farcall_streams_open", "Streams read or written here.", metrics.streams.open),
         (gauge, "farcall_up_seconds", "Since this worker started.", metrics.up_s),
         (counter, "farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
         (counter, "farcall_reconnects", "Connections that were made again.", metrics.reconnects),
@@ -126,7 +127,21 @@ def families(metrics: Metrics) -> list[Any]:
     for peer, seconds in metrics.unresponsive.items():
         silent.add_metric([worker, peer], seconds)
     found.append(silent)
-    return found
+    batches = [
+        counter(f"farcall_batch_{what}", text, labels=["worker", "function"])
+        for what, text in (
+            ("runs", "Runs of batched functions."),
+            ("items", "Arguments of all these runs."),
+            ("waiting_seconds", "How long all of them waited for their batch to begin."),
+        )
+    ]
+    for batch in metrics.batches:
+        for series, value in zip(batches, (batch.runs, batch.items, batch.waited_s), strict=True):
+            series.add_metric([worker, batch.function], value)
+    items = counter("farcall_stream_items", "Items of streams.", labels=["worker", "direction"])
+    items.add_metric([worker, "read"], metrics.streams.items_read)
+    items.add_metric([worker, "written"], metrics.streams.items_written)
+    return [*found, *batches, items]
 
 
 def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics]) -> Any:

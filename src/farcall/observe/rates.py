@@ -10,9 +10,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farcall.observe.metrics import CallMetrics, Histogram, Metrics
+from farcall.observe.metrics import BatchMetrics, CallMetrics, Histogram, Metrics, StreamMetrics
 
-__all__ = ["FunctionRow", "Row", "busiest", "errors_of", "latency_between", "pairs_of_looks", "rows"]
+__all__ = [
+    "BatchRow",
+    "FunctionRow",
+    "Row",
+    "batches",
+    "busiest",
+    "errors_of",
+    "latency_between",
+    "pairs_of_looks",
+    "rows",
+    "stream_items_per_s",
+]
 
 
 def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterator[tuple[Metrics, Metrics, float]]:
@@ -21,7 +32,9 @@ def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterato
     for one in now:
         then = earlier.get((one.worker, one.process_id))
         if then is None:
-            then = msgspec.structs.replace(one, up_s=0.0, called=[], served=[], channels=[])
+            then = msgspec.structs.replace(
+                one, up_s=0.0, called=[], served=[], channels=[], batches=[], streams=StreamMetrics()
+            )
         yield then, one, max(1e-3, one.up_s - then.up_s)
 
 
@@ -94,6 +107,45 @@ def _add_between(total: dict[int, int], now: Histogram, then: Histogram) -> None
 def errors_of(calls: Iterable[CallMetrics]) -> int:
     """The number of these calls that failed, timed out or were lost."""
     return sum(call.failed + call.timed_out + call.lost for call in calls)
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One batched function, between two looks, wherever it ran."""
+
+    function: str
+    runs: int
+    items: int
+    largest: int
+    """Of all batches since the workers' start."""
+    waited_s: float
+    """Of all items together."""
+
+
+def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchRow]:
+    """The batched functions that ran, those first that ran for most items."""
+    found: dict[str, BatchRow] = {}
+    for old, one, _ in pairs_of_looks(before, now):
+        known = {batch.function: batch for batch in old.batches}
+        for batch in one.batches:
+            then = known.get(batch.function) or BatchMetrics(batch.function, 0, 0, 0, 0.0)
+            so_far = found.get(batch.function) or BatchRow(batch.function, 0, 0, 0, 0.0)
+            found[batch.function] = BatchRow(
+                batch.function,
+                so_far.runs + batch.runs - then.runs,
+                so_far.items + batch.items - then.items,
+                max(so_far.largest, batch.largest),
+                so_far.waited_s + batch.waited_s - then.waited_s,
+            )
+    return sorted((row for row in found.values() if row.runs), key=lambda row: row.items, reverse=True)
+
+
+def stream_items_per_s(before: Iterable[Metrics], now: Iterable[Metrics]) -> float:
+    """Items of streams that all workers together have read."""
+    return sum(
+        max(0, one.streams.items_read - old.streams.items_read) / seconds
+        for old, one, seconds in pairs_of_looks(before, now)
+    )
 
 
 @dataclass(frozen=True)

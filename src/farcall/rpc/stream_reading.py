@@ -123,6 +123,7 @@ class Reader:
         return deque()
 
     def _read(self, part: Part, frame: Frame) -> deque[Any]:
+        self.streams.items_read += part.items
         items: deque[Any] = deque()
         size_bytes = len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers)
         if len(part.segments) == 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -227,6 +227,7 @@ class Writer:
         counts = [(items, len(segment.payload), len(segment.buffers)) for items, segment in segments]
         part = Part(self._number, self._outgoing, self._flushed, counts)
         self._flushed += part.items
+        self._streams.items_written += part.items
         frame = segments[0][1]
         if len(segments) > 1:
             payload = b"".join([segment.payload for _, segment in segments])
@@ -278,7 +279,9 @@ class StreamRequest(Request):
             self.deferred = True
             outer = CURRENT.set(self)  # a task has the context in which it was made
             try:
-                writing = _go_through(self.writer, source)
+                writing: Coroutine[Any, Any, None] = _go_through(self.writer, source)
+                if self.profile is not None:
+                    writing = self.profile.steps(writing)
                 if turns is not None:
                     writing = turns.steps(writing, within=False)
                 cancel = self.server.coroutines.run(writing, self._on_written)
@@ -304,6 +307,7 @@ class StreamRequest(Request):
                 return
             # The error goes behind the last item, not into the answer, which might pass large items on their way.
             self.writer.finish(None if error is None else self.failure(error))
+            self.function_name += f" (stream, {self.writer.describe()})"  # in traces
         except RpcError:
             self.server.answered(self)  # the reader's node is gone
         else:
@@ -336,7 +340,10 @@ class _Pump:
         request.thread_id = threading.get_ident()
         outer = CURRENT.set(request)
         try:
-            error = _pump(request.writer, self._source)
+            if request.profile is None:
+                error = _pump(request.writer, self._source)
+            else:
+                error = request.profile.run(_pump, (request.writer, self._source))
         finally:
             CURRENT.reset(outer)
         request.end(error)

@@ -224,6 +224,8 @@ class Streams:
         self._unread: dict[int, WithCall] = {}  # writers whose reader has not begun, and may never
         self._unread_timer = node.timer(self._forget_unread)
         self._next_number = itertools.count(1).__next__
+        self.items_read: int = 0  # without a lock: two threads at once may lose a count
+        self.items_written: int = 0
         self._to_flush: deque[Writer] = deque()
         self._flush_timer = node.timer(self._flush)
         self._to_close: deque[Reader] = deque()
@@ -238,6 +240,13 @@ class Streams:
     def request(self, server: Server, peer: Peer, frame: Frame) -> StreamRequest:
         """The request of a frame with the flag STREAM."""
         return StreamRequest(self, server, peer, frame)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Streams that are open here, at either end; items read, and written, so far."""
+        calls = [call for call in self.node.calls.snapshot() if isinstance(call, StreamCall)]
+        requests = [request for request in self.node.server.active if isinstance(request, StreamRequest)]
+        count = len(calls) + len(requests) + len(self._incoming) + len(self._writers)
+        return count, self.items_read, self.items_written
 
     # --- what arrives ---------------------------------------------------------------------------------------
 

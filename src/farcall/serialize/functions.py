@@ -73,7 +73,8 @@ def decode_function(data: bytes | memoryview) -> Any:
 
 
 def forget_names() -> None:
-    """Look all names up anew: others may be allowed from now on."""
+    """Look all names up anew: others may be allowed, or sent, from now on."""
+    _written.clear()
     _read.clear()
     _final.clear()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 
 try:
@@ -38,10 +39,10 @@ def aligned(offset: int) -> int:
 class BorrowedBlock:
     """A block of another process, mapped here for reading; its descriptor is kept, to be mapped again or passed on."""
 
-    __slots__ = ("__weakref__", "address", "descriptor", "size", "view")
+    __slots__ = ("__weakref__", "_close", "address", "descriptor", "size", "view")
 
     def __init__(self, descriptor: int, size: int) -> None:
-        """Takes ``descriptor`` over, also if it raises."""
+        """Takes ``descriptor`` over, also if it raises; it is closed when the last version in the block is dropped."""
         self.descriptor: int = descriptor
         self.size: int = size
         try:
@@ -55,20 +56,16 @@ class BorrowedBlock:
             os.close(descriptor)
             raise
         self.address: int = address_of(self.view)
+        self._close = weakref.finalize(self, os.close, descriptor)
         close_in_children(self)
 
     def private_view(self) -> memoryview:
         """The block, copy on write: what is written to this view is seen through it alone."""
         return map_file(self.descriptor, self.size, private=True)
 
-    def close(self) -> None:
-        """Give the descriptor up; views live on."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-        self.view = memoryview(b"")
-
-    close_after_fork = close
+    def close_after_fork(self) -> None:
+        """In a forked child: what is mapped can be read on."""
+        self._close()
 
 
 class Block:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,6 +358,18 @@ def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall
 def test_a_context_of_gradients_is_refused(nodes: list[farcall.Node]) -> None:
     with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
         nodes[0]["w1"].stream(count, 1)
+
+
+def test_a_trace_shows_the_stream_as_long_as_it_runs(nodes: list[farcall.Node], tmp_path: Path) -> None:
+    with farcall.profile(node=nodes[0]) as profile:
+        assert list(nodes[0]["w1"].stream(count, 30)) == list(range(30))
+        assert list(nodes[0]["w1"].stream(count_async, 30)) == list(range(30))
+        wait_until(lambda: not nodes[1].snapshot().served)
+    profile.export_chrome_trace(tmp_path / "trace.json")
+    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert "count (stream, 30 items)" in names
+    assert "count_async (stream, 30 items)" in names
+    assert (nodes[0].metrics().streams.items_read, nodes[1].metrics().streams.items_written) == (60, 60)
 
 
 def test_a_look_at_the_workers_shows_how_far_a_stream_is(nodes: list[farcall.Node]) -> None:

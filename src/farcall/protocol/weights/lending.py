@@ -13,6 +13,7 @@ is stopped holds on to few versions, whatever is pushed meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TypeAlias
 
 import msgspec
@@ -52,8 +53,10 @@ class Lender:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._borrowers: dict[int, set[int]] = {}
+        # Of each version, how often each member has borrowed it: it says once for each that it reads it no more.
+        self._borrowers: dict[int, Counter[int]] = {}
         self._unanswered: dict[int, int] = {}
+        self._serials: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self.taken: dict[int, tuple[int, How]] = {}
         """The last version that each subscriber has answered for, and how."""
@@ -71,15 +74,18 @@ class Lender:
 
     def push(self, number: int) -> list[Lending]:
         """There is a new version."""
-        self._borrowers[number] = set()
+        self._borrowers[number] = Counter()
         self.newest = max(self.newest, number)
         effects: list[Lending] = []
         for member in self._last:
             effects += self._lend(member)
         return effects + self._sweep()
 
-    def want(self, member: int, wanted: bool) -> list[Lending]:
+    def want(self, member: int, wanted: bool, serial: int) -> list[Lending]:
         """A member wants versions from now on, or no more; those it has are answered for one by one."""
+        if serial <= self._serials.get(member, -1):
+            return []
+        self._serials[member] = serial
         if not wanted:
             self._last.pop(member, None)
             self.taken.pop(member, None)
@@ -93,19 +99,23 @@ class Lender:
             del self._unanswered[member]
         if member in self._last and how != "dropped" and number >= self.taken.get(member, (0, how))[0]:
             self.taken[member] = (number, how)
-        if how != "mapped" and number in self._borrowers:
-            self._borrowers[number].discard(member)
+        borrowers = self._borrowers.get(number)
+        if how != "mapped" and borrowers is not None:
+            borrowers[member] -= 1
+            if borrowers[member] <= 0:
+                del borrowers[member]
         return self._lend(member) + self._sweep()
 
     def lose(self, member: int) -> list[Lending]:
         """A member is gone."""
         self._last.pop(member, None)
+        self._serials.pop(member, None)
         self.taken.pop(member, None)
         self._unanswered.pop(member, None)
         effects: list[Lending] = []
         for number, borrowers in self._borrowers.items():
             if member in borrowers:
-                borrowers.discard(member)
+                del borrowers[member]
                 effects.append(Stranded(number))
         return effects + self._sweep()
 
@@ -120,7 +130,7 @@ class Lender:
         if last is None or member in self._unanswered or last >= self.newest or self.newest not in self._borrowers:
             return []
         self._last[member] = self._unanswered[member] = self.newest
-        self._borrowers[self.newest].add(member)
+        self._borrowers[self.newest][member] += 1
         return [Lend(member, self.newest)]
 
     def _sweep(self) -> list[Lending]:

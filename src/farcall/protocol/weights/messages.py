@@ -42,7 +42,10 @@ MAX_NAME_CHARACTERS: Final = 256
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 How: TypeAlias = Literal["mapped", "copied", "dropped"]
-"""It reads the lender's memory; it has a copy of its own; it reads nothing of it (any more)."""
+"""It reads the lender's memory; it has a copy of its own; it reads nothing of it (any more).
+
+For each version that it is sent, a member says one of the latter two once, at last.
+"""
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True, order=True, forbid_unknown_fields=True):
@@ -72,7 +75,7 @@ class NameClaimed(_Control, frozen=True, tag=100):
 
 
 class ClaimAnswered(_Control, frozen=True, tag=101):
-    """The answer to a ``NameClaimed`` with ``claim``: the highest claim heard of (that one, or a higher one)."""
+    """The answer to a ``NameClaimed`` with ``claim``: the highest claim that was heard of before it, or that itself."""
 
     name: Name
     claim: Claim
@@ -85,6 +88,7 @@ class VersionsWanted(_Control, frozen=True, tag=102):
 
     name: Name
     wanted: bool
+    serial: Count  # of two, the one with the higher number counts: they may pass each other
 
 
 class VersionPushed(_Control, frozen=True, tag=103):

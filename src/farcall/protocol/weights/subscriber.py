@@ -8,6 +8,7 @@
 
     version        event                                      becomes
     -              it comes, of the highest claim heard of    arriving; answered as dropped if a newer one is ready
+    arriving       a block of it cannot be mapped             arriving: its bytes are fetched
     arriving       all of its blocks are mapped, or fetched   ready; its lender is told
     arriving       its lender dies, or it cannot be had       dropped
     ready          ``keep`` newer ones are ready, no readers  dropped; its lender is told
@@ -17,7 +18,7 @@ Invariant: the newest ready version never goes back. What programs see is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final, TypeAlias
 
@@ -67,6 +68,12 @@ class Mapped(msgspec.Struct, frozen=True):
     block: Block
 
 
+class Unmappable(msgspec.Struct, frozen=True):
+    """A block was offered, and cannot be mapped."""
+
+    block: Block
+
+
 class Fetched(msgspec.Struct, frozen=True):
     """All bytes of a version have come, into memory of this member's own, and are right."""
 
@@ -108,23 +115,30 @@ class Ready(msgspec.Struct, frozen=True):
     key: Key
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """Fetch the bytes of this version: `Fetched` or `Failed` follows."""
+
+    key: Key
+
+
 class Dropped(msgspec.Struct, frozen=True):
     """Nobody here wants this version any more: forget it, and stop fetching it."""
 
     key: Key
 
 
-Event: TypeAlias = Claimed | Gone | Arrived | Mapped | Fetched | Failed | Held | LetGo | Closed
-Effect: TypeAlias = Tell | Ready | Dropped
+Event: TypeAlias = Claimed | Gone | Arrived | Mapped | Unmappable | Fetched | Failed | Held | LetGo | Closed
+Effect: TypeAlias = Tell | Fetch | Ready | Dropped
 
 
 class _Version:
     """Mutable: what is still missing, whether it is ready, and how many uses it has."""
 
-    __slots__ = ("is_ready", "lender", "missing", "readers")
+    __slots__ = ("is_lent", "is_ready", "lender", "missing", "readers")
 
     def __init__(self, lender: int, missing: set[Block] | None) -> None:
         self.lender: int = lender
+        self.is_lent: bool = True
         self.missing: set[Block] | None = missing
         self.is_ready: bool = False
         self.readers: int = 0
@@ -133,8 +147,10 @@ class _Version:
 class SubscriberMachine:
     """One member's versions of one name. ``state``, ``claim`` and ``newest`` may be read at any time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, serials: Iterator[int]) -> None:
+        """``serials``: numbers that grow, also from one machine of this name to the next."""
         self.name: str = name
+        self._serials = serials
         self.state: SubscriberState = SubscriberState.UNPUBLISHED
         self.claim: Claim | None = None
         self.newest: Key | None = None
@@ -169,9 +185,9 @@ class SubscriberMachine:
             and before is not None
             and before.publisher != event.claim.publisher
         ):
-            effects.append(Tell(before.publisher, VersionsWanted(self.name, False)))
+            effects.append(Tell(before.publisher, VersionsWanted(self.name, False, next(self._serials))))
         self.state = SubscriberState.SUBSCRIBED
-        return [*effects, Tell(event.claim.publisher, VersionsWanted(self.name, True))]
+        return [*effects, Tell(event.claim.publisher, VersionsWanted(self.name, True, next(self._serials)))]
 
     def _gone(self, event: Gone) -> list[Effect]:
         if self.claim is not None and self.claim.publisher == event.member and self.state is SubscriberState.SUBSCRIBED:
@@ -188,11 +204,13 @@ class SubscriberMachine:
     def _arrived(self, event: Arrived) -> list[Effect]:
         key = event.key
         stale = self.claim is None or key.claim < self.claim or (self.newest is not None and key <= self.newest)
-        if stale or key in self._versions:
+        if key in self._versions:  # it was wanted twice, before and after the program had closed its subscription
+            return [self._taken(event.lender, key, "dropped")]
+        if stale:
             return [Dropped(key), self._taken(event.lender, key, "dropped")]
         self._keep = max(1, event.keep)
         version = self._versions[key] = _Version(event.lender, None if event.blocks is None else set(event.blocks))
-        return self._complete(key, version) if version.missing is not None else []
+        return [Fetch(key)] if version.missing is None else self._complete(key, version)
 
     def _arrived_closed(self, event: Arrived) -> list[Effect]:
         return [Dropped(event.key), self._taken(event.lender, event.key, "dropped")]
@@ -205,6 +223,14 @@ class SubscriberMachine:
                 if key in self._versions:  # a newer one may have become ready, and dropped this one
                     effects += self._complete(key, version)
         return effects
+
+    def _unmappable(self, event: Unmappable) -> list[Effect]:
+        fetched: list[Effect] = []
+        for key, version in sorted(self._versions.items()):
+            if version.missing and event.block in version.missing:
+                version.missing = None
+                fetched.append(Fetch(key))
+        return fetched
 
     def _fetched(self, event: Fetched) -> list[Effect]:
         version = self._versions.get(event.key)
@@ -231,7 +257,7 @@ class SubscriberMachine:
         was, self.state, self._keep = self.state, SubscriberState.CLOSED, 0
         effects = self._sweep()
         if was is SubscriberState.SUBSCRIBED and self.claim is not None:
-            effects.append(Tell(self.claim.publisher, VersionsWanted(self.name, False)))
+            effects.append(Tell(self.claim.publisher, VersionsWanted(self.name, False, next(self._serials))))
         return effects
 
     # ------------------------------------------------------------------ inside
@@ -244,6 +270,7 @@ class SubscriberMachine:
 
     def _ready(self, key: Key, version: _Version, how: How) -> list[Effect]:
         version.is_ready = True
+        version.is_lent = how == "mapped"
         effects: list[Effect] = [self._taken(version.lender, key, how)]
         if self.newest is None or key > self.newest:
             self.newest = key
@@ -262,7 +289,9 @@ class SubscriberMachine:
                 is_over = not self._keep or (self.newest is not None and key < self.newest)
             if is_over:
                 del self._versions[key]
-                effects += [Dropped(key), self._taken(version.lender, key, "dropped")]
+                effects.append(Dropped(key))
+                if version.is_lent:
+                    effects.append(self._taken(version.lender, key, "dropped"))
         return effects
 
 
@@ -278,6 +307,7 @@ _STEPS: Final[Mapping[type[Event], Mapping[SubscriberState, _Step]]] = {
         _S.CLOSED: SubscriberMachine._arrived_closed,
     },
     Mapped: dict.fromkeys(_OPEN, SubscriberMachine._mapped),
+    Unmappable: dict.fromkeys(_OPEN, SubscriberMachine._unmappable),
     Fetched: dict.fromkeys(_OPEN, SubscriberMachine._fetched),
     Failed: dict.fromkeys(_OPEN, SubscriberMachine._failed),
     Held: dict.fromkeys(_S, SubscriberMachine._held),
