@@ -304,9 +304,8 @@ def run_all(target: Callable[..., None], *args: Any) -> Any:
 
 def report(figures: dict[str, Any]) -> None:
     medians = {name: statistics.median(took) for name, took in figures["seconds"].items()}
-    print(
-        f"{figures['mib']} MiB in {figures['tensors']} tensors, 1 publisher, {SUBSCRIBERS} subscribers, {figures['cores']} cores"
-    )
+    who = f"1 publisher, {SUBSCRIBERS} subscribers, {figures['cores']} cores"
+    print(f"{figures['mib']} MiB in {figures['tensors']} tensors, {who}")
     for name, took in sorted(figures["seconds"].items(), key=lambda item: medians[item[0]]):
         print(f"  {name:20} median {1e3 * medians[name]:8.2f} ms   best {1e3 * min(took):8.2f} ms")
     ours = medians["farcall"]
