@@ -115,20 +115,27 @@ class Tensors:
             yield torch.full((10,), float(number))
 
 
-def test_streams_and_cancellation_under_uvloop() -> None:
-    uvloop = pytest.importorskip("uvloop")
+def use_uvloop(rank: int) -> None:
+    if rank:
+        return
+    import uvloop
 
     async def program() -> None:
-        tensors = nodes[0]["w1"].create(Tensors)
+        w1 = farcall.worker("w1")
+        tensors = w1.create(Tensors)
         assert [float(item[0]) async for item in tensors.stream.count(300)] == [float(number) for number in range(300)]
-        waits = nodes[0]["w1"].start(Gate.wait, "uvloop")
+        waits = w1.start(Gate.wait, "uvloop")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(waits, 0.01)
         assert waits.cancelled()
-        Gate.open("uvloop")
+        await w1.start(Gate.open, "uvloop")
 
-    with team([None] * 2, rpc_timeout=LONG_S) as nodes:
-        uvloop.run(program())
+    uvloop.run(program())
+
+
+def test_streams_and_cancellation_under_uvloop() -> None:
+    pytest.importorskip("uvloop")  # in a process of its own: it keeps descriptors for as long as that lives
+    run_cluster(2, use_uvloop, rpc_timeout=LONG_S)
 
 
 def call_a_stopped_worker(rank: int) -> None:
