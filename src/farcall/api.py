@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -86,7 +86,9 @@ def init_rpc(
         slot.runtime = runtime
 
 
-def allow(functions: Iterable[Any] = (), classes: Iterable[Any] = ()) -> None:
+def allow(
+    functions: Iterable[Any] = (), classes: Iterable[Any] = (), *, trust: Literal["calls", "data"] = "calls"
+) -> None:
     """Let others call, create and unpickle only these in this process, before it has a node.
 
     Everything else is refused by its name with ``NotAllowed``, before it is imported; callables that are sent by value
@@ -97,10 +99,13 @@ def allow(functions: Iterable[Any] = (), classes: Iterable[Any] = ()) -> None:
         functions: functions of modules, or their names, ``"module:name"``.
         classes: classes, or their names: they may be created, their instances sent here, and methods of those that this
             process owns called through references, but for names that begin with an underscore.
+        trust: with "data", this process unpickles nothing, whoever sends it: arguments and results are numbers, texts,
+            bytes, tuples, lists, dicts and CPU tensors; there are no classes, and no references. All members of a group
+            must say the same.
     """
     if STARTED:
         raise RuntimeError("farcall.allow must be called before init_rpc: members have been told otherwise")
-    restrict(Allowance(functions, classes))
+    restrict(Allowance(functions, classes, trust))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:

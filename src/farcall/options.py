@@ -182,9 +182,12 @@ class ObservingOptions(_Checked):
             ``XDG_RUNTIME_DIR``, else ``farcall-<user number>`` in the directory for temporary files.
         metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
-        metrics_host: the address to serve them on; there is no password on it.
+        metrics_host: the address to serve them on. Where it is not loopback and there are certificates (``tls``), over
+            TLS, to those who show one of the same authority; else to everybody.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
+        dashboard_host: the address to serve it on. Where that is not loopback, over TLS only (``tls``, with
+            certificates), at an address with a secret in it: ``node.dashboard_url``.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -197,6 +200,7 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
+    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 

@@ -14,6 +14,8 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import LaunchFailed, NetworkError, UnknownWorker
+from farcall.launcher.engine import ProcessState
+from farcall.launcher.local import LocalEngine
 
 _state: dict[str, object] = {}
 
@@ -148,13 +150,9 @@ class HalfAnEngine:
     driver_host = "127.0.0.1"
 
     def __init__(self):
-        from farcall.launcher.commands import LocalCommands
-
-        self._inner = LocalCommands()
+        self._inner = LocalEngine()
 
     def start(self, specs, watcher):
-        from farcall.launcher.engine import ProcessState
-
         self._inner.start([spec for spec in specs if spec.rank % 2 == 0], watcher)
         for spec in specs:
             if spec.rank % 2:

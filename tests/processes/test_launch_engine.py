@@ -9,7 +9,7 @@ import pytest
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.launcher.commands import LocalCommands
+from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import ProcessState, WorkerSpec
 from farcall.launcher.worker import DRIVER, end_worker
 from farcall.runtime.node import runtime_of
@@ -32,7 +32,7 @@ class Watching:
 
 @pytest.fixture
 def engine():
-    made = LocalCommands()
+    made = CommandEngine()
     yield made
     made.close()
 

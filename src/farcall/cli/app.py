@@ -177,13 +177,16 @@ def top(
 def dashboard(
     connect: _Connect = "",
     cluster: _Cluster = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of loopback to serve on; 0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on; others than loopback need FARCALL_TLS_CA, _CERT and _KEY.")
+    ] = "127.0.0.1",
 ) -> None:
     """Serve a live page for the browser: workers, calls, latencies, callers and callees, waiting calls and errors."""
     from farcall.cli.live import serve_dashboard
 
     with _observer(connect, cluster) as observer:
-        serve_dashboard(_console(), observer, connect, port)
+        serve_dashboard(_console(), observer, connect, (host, port))
 
 
 @app.command()

@@ -16,12 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from farcall.errors import InitError
 from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
 from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s
 from farcall.observe.trace import chrome_trace, write_json
+from farcall.options import RpcBackendOptions
+from farcall.transport.tls import tls_of
 
 _BUSIEST = 5
 
@@ -157,8 +160,8 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.3g} GiB"
 
 
-def serve_dashboard(console: Console, observer: Observer, address: str, port: int) -> None:
-    """Serve the live page until Ctrl-C. ``observer`` is connected; to ``address``, unless that is empty."""
+def serve_dashboard(console: Console, observer: Observer, address: str, place: tuple[str, int]) -> None:
+    """Serve the live page at ``place`` until Ctrl-C. ``observer`` is connected; to ``address``, if there is one."""
     cluster_id = observer.metrics().cluster_id
     first: list[Observer] = [observer]
 
@@ -167,7 +170,11 @@ def serve_dashboard(console: Console, observer: Observer, address: str, port: in
             return first.pop()
         return Observer.connect_with_secret(address) if address else Observer.find(cluster_id)
 
-    served = Dashboard(connect, port)
+    options, (host, port) = RpcBackendOptions(), place
+    try:
+        served = Dashboard(connect, port, host, tls=tls_of(options.tls, b""), name=options.advertise or "")
+    except InitError as error:
+        raise SystemExit(str(error)) from error
     served.start()
     try:
         console.print(f"the dashboard of cluster {cluster_id} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)

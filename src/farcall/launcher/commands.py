@@ -1,7 +1,8 @@
 """An engine that runs one command per worker: here, or through a program that runs it elsewhere.
 
 Owns the processes of this machine that run those commands, from start to end; each leads a process group, so its
-children end with it. A subclass says what the command is (`CommandEngine.command`).
+children end with it. A subclass says what the command is (`CommandEngine.command`), or how else a process is started
+(`spawn`).
 
 Thread rules
 - ``start``, ``end`` and ``close`` are called by one thread at a time.
@@ -14,27 +15,38 @@ waited for `STRAY_OUTPUT_S`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import IO
+from typing import IO, NamedTuple
 
 from farcall.launcher.engine import MAX_SPEC_BYTES, EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["CommandEngine"]
+__all__ = ["CommandEngine", "Spawned"]
 
 STRAY_OUTPUT_S = 2.0
 CLOSE_S = 10.0
 """How long the kernel may take to end killed processes."""
 LOOK_S = 0.5
 _READ_BYTES = 1 << 16
+_CANNOT_START = 127
+
+
+class Spawned(NamedTuple):
+    """A process that leads a group of its own, with the lifeline to it and the pipe from it."""
+
+    pid: int
+    lifeline: IO[bytes]
+    output: IO[bytes]
+    wait: Callable[[], int]
+    """Reaps it, once it has ended: its exit code."""
 
 
 class CommandEngine:
@@ -69,6 +81,27 @@ class CommandEngine:
         """What the end of its command tells."""
         return ProcessState("ended", "", exit_code)
 
+    def spawn(self, spec: WorkerSpec) -> Spawned:
+        """Start the command."""
+        # stderr too: what a worker writes last is most often a traceback. A session of its own: Ctrl-C in the terminal
+        # is the driver's alone, and signals reach the worker's children.
+        process = subprocess.Popen(
+            self.command(spec),
+            env=dict(self.environment(spec)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return Spawned(process.pid, process.stdin, process.stdout, process.wait)
+
+    def line(self, spec: WorkerSpec) -> bytes:
+        """What is written to the worker's standard input."""
+        return spec.encode() + b"\n"
+
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
         if self._closing:
             raise EngineError("this engine was closed; make a new one")
@@ -80,9 +113,10 @@ class CommandEngine:
             self._thread.start()
         for spec in specs:
             try:
-                child = _Child(spec, watcher, self.command(spec), self.environment(spec))
-            except OSError as error:
-                watcher.on_state(spec, ProcessState("ended", f"{self.command(spec)[0]}: {error.strerror}", 127))
+                child = _Child(spec, watcher, self.spawn(spec), self.line(spec))
+            except (OSError, EngineError) as error:
+                why = f"{self.command(spec)[0]}: {error.strerror}" if isinstance(error, OSError) else str(error)
+                watcher.on_state(spec, ProcessState("ended", why, _CANNOT_START))
                 continue
             with self._lock:
                 self._children[spec] = child
@@ -170,34 +204,19 @@ class CommandEngine:
 class _Child:
     """One process, the lifeline to it and the pipe from it."""
 
-    def __init__(
-        self, spec: WorkerSpec, watcher: Watcher, command: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, watcher: Watcher, process: Spawned, line: bytes) -> None:
         self.spec = spec
         self.watcher = watcher
-        line = spec.encode() + b"\n"
-        if len(line) > MAX_SPEC_BYTES:
-            raise EngineError(f"{spec.name}: the environment for the worker is too large ({len(line)} bytes)")
-        # stderr too: what a worker writes last is most often a traceback. A group of its own: Ctrl-C in the terminal is
-        # the driver's alone, and signals reach the worker's children.
-        self.process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            bufsize=0,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.lifeline: IO[bytes] = self.process.stdin
-        self.output: IO[bytes] = self.process.stdout
-        self.ending: int = os.pidfd_open(self.process.pid)
+        self.process = process
+        self.lifeline = process.lifeline
+        self.output = process.output
+        self.ending: int = os.pidfd_open(process.pid)
         self.exit_code: int | None = None
         self.read_all = False
         self._ended_at: float | None = None
         try:
+            if len(line) > MAX_SPEC_BYTES:
+                raise OSError(errno.E2BIG, f"the environment for {spec.name} is too large ({len(line)} bytes)")
             # All of it at once, so that a process which never reads cannot keep this thread.
             if len(line) > fcntl.fcntl(self.lifeline, fcntl.F_GETPIPE_SZ):
                 fcntl.fcntl(self.lifeline, fcntl.F_SETPIPE_SZ, len(line))
@@ -244,12 +263,3 @@ class _Child:
         if self.ending >= 0:
             os.close(self.ending)
             self.ending = -1
-
-
-class LocalCommands(CommandEngine):
-    """Processes of this machine, each an interpreter of its own."""
-
-    driver_host = "127.0.0.1"
-
-    def running_detail(self, spec: WorkerSpec) -> str:
-        return f"{os.path.basename(sys.executable)} on this machine"

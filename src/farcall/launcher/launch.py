@@ -17,7 +17,7 @@ from farcall.rpc.handles import Worker
 __all__ = ["ENGINES", "find_engine", "launch"]
 
 ENGINES = {
-    "local": "farcall.launcher.commands:LocalCommands",
+    "local": "farcall.launcher.local:LocalEngine",
     "ssh": "farcall.launcher.engines.ssh:SshEngine",
     "slurm": "farcall.launcher.engines.slurm:SlurmEngine",
     "ray": "farcall.launcher.engines.ray:RayEngine",
@@ -73,18 +73,23 @@ def launch(
         raise ValueError(f"quorum must be from 1 to {workers}, the number of workers, not {quorum!r}")
     if restart not in ("never", "on-failure"):
         raise ValueError(f'restart must be "never" or "on-failure", not {restart!r}')
-    cluster = Cluster(
-        find_engine(on, engine_options),
-        restarts=Restarts(max_restarts if restart == "on-failure" else 0, backoff_s),
-        on_start=on_start,
-        start_timeout_s=start_timeout,
-        logs=_log_folder(logs) if quiet or logs is not None else None,
-        shows=not quiet,
-        ship=ship,
-        directory=os.path.abspath(directory or os.getcwd()),
-        environment=dict(environment or {}),
-        options=options or RpcBackendOptions(),
-    )
+    engine = find_engine(on, engine_options)
+    try:
+        cluster = Cluster(
+            engine,
+            restarts=Restarts(max_restarts if restart == "on-failure" else 0, backoff_s),
+            on_start=on_start,
+            start_timeout_s=start_timeout,
+            logs=_log_folder(logs) if quiet or logs is not None else None,
+            shows=not quiet,
+            ship=ship,
+            directory=os.path.abspath(directory or os.getcwd()),
+            environment=dict(environment or {}),
+            options=options or RpcBackendOptions(),
+        )
+    except BaseException:
+        engine.close()
+        raise
     try:
         cluster.grow(workers, quorum=quorum)
     except BaseException:

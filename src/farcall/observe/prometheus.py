@@ -8,6 +8,7 @@ request; nothing is kept between two requests. Uses ``prometheus-client``, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from farcall.errors import InitError
@@ -15,6 +16,8 @@ from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
 from farcall.observe.web_server import Answer, Request, WebServer
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
+from farcall.runtime.rendezvous.addresses import is_loopback
+from farcall.transport.tls import Tls
 
 __all__ = ["MetricsServer"]
 
@@ -25,7 +28,8 @@ _EVERY = 8
 class MetricsServer:
     """The server of one node's metrics."""
 
-    def __init__(self, node: Runtime, host: str, port: int) -> None:
+    def __init__(self, node: Runtime, host: str, port: int, tls: Tls | None) -> None:
+        """With ``tls``, to others than this machine's: who asks must show a certificate of the cluster's authority."""
         try:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import choose_encoder
@@ -41,7 +45,11 @@ class MetricsServer:
             return Answer(encode(registry), kind)
 
         try:
-            self._server = WebServer("farcall-metrics", host, port, answer)
+            if tls is None or not tls.serves_web() or is_loopback(host):
+                self._server = WebServer("farcall-metrics", host, port, answer)
+            else:
+                protect = partial(tls.web, for_members=True)
+                self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
         self._server.start()

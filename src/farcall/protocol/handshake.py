@@ -72,6 +72,9 @@ from farcall.protocol.hello import (
 __all__ = ["Established", "Handshake", "HandshakeState"]
 
 
+_SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
+
+
 class HandshakeState(Enum):
     """What this end is waiting for; the driver names it when its deadline passes."""
 
@@ -262,7 +265,7 @@ class Handshake:
             raise refuse(
                 RefusalReason.OTHER_TRUST,
                 f"{peer.member.name!r} trusts members with {peer.member.trust}, this node with "
-                f"{self._me.member.trust}: have every process call farcall.allow before it starts, or none",
+                f"{self._me.member.trust}{_SAME_TRUST}",
             )
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
@@ -355,7 +358,7 @@ class Handshake:
         advice = {
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
-            RefusalReason.OTHER_TRUST: "; have every process call farcall.allow before it starts, or none",
+            RefusalReason.OTHER_TRUST: _SAME_TRUST,
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

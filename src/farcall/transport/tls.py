@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.options import TlsOptions
 from farcall.private_files import fingerprint
@@ -237,6 +238,15 @@ class _Side:
         self.binds_names: bool = binds_names
 
 
+class _Contexts(NamedTuple):
+    """To be dialled with, to dial with, to serve pages to anybody with; and the digest of our certificate."""
+
+    listening: ssl.SSLContext
+    dialling: ssl.SSLContext
+    public: ssl.SSLContext
+    digest: bytes
+
+
 class Tls:
     """The certificates of one node, read again when their files change; or a key, where there are none."""
 
@@ -253,16 +263,29 @@ class Tls:
 
     def dialled(self, transport: Transport, host: str) -> Transport:
         """TLS over a connection that we made to ``host``."""
-        _, context, digest = self._current()
+        found = self._current()
         name = host if self._options.check_hosts and not self._options.from_secret else None
-        return TlsTransport(transport, context, name, _Side(False, digest, self._options.bind_names))
+        return TlsTransport(transport, found.dialling, name, _Side(False, found.digest, self._options.bind_names))
 
     def accepted(self, transport: Transport) -> Transport:
         """TLS over a connection that was made to us."""
-        context, _, digest = self._current()
-        return TlsTransport(transport, context, None, _Side(True, digest, self._options.bind_names))
+        found = self._current()
+        return TlsTransport(transport, found.listening, None, _Side(True, found.digest, self._options.bind_names))
 
-    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+    def serves_web(self) -> bool:
+        """Is there a certificate to show to browsers?"""
+        return not self._options.from_secret
+
+    def web(self, stream: socket.socket, *, for_members: bool) -> socket.socket:
+        """TLS over a connection to a web server, which shakes hands when it is first read.
+
+        ``for_members``: only those who show a certificate of this cluster's get through.
+        """
+        found = self._current()
+        context = found.listening if for_members else found.public
+        return context.wrap_socket(stream, server_side=True, do_handshake_on_connect=False)
+
+    def _current(self) -> _Contexts:
         with self._lock:
             seen = fingerprint(self._options.files)
             if seen != self._seen:
@@ -274,18 +297,18 @@ class Tls:
                     logger.warning("TLS: the files changed, and the former ones stay in use: %s", error)
             return self._contexts
 
-    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-        """Contexts to be dialled with and to dial with, and the digest of our certificate."""
-        listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    def _load(self) -> _Contexts:
+        listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in (listening, dialling):
+        for context in (listening, public, dialling):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         listening.num_tickets = 0  # nobody resumes TLS sessions here, and nothing but our bytes is to come later
         dialling.check_hostname = self._options.check_hosts and not self._options.from_secret
         if self._options.from_secret:
-            return self._with_key(listening, dialling)
+            return self._with_key(_Contexts(listening, dialling, public, hashlib.sha256(b"").digest()))
         ca, certificate, key = self._options.files
         try:
+            public.load_cert_chain(certificate, key)
             for context in (listening, dialling):
                 context.load_cert_chain(certificate, key)
                 context.load_verify_locations(ca)
@@ -294,15 +317,15 @@ class Tls:
                 text = file.read()
             begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
             first = text[text.index(begin) : text.index(end) + len(end)]
-            return listening, dialling, hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+            digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+            return _Contexts(listening, dialling, public, digest)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"TLS cannot be used with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
             ) from error
 
-    def _with_key(
-        self, listening: ssl.SSLContext, dialling: ssl.SSLContext
-    ) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+    def _with_key(self, contexts: _Contexts) -> _Contexts:
+        listening, dialling = contexts.listening, contexts.dialling
         serve, dial = (
             getattr(context, f"set_psk_{side}_callback", None)
             for context, side in ((listening, "server"), (dialling, "client"))
@@ -314,7 +337,7 @@ class Tls:
             context.verify_mode = ssl.CERT_NONE  # who does not have the key gets no further
         serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
         dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
-        return listening, dialling, hashlib.sha256(b"").digest()
+        return contexts
 
 
 @lru_cache(maxsize=16)

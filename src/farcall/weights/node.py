@@ -10,6 +10,7 @@ the I/O thread, but offers of blocks, whose descriptors must be taken in their o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from farcall.channel.host_memory import Lease
 from farcall.channel.segments import SegmentRefused
 from farcall.errors import RpcError, RpcTimeout, SerializationError
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, encode_small
@@ -73,6 +75,9 @@ class Weights:
         self._subscribed: dict[str, NameVersions] = {}
         self._borrowed: dict[tuple[int, int], BorrowedBlock] = {}
         self._peers: dict[int, Peer] = {}
+        self.leases: dict[int, Lease] = {}
+        """On views that programs hold: kept here, since a subscription may end before them."""
+        self._serials = itertools.count()
         self._claims_settled: dict[Gate, None] = {}
         self._later: deque[tuple[NameVersions, subscriber.Event | None]] = deque()
         self._later_timer = node.timer(self._on_later)
@@ -97,6 +102,21 @@ class Weights:
 
     def publish(self, name: str, source: Any, keep: int) -> Publication:
         """Become the publisher of ``name``; returns within `publisher.CLAIM_S`, whoever does not answer."""
+        publication = self.claim(name, source, keep)
+        gate = Gate()
+        self._claims_settled[gate] = None
+        try:
+            with self.node.calls.waiting():
+                while publication.machine.state is publisher.PublisherState.CLAIMING and self.node.running:
+                    gate.wait(publisher.CLAIM_S)
+                    self._on_deadline(monotonic())
+        finally:
+            del self._claims_settled[gate]
+        publication.check()
+        return publication
+
+    def claim(self, name: str, source: Any, keep: int) -> Publication:
+        """Begin to be the publisher of ``name``."""
         check_name(name)
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep says how many versions stay readable, at least 1, not {keep!r}")
@@ -120,16 +140,6 @@ class Weights:
         if before is not None:
             before.close()
         self._carry_out_publisher(publication, effects)
-        gate = Gate()
-        self._claims_settled[gate] = None
-        try:
-            with self.node.calls.waiting():
-                while machine.state is publisher.PublisherState.CLAIMING and self.node.running:
-                    gate.wait(publisher.CLAIM_S)
-                    self._on_deadline(monotonic())
-        finally:
-            del self._claims_settled[gate]
-        publication.check()
         return publication
 
     def subscribe(self, name: str) -> Subscription:
@@ -139,7 +149,7 @@ class Weights:
         with self.lock:
             versions = self._subscribed.get(name)
             if versions is None:
-                versions = self._subscribed[name] = NameVersions(self, name)
+                versions = self._subscribed[name] = NameVersions(self, name, self._serials)
             versions.users += 1
             known = self._known.get(name)
         if known is not None and self.peer(known[0].publisher) is not None:
@@ -160,10 +170,12 @@ class Weights:
         self._later.append((versions, None))
         self._later_timer.at(0.0)
 
-    def event_later(self, versions: NameVersions, event: subscriber.Event) -> None:
-        """Have the machine of ``versions`` told; for destructors: takes no lock."""
-        self._later.append((versions, event))
-        self._later_timer.at(0.0)
+    def on_view_death(self, lease: Lease) -> None:
+        """The last tensor over a view of a block has died: its version has one reader less. Takes no lock."""
+        if self.leases.pop(id(lease), None) is not None:
+            versions, key = lease.holder
+            self._later.append((versions, subscriber.LetGo(key)))
+            self._later_timer.at(0.0)
 
     def _on_later(self, now: float) -> float:
         while self._later:
@@ -245,6 +257,7 @@ class Weights:
             self._subscribed.clear()
             self._publications.clear()
             self._borrowed.clear()
+            self.leases.clear()
             self.blocks.close()
         for versions in subscribed:
             versions.versions.clear()
@@ -264,7 +277,8 @@ class Weights:
         if message.claim.publisher != peer.incarnation:
             raise SerializationError(f"{peer.info.name} claims {message.name!r} in another's name")
         with self.lock:
-            known, number = self._note(message.name, message.claim, message.number)
+            known, number = self._known.get(message.name, (message.claim, 0))
+            self._note(message.name, message.claim, message.number)
             publication = self._publications.get(message.name)
             versions = self._subscribed.get(message.name)
         if publication is not None:
@@ -357,7 +371,7 @@ class Weights:
     def _on_wanted(self, peer: Peer, message: VersionsWanted) -> None:
         publication = self._publications.get(message.name)
         if publication is not None:
-            self.publisher_event(publication, publisher.Wanted(peer.incarnation, message.wanted))
+            self.publisher_event(publication, publisher.Wanted(peer.incarnation, message.wanted, message.serial))
 
     def _on_taken(self, peer: Peer, message: VersionTaken) -> None:
         current = self._publications.get(message.name)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from farcall.channel.host_memory import Lease, leased
+from farcall.channel.host_memory import leased
 from farcall.errors import Delivery, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.weights.messages import Key
@@ -36,15 +36,14 @@ __all__ = ["NameVersions", "Subscription"]
 class NameVersions:
     """The versions of one name at this node. Mutable, under the node's lock: the machine, the versions, who waits."""
 
-    def __init__(self, weights: Weights, name: str) -> None:
+    def __init__(self, weights: Weights, name: str, serials: Iterator[int]) -> None:
         self.weights: Weights = weights
         self.name: str = name
-        self.machine: SubscriberMachine = SubscriberMachine(name)
+        self.machine: SubscriberMachine = SubscriberMachine(name, serials)
         self.versions: dict[Key, HeldVersion] = {}
         self.users: int = 0
         """How many subscriptions there are."""
         self._gates: dict[Gate | LoopGate, None] = {}
-        self._leases: dict[int, Lease] = {}
 
     def tell(self) -> None:
         """Wake all who wait: there is news. From any thread, without a lock."""
@@ -91,16 +90,12 @@ class NameVersions:
         views = []
         for block in held.blocks:
             # A mapping of its own, copy on write: a program that writes to these tensors harms nobody else.
-            view, lease = leased(block.private_view(), self._on_death, held.key)
+            view, lease = leased(block.private_view(), self.weights.on_view_death, (self, held.key))
             with self.weights.lock:
                 self.machine.handle(Held(held.key))
-            self._leases[id(lease)] = lease
+            self.weights.leases[id(lease)] = lease
             views.append(view)
         return views
-
-    def _on_death(self, lease: Lease) -> None:
-        if self._leases.pop(id(lease), None) is not None:
-            self.weights.event_later(self, LetGo(lease.holder))
 
 
 class Subscription:

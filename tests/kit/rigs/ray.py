@@ -40,7 +40,10 @@ class RayRig:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.address: str = self._answer()["address"]
+        answer = self._answer()
+        self.address: str = answer["address"]
+        self.nodes: list[str] = answer["nodes"]
+        """Their ids; the first is the head."""
         self.environment = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address}
 
     def kill(self, node: int) -> None:
@@ -86,7 +89,7 @@ def main() -> None:
     nodes = [cluster.head_node, *(cluster.add_node(**resources) for _ in range(1, NODES))]
     cluster.wait_for_nodes()
     try:
-        print(json.dumps({"address": cluster.address}), flush=True)
+        print(json.dumps({"address": cluster.address, "nodes": [node.node_id for node in nodes]}), flush=True)
         for line in sys.stdin:
             cluster.remove_node(nodes[int(line.split()[1])], allow_graceful=False)
             print(json.dumps({"killed": line.split()[1]}), flush=True)

@@ -53,7 +53,22 @@ def slurm_cluster() -> Iterator[dict[str, str]]:
             return shown.stdout.split() == ["idle"] * len(NODES)
 
         wait_until(is_idle, "both nodes are idle")
-        yield environment
+        try:
+            yield environment
+        finally:
+            _cancel_all(environment)
+
+
+def _cancel_all(environment: dict[str, str]) -> None:
+    """While the servers run: a step whose slurmd has gone stays behind."""
+
+    def jobs() -> list[str]:
+        queue = ["squeue", "--noheader", "--format=%i"]
+        return subprocess.run(queue, env=environment, capture_output=True, text=True, timeout=60).stdout.split()
+
+    for job in jobs():
+        subprocess.run(["scancel", job], env=environment, timeout=60)
+    wait_until(lambda: not jobs(), "all jobs have ended")
 
 
 def _configuration(folder: Path) -> str:

@@ -6,23 +6,25 @@
     the connection dies    the same at the worker; here ``ssh`` ends, after `ALIVE_S` of silence
     the worker is killed   ``ssh`` ends with 255, as it does when a connection fails: the two cannot be told apart
 
-Workers of one start are spread evenly, neighbours in rank on one host; one that is started again stays on its host.
+Hosts are chosen by `spread.py`. Of many connections that begin at once an sshd refuses some (``MaxStartups``: from 10
+on, unless it is told otherwise): so each host gets `AT_ONCE` at a time, a second apart.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 
 from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
+from farcall.launcher.engines.spread import Spread
 
 __all__ = ["SshEngine"]
 
 ALIVE_S = 30.0
 """A connection over which nothing comes for so long is dead."""
+AT_ONCE = 8
 _SILENT_PARTS = 3
 _FAILED = 255
 
@@ -43,13 +45,12 @@ class SshEngine(CommandEngine):
             if not host or host.startswith("-"):  # ssh would take it for an option
                 raise EngineError(f"not a host's name: {host!r}")
         super().__init__()
-        self._hosts = tuple(hosts)
+        self._spread = Spread(hosts)
         self._python = python
         self._arguments = tuple(args)
-        self._host_of: dict[int, str] = {}
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
-        self._place([spec.rank for spec in specs])
+        self._spread.place([spec.rank for spec in specs])
         super().start(specs, watcher)
 
     def command(self, spec: WorkerSpec) -> Sequence[str]:
@@ -57,8 +58,8 @@ class SshEngine(CommandEngine):
         if self._python is not None:
             command[0] = self._python
         # sshd lets few variables through, and a worker must find farcall before it reads its spec.
-        if "PYTHONPATH" in os.environ:
-            command = ["env", f"PYTHONPATH={os.environ['PYTHONPATH']}", *command]
+        given = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+        command = ["env", f"LOCAL_RANK={self._spread.local_rank(spec.rank)}", *given, *command]
         options = {
             "BatchMode": "yes",  # nobody is there to type a password
             "ConnectTimeout": str(max(1, round(spec.start_timeout_s))),
@@ -71,30 +72,21 @@ class SshEngine(CommandEngine):
             "RequestTTY": "no",
         }
         # ssh takes the first word on an option: the user's own come first. `exec`, so that the worker leads its group.
+        wait_s = self._spread.local_rank(spec.rank) // AT_ONCE if spec.life == 0 else 0
         return (
+            *(("sh", "-c", f'sleep {wait_s}; exec "$@"', "sh") if wait_s else ()),
             "ssh",
             *self._arguments,
             *(f"-o{name}={value}" for name, value in options.items()),
-            self._host_of[spec.rank],
+            self._spread.host(spec.rank),
             f"exec {shlex.join(command)}",
         )
 
     def running_detail(self, spec: WorkerSpec) -> str:
-        return f"ssh {self._host_of[spec.rank]}"
+        return f"ssh {self._spread.host(spec.rank)}"
 
     def ended(self, spec: WorkerSpec, exit_code: int) -> ProcessState:
         if exit_code == _FAILED:
-            host = self._host_of[spec.rank]
+            host = self._spread.host(spec.rank)
             return ProcessState("ended", f"ssh {host}: the worker was killed, or the connection failed or was lost")
         return super().ended(spec, exit_code)
-
-    def _place(self, ranks: Sequence[int]) -> None:
-        """Give each new rank a host."""
-        fresh = sorted(rank for rank in ranks if rank not in self._host_of)
-        load = Counter(dict.fromkeys(self._hosts, 0))
-        load.update(self._host_of.values())
-        chosen: list[str] = []
-        for _ in fresh:
-            chosen.append(min(self._hosts, key=lambda host: load[host]))
-            load[chosen[-1]] += 1
-        self._host_of.update(zip(fresh, sorted(chosen, key=self._hosts.index), strict=True))

@@ -56,6 +56,7 @@ class Lender:
         # Of each version, how often each member has borrowed it: it says once for each that it reads it no more.
         self._borrowers: dict[int, Counter[int]] = {}
         self._unanswered: dict[int, int] = {}
+        self._serials: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self.taken: dict[int, tuple[int, How]] = {}
         """The last version that each subscriber has answered for, and how."""
@@ -80,8 +81,11 @@ class Lender:
             effects += self._lend(member)
         return effects + self._sweep()
 
-    def want(self, member: int, wanted: bool) -> list[Lending]:
+    def want(self, member: int, wanted: bool, serial: int) -> list[Lending]:
         """A member wants versions from now on, or no more; those it has are answered for one by one."""
+        if serial <= self._serials.get(member, -1):
+            return []
+        self._serials[member] = serial
         if not wanted:
             self._last.pop(member, None)
             self.taken.pop(member, None)
@@ -105,6 +109,7 @@ class Lender:
     def lose(self, member: int) -> list[Lending]:
         """A member is gone."""
         self._last.pop(member, None)
+        self._serials.pop(member, None)
         self.taken.pop(member, None)
         self._unanswered.pop(member, None)
         effects: list[Lending] = []

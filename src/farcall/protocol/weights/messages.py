@@ -75,7 +75,7 @@ class NameClaimed(_Control, frozen=True, tag=100):
 
 
 class ClaimAnswered(_Control, frozen=True, tag=101):
-    """The answer to a ``NameClaimed`` with ``claim``: the highest claim heard of (that one, or a higher one)."""
+    """The answer to a ``NameClaimed`` with ``claim``: the highest claim that was heard of before it, or that itself."""
 
     name: Name
     claim: Claim
@@ -88,6 +88,7 @@ class VersionsWanted(_Control, frozen=True, tag=102):
 
     name: Name
     wanted: bool
+    serial: Count  # of two, the one with the higher number counts: they may pass each other
 
 
 class VersionPushed(_Control, frozen=True, tag=103):

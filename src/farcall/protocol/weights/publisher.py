@@ -1,6 +1,6 @@
 """One publisher's tenure of a name: it claims the name, lends versions, and ends when another one takes the name over.
 
-    claiming     a member answers: a higher claim            claiming, with an epoch above it; all are told again
+    claiming     a member answers: it is another's           claiming, with an epoch above that; all are told again
     claiming     the last member that lives answers alike    published
     claiming     CLAIM_S have passed                         published: whoever knows better may say so later
     claiming     another claims it, with a higher claim      superseded
@@ -8,9 +8,9 @@
     published    a member answers: a higher claim            superseded; claiming, if that publisher is dead
     any          a member joins                              the same; it is told
 
-An epoch is one more than any that was heard of. Two that claim a name at one time may take the same epoch; their
-incarnations decide then. Versions are lent in every state but the last (`lending.py`): what was pushed before stays
-readable for those who have it.
+An epoch is above all that were heard of. Two that claim a name at one time may take the same epoch, and find out by the
+answers to both: no epoch has two publishers, unless a member does not answer for CLAIM_S; incarnations decide then.
+Versions are lent until the tenure ends (`lending.py`); those who have them by then read on.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     member: int
     wanted: bool
+    serial: int
 
 
 class Pushed(msgspec.Struct, frozen=True):
@@ -167,11 +168,15 @@ class PublisherMachine:
 
     def _answered_while_claiming(self, event: Answered, now: float) -> list[Effect]:
         self.number = max(self.number, event.number)
-        if event.known > self.claim:
+        if self._is_taken(event.known):
             return self._reclaim(event.known, now)
         if event.claim == self.claim:
             self._answered_by(event.member)
         return []
+
+    def _is_taken(self, known: Claim) -> bool:
+        """Has somebody else an epoch that this one would have to be above?"""
+        return known.epoch >= self.claim.epoch and known.publisher != self.claim.publisher
 
     def _answered_by(self, member: int) -> None:
         self._waits_for.discard(member)
@@ -202,7 +207,7 @@ class PublisherMachine:
         return [*self.lender.lose(event.member)]
 
     def _wanted(self, event: Wanted, now: float) -> list[Effect]:
-        return [*self.lender.want(event.member, event.wanted)]
+        return [*self.lender.want(event.member, event.wanted, event.serial)]
 
     def _pushed(self, event: Pushed, now: float) -> list[Effect]:
         self.number = max(self.number, event.number)

@@ -18,7 +18,7 @@ Invariant: the newest ready version never goes back. What programs see is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final, TypeAlias
 
@@ -147,8 +147,10 @@ class _Version:
 class SubscriberMachine:
     """One member's versions of one name. ``state``, ``claim`` and ``newest`` may be read at any time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, serials: Iterator[int]) -> None:
+        """``serials``: numbers that grow, also from one machine of this name to the next."""
         self.name: str = name
+        self._serials = serials
         self.state: SubscriberState = SubscriberState.UNPUBLISHED
         self.claim: Claim | None = None
         self.newest: Key | None = None
@@ -183,9 +185,9 @@ class SubscriberMachine:
             and before is not None
             and before.publisher != event.claim.publisher
         ):
-            effects.append(Tell(before.publisher, VersionsWanted(self.name, False)))
+            effects.append(Tell(before.publisher, VersionsWanted(self.name, False, next(self._serials))))
         self.state = SubscriberState.SUBSCRIBED
-        return [*effects, Tell(event.claim.publisher, VersionsWanted(self.name, True))]
+        return [*effects, Tell(event.claim.publisher, VersionsWanted(self.name, True, next(self._serials)))]
 
     def _gone(self, event: Gone) -> list[Effect]:
         if self.claim is not None and self.claim.publisher == event.member and self.state is SubscriberState.SUBSCRIBED:
@@ -255,7 +257,7 @@ class SubscriberMachine:
         was, self.state, self._keep = self.state, SubscriberState.CLOSED, 0
         effects = self._sweep()
         if was is SubscriberState.SUBSCRIBED and self.claim is not None:
-            effects.append(Tell(self.claim.publisher, VersionsWanted(self.name, False)))
+            effects.append(Tell(self.claim.publisher, VersionsWanted(self.name, False, next(self._serials))))
         return effects
 
     # ------------------------------------------------------------------ inside

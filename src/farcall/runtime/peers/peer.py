@@ -25,6 +25,7 @@ from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import (
     CONTROL,
     LARGE_BYTES,
+    LETTER,
     REQUEST,
     RESPONSE,
     SHARED,
@@ -253,6 +254,10 @@ class RemotePeer(Peer):
                 fail_call=self._fail_call,
                 withdraw=partial(withdraw_lent, frame.payload, self) if lent else _nothing,
             )
+            if kind == LETTER and lending is not None:
+                # No room in shared memory, or none yet. A letter goes again if it is lost, perhaps long after this
+                # returns, and the maker of a stream's items relies on shared memory's copy.
+                pieces = [bytes(piece) for piece in pieces]
             # The I/O thread waits for no peer, and a running event loop for nobody: a worker does. But calls of an
             # object that is called in order must not pass each other.
             if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):

@@ -12,29 +12,22 @@ def spec(rank: int) -> WorkerSpec:
     return WorkerSpec(name=f"worker{rank}", rank=rank, secret="deep", meet="farcall://driver:1", start_timeout_s=7)
 
 
-def hosts_of(engine: SshEngine, ranks: list[int]) -> list[str]:
-    engine._place(ranks)
-    return [engine.command(spec(rank))[-2] for rank in ranks]
-
-
-def test_neighbours_share_a_host() -> None:
-    assert hosts_of(SshEngine(["a", "b"]), [0, 1, 2, 3, 4]) == ["a", "a", "a", "b", "b"]
-
-
-def test_later_ones_go_where_there_are_fewest() -> None:
-    engine = SshEngine(["a", "b"])
-    assert hosts_of(engine, [0, 1, 2]) == ["a", "a", "b"]
-    assert hosts_of(engine, [3, 4]) == ["a", "b"]
-    assert hosts_of(engine, [0, 2]) == ["a", "b"], "one that is started again stays"
-
-
 def test_the_command_has_no_secret_and_the_users_options_first() -> None:
     engine = SshEngine(["a"], python="/opt/my python", args=["-oConnectTimeout=3"])
-    engine._place([0])
+    engine._spread.place([0])
     command = engine.command(spec(0))
     assert command[:2] == ("ssh", "-oConnectTimeout=3")
     assert command[-1].endswith("'/opt/my python' -m farcall.launcher.worker")
     assert "deep" not in " ".join(command)
+
+
+def test_many_connections_to_one_host_do_not_begin_at_once() -> None:
+    engine = SshEngine(["a", "b"])
+    engine._spread.place(range(40))
+    delays = [engine.command(spec(rank))[2] if engine.command(spec(rank))[0] == "sh" else "" for rank in range(40)]
+    assert delays[:8] == delays[20:28] == [""] * 8
+    assert delays[8:16] == delays[28:36] == ['sleep 1; exec "$@"'] * 8
+    assert delays[39] == 'sleep 2; exec "$@"'
 
 
 @pytest.mark.parametrize("hosts", [[], "a", ["-oProxyCommand=true"], [""]])
