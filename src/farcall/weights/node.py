@@ -634,10 +634,14 @@ class Weights:
                 ]
                 self.blocks.release(unused)
             if len(borrowed) < len(missing):
-                held.verify()  # a neighbour has done that
+                held.verify()  # what a neighbour lends it has verified
         except Exception as found:
             logger.warning(
-                "%s: version %s of %r did not arrive: %s", self.node.info.name, held.version, versions.name, found
+                "%s: version %s of %r did not arrive: %s",
+                self.node.info.name,
+                held.version,
+                versions.name,
+                str(found),  # not the error itself: its traceback holds the memory for as long as the log does
             )
             self.subscriber_event(versions, subscriber.Failed(held.key))
         else:
