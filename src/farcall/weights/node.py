@@ -71,6 +71,7 @@ class Weights:
         self.blocks: BlockStore = BlockStore(is_shared=node.pool is not None)
         self.fetcher: Fetcher = Fetcher(node, self)
         self._known: dict[str, tuple[Claim, int]] = {}
+        self._claimants: dict[str, dict[int, Claim]] = {}  # the members that live, and what they claimed last
         self._publications: dict[str, Publication] = {}
         self._past: list[Publication] = []  # of the same names, with versions that somebody may read yet
         self._subscribed: dict[str, NameVersions] = {}
@@ -280,6 +281,8 @@ class Weights:
         self._peers.pop(peer.incarnation, None)
         for publication in [*self._publications.values(), *self._past]:
             self.publisher_event(publication, publisher.Gone(peer.incarnation))
+        for name in list(self._claimants):
+            self._on_claimant_gone(name, peer.incarnation)
         with self.lock:
             # Versions that lie in its blocks keep these.
             for key in [key for key in self._borrowed if key[0] == peer.incarnation]:
@@ -316,6 +319,7 @@ class Weights:
         with self.lock:
             known, number = self._known.get(message.name, (message.claim, 0))
             self._note(message.name, message.claim, message.number)
+            self._claimants.setdefault(message.name, {})[peer.incarnation] = message.claim
             publication = self._publications.get(message.name)
             versions = self._subscribed.get(message.name)
         if publication is not None:
@@ -323,6 +327,20 @@ class Weights:
         if versions is not None:
             self.subscriber_event(versions, subscriber.Claimed(message.claim))
         peer.control(ClaimAnswered(message.name, message.claim, known, number))
+
+    def _on_claimant_gone(self, name: str, member: int) -> None:
+        """A publisher is gone. Whoever published the name before may not have heard of it, and lives: tell it.
+
+        Else its claim would stay below the one that is known here, and nobody would listen to it.
+        """
+        with self.lock:
+            claimants = self._claimants[name]
+            gone = claimants.pop(member, None)
+            known, number = self._known[name]
+            if gone != known or not claimants:
+                return
+            claim = max(claimants.values())
+        self._send(claim.publisher, ClaimAnswered(name, claim, known, number))
 
     def _on_answered(self, peer: Peer, message: ClaimAnswered) -> None:
         with self.lock:
@@ -386,6 +404,7 @@ class Weights:
             return
         with self.lock:
             self._note(message.name, message.claim, message.number)
+            self._claimants.setdefault(message.name, {})[self.me] = message.claim
             versions = self._subscribed.get(message.name)
         if versions is not None:
             self.subscriber_event(versions, subscriber.Claimed(message.claim))
@@ -565,10 +584,14 @@ class Weights:
                 ]
                 self.blocks.release(unused)
             if len(borrowed) < len(missing):
-                held.verify()  # a neighbour has done that
+                held.verify()  # what a neighbour lends it has verified
         except Exception as found:
             logger.warning(
-                "%s: version %s of %r did not arrive: %s", self.node.info.name, held.version, versions.name, found
+                "%s: version %s of %r did not arrive: %s",
+                self.node.info.name,
+                held.version,
+                versions.name,
+                str(found),  # not the error itself: its traceback holds the memory for as long as the log does
             )
             self.subscriber_event(versions, subscriber.Failed(held.key))
         else:
