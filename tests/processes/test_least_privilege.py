@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tests.kit.ports import held_port
 
 import farcall
-from farcall.errors import InitError, NotAllowed, SerializationError
+from farcall.errors import InitError, NotAllowed, ReferenceLost, SerializationError
+from farcall.rpc.owner_methods import fetch
 from farcall.testing.cluster import finish, start_processes
 
 
@@ -65,6 +67,16 @@ def member(rank: int, port: int) -> dict[str, Any]:
         found["added"] = farcall.rpc_sync("w1", torch.add, (x, x)).tolist()
         found["scripted"] = farcall.rpc_sync("w1", scripted, (x,)).tolist()
         model = farcall.remote("w1", Model, (3.0,))
+        kept = [farcall.remote("w1", double, (number,)) for number in range(3)]
+        found["numbers"] = [one._fork.ref.local_id for one in kept]
+        found["guessed"] = []
+        for number in range(min(found["numbers"])):
+            if number == 100:
+                break
+            with pytest.raises(ReferenceLost):
+                farcall.rpc_sync("w1", fetch, (0, number))
+            found["guessed"].append(number)
+        assert [one.to_here() for one in kept] == [[number, number] for number in range(3)]
         found["model"] = model.rpc_sync().run(x).tolist()
         found["sent"] = farcall.rpc_sync("w1", double, (Model(2.0),))[0].scale
         found["error"] = [
@@ -93,6 +105,8 @@ def test_only_what_is_named_is_served_and_every_call_is_an_audit_event() -> None
     found = finish(start_processes(2, member, held_port()))[0]
     assert found["doubled"] == [1.0] * 3
     assert found["added"] == [2.0] * 3
+    assert len(found["guessed"]) == 100
+    assert all(later - earlier > 1 for earlier, later in pairwise(found["numbers"])), "one in a billion"
     assert found["scripted"] == [2.0] * 3
     assert found["model"] == [3.0] * 3
     assert found["sent"] == 2.0

@@ -17,9 +17,11 @@ Over 400 lines, because everything here changes under the one lock.
 from __future__ import annotations
 
 import copy
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic, sleep
 from typing import Any, get_args
 
@@ -43,8 +45,11 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import encode_failure, withdraw
+from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
+GAP_BITS = 36
+"""2**28 references of one member have room, and of 2**35 guesses one hits."""
 CONFIRM_S = 0.002
 """How long the answer to a creating call may wait for another message: no thread waits for it."""
 RETRY_S = 0.01
@@ -74,6 +79,8 @@ class NodeReferences:
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: self._timer.at(monotonic() + LINGER_S),
+            # Where members trust each other less, only who was given a reference may use it.
+            gap=None if INSTALLED.allowance is None else partial(secrets.randbits, GAP_BITS),
         )
         self.released: ReleasedForks = self._machine.released
         self._values = OwnedValues(node.info)

@@ -25,7 +25,7 @@ from farcall.protocol.frames import REQUEST, Frame
 from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
 from farcall.serialize.allowance import Allowance, loads, read_table
 from farcall.serialize.failures import decode_failure, encode_failure
-from farcall.serialize.rebuild import rebuild_special
+from farcall.serialize.rebuild import CODES, _view_of, rebuild_special
 
 
 class Known:
@@ -337,6 +337,17 @@ def test_a_table_may_be_named() -> None:
 def test_what_names_nothing_is_refused_at_once(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         Allowance([value], [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"), [((5,), (1,), 0), ((2, 2), (3, 1), 0), ((1,), (1,), 4), ((4,), (1,), -1)]
+)
+def test_a_tensor_does_not_make_its_storage_larger(shape: Any, strides: Any, offset: int) -> None:
+    first = torch.ones(4)
+    with pytest.raises(ValueError, match="does not fit its storage"):
+        _view_of(first, CODES[torch.float32], shape, strides, offset)
+    assert first.untyped_storage().nbytes() == 16
+    assert _view_of(first, CODES[torch.float32], (2, 2), (2, 1), 0).tolist() == [[1.0, 1.0]] * 2
 
 
 def test_scripts_go_by_their_name() -> None:
