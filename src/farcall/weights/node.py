@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from farcall.channel.host_memory import Lease
 from farcall.channel.segments import SegmentRefused
@@ -59,6 +59,19 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 OFFER_S = 30.0
 """How long an offer may wait for a link that is down, before it is tried again."""
+
+
+class NameFigures(NamedTuple):
+    """One name that a node publishes or subscribes to; ``total`` counts its versions so far."""
+
+    name: str
+    role: str
+    state: str
+    epoch: int
+    number: int
+    size_bytes: int
+    versions: int
+    total: int
 
 
 class Weights:
@@ -203,6 +216,7 @@ class Weights:
                 self.blocks.release(made.blocks)
                 raise
             number = machine.number + 1
+            publication.pushes += 1
             publication.versions[number] = made
             self._note(publication.name, machine.claim, number)
             version = Version(machine.claim.epoch, number)
@@ -261,6 +275,41 @@ class Weights:
                 if held.was_fetched and content in held.manifest.contents:
                     return held.blocks[held.manifest.contents.index(content)]
         return None
+
+    def figures(self) -> list[NameFigures]:
+        """What is published and subscribed to here, for metrics."""
+        with self.lock:
+            found = []
+            for publication in self._publications.values():
+                machine = publication.machine
+                newest = publication.versions.get(machine.lender.newest)
+                found.append(
+                    NameFigures(
+                        publication.name,
+                        "publishes",
+                        str(machine.state),
+                        machine.claim.epoch,
+                        machine.lender.newest,
+                        0 if newest is None else newest.manifest.size_bytes,
+                        len(publication.versions),
+                        publication.pushes,
+                    )
+                )
+            for versions in self._subscribed.values():
+                key, held = versions.machine.newest, versions.newest()
+                found.append(
+                    NameFigures(
+                        versions.name,
+                        "subscribes",
+                        str(versions.machine.state),
+                        0 if key is None else key.claim.epoch,
+                        0 if key is None else key.number,
+                        0 if held is None else held.manifest.size_bytes,
+                        len(versions.versions),
+                        versions.arrived,
+                    )
+                )
+            return found
 
     # ------------------------------------------------------------------ members
 
@@ -492,6 +541,7 @@ class Weights:
                     if dropped is not None:
                         self.blocks.release(dropped.own_blocks)
                 elif isinstance(effect, subscriber.Ready):
+                    versions.arrived += 1
                     self._resolve(versions.versions[effect.key])
         for effect in effects:
             if isinstance(effect, subscriber.Tell):

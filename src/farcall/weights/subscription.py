@@ -41,6 +41,8 @@ class NameVersions:
         self.name: str = name
         self.machine: SubscriberMachine = SubscriberMachine(name, serials)
         self.versions: dict[Key, HeldVersion] = {}
+        self.arrived: int = 0
+        """How many have become the newest one."""
         self.users: int = 0
         """How many subscriptions there are."""
         self._gates: dict[Gate | LoopGate, None] = {}
