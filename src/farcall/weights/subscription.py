@@ -41,6 +41,8 @@ class NameVersions:
         self.name: str = name
         self.machine: SubscriberMachine = SubscriberMachine(name, serials)
         self.versions: dict[Key, HeldVersion] = {}
+        self.arrived: int = 0
+        """How many have become the newest one."""
         self.users: int = 0
         """How many subscriptions there are."""
         self._gates: dict[Gate | LoopGate, None] = {}
@@ -115,6 +117,12 @@ class Subscription:
         """The newest version that can be read here; None: there is none yet."""
         held = self._versions.newest()
         return None if held is None else held.version
+
+    @property
+    def versions(self) -> list[Version]:
+        """All versions that can be read here, the newest last."""
+        with self._versions.weights.lock:
+            return [self._versions.versions[key].version for key in self._versions.machine.ready]
 
     @property
     def publisher(self) -> WorkerInfo | None:

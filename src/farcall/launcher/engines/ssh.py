@@ -38,7 +38,7 @@ class SshEngine(CommandEngine):
         args: further options of ``ssh``, such as ``["-F", "file"]`` or ``["-p", "2222"]``.
     """
 
-    def __init__(self, hosts: Sequence[str], *, python: str | None = None, args: Sequence[str] = ()) -> None:
+    def __init__(self, hosts: Sequence[str] = (), *, python: str | None = None, args: Sequence[str] = ()) -> None:
         if isinstance(hosts, str) or not hosts:
             raise EngineError('on="ssh" needs hosts=[...]: names that `ssh NAME` reaches without a password')
         for host in hosts:
