@@ -24,6 +24,7 @@ import torch
 from farcall.errors import (
     AnswerLost,
     Delivery,
+    Expelled,
     NotInitialized,
     Overloaded,
     ReferenceLost,
@@ -201,6 +202,8 @@ class RRef(Generic[T]):
             try:
                 peer = references.peer(self._fork)
                 return ask(self, peer, RRef.to_here, plain_request(peer, _FETCH, payload), timeout)  # type: ignore[no-any-return]
+            except Expelled:
+                raise
             except NotInitialized as error:
                 raise NotInitialized(
                     f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"
