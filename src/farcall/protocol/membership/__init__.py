@@ -61,7 +61,7 @@ harm; where it ends amid the verdicts, all who were declared dead go, on either 
 
 **Coming back.** Who is expelled ends, and its node joins again, with its name and rank, as another incarnation: first
 through the one that said so (``Expelled.by``), else through those whom it knew, the lowest rank first, so that many
-meet at one. A newcomer is told the records of the dead, too: whoever survives knows where to look for them. A group of fixed
+meet at one. A newcomer is told the records of the dead, too, so that who survives can look for them. A group of fixed
 size lets one in for a member that died in the same way, and nobody once a member has left (``Table.is_over``).
 
     expelled    asks a member, which lets it in      member, another incarnation
