@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from farcall.api import members as members
     from farcall.api import metrics as metrics
     from farcall.api import on_member as on_member
+    from farcall.api import publish as publish
     from farcall.api import remote as remote
     from farcall.api import rpc_async as rpc_async
     from farcall.api import rpc_sync as rpc_sync
     from farcall.api import shared_empty as shared_empty
     from farcall.api import shutdown as shutdown
+    from farcall.api import subscribe as subscribe
     from farcall.api import wait_all as wait_all
     from farcall.ids import WorkerInfo as WorkerInfo
+    from farcall.launcher.cluster import Cluster as Cluster
+    from farcall.launcher.launch import launch as launch
     from farcall.node import Node as Node
     from farcall.observe.cluster import profile as profile
     from farcall.options import LimitOptions as LimitOptions
@@ -44,10 +48,12 @@ if TYPE_CHECKING:
     from farcall.rpc.batches import batched as batched
     from farcall.rpc.combine import as_completed as as_completed
     from farcall.rpc.combine import gather as gather
-    from farcall.rpc.combine import map as map
     from farcall.rpc.future import Future as Future
     from farcall.rpc.handles import Worker as Worker
     from farcall.rpc.handles import worker as worker
+    from farcall.rpc.mapping import map as map
+    from farcall.rpc.remote_tensor import RemoteTensor as RemoteTensor
+    from farcall.rpc.remote_tensor import share as share
     from farcall.rpc.retry import Retry as Retry
     from farcall.rpc.rref import RRef as RRef
     from farcall.rpc.streams import Stream as Stream
@@ -55,10 +61,14 @@ if TYPE_CHECKING:
     from farcall.runtime.calls.scope import CurrentCall as CurrentCall
     from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
+    from farcall.weights.parts import Part as Part
+    from farcall.weights.parts import publish_part as publish_part
+    from farcall.weights.parts import subscribe_parts as subscribe_parts
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cluster": "farcall.launcher.cluster",
     "CurrentCall": "farcall.runtime.calls.scope",
     "Future": "farcall.rpc.future",
     "LimitOptions": "farcall.options",
@@ -67,7 +77,9 @@ _HOMES = {
     "MemoryOptions": "farcall.options",
     "Node": "farcall.node",
     "ObservingOptions": "farcall.options",
+    "Part": "farcall.weights.parts",
     "RRef": "farcall.rpc.rref",
+    "RemoteTensor": "farcall.rpc.remote_tensor",
     "Retry": "farcall.rpc.retry",
     "RpcBackendOptions": "farcall.options",
     "Stream": "farcall.rpc.streams",
@@ -92,7 +104,8 @@ _HOMES = {
     "get_rpc_timeout": "farcall.api",
     "get_worker_info": "farcall.api",
     "init_rpc": "farcall.api",
-    "map": "farcall.rpc.combine",
+    "launch": "farcall.launcher.launch",
+    "map": "farcall.rpc.mapping",
     "member_events": "farcall.api",
     "members": "farcall.api",
     "metrics": "farcall.api",
@@ -101,17 +114,23 @@ _HOMES = {
     "optim": "farcall",
     "outgoing": "farcall.rpc.streams",
     "profile": "farcall.observe.cluster",
+    "publish": "farcall.api",
+    "publish_part": "farcall.weights.parts",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
+    "share": "farcall.rpc.remote_tensor",
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
+    "subscribe": "farcall.api",
+    "subscribe_parts": "farcall.weights.parts",
     "wait_all": "farcall.api",
     "worker": "farcall.rpc.handles",
 }
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
+    "Cluster",
     "CurrentCall",
     "Future",
     "LimitOptions",
@@ -120,7 +139,9 @@ __all__ = [
     "MemoryOptions",
     "Node",
     "ObservingOptions",
+    "Part",
     "RRef",
+    "RemoteTensor",
     "Retry",
     "RpcBackendOptions",
     "Stream",
@@ -141,6 +162,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "launch",
     "map",
     "member_events",
     "members",
@@ -150,11 +172,16 @@ __all__ = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
+    "publish_part",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "share",
     "shared_empty",
     "shutdown",
+    "subscribe",
+    "subscribe_parts",
     "wait_all",
     "worker",
 ]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -36,6 +36,9 @@ from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import STARTED, slot
 from farcall.serialize import Allowance, restrict, use_rpc_pickler
+from farcall.weights.node import Weights
+from farcall.weights.publication import Publication
+from farcall.weights.subscription import Subscription
 
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
@@ -83,7 +86,9 @@ def init_rpc(
         slot.runtime = runtime
 
 
-def allow(functions: Iterable[Any] = (), classes: Iterable[Any] = ()) -> None:
+def allow(
+    functions: Iterable[Any] = (), classes: Iterable[Any] = (), *, trust: Literal["calls", "data"] = "calls"
+) -> None:
     """Let others call, create and unpickle only these in this process, before it has a node.
 
     Everything else is refused by its name with ``NotAllowed``, before it is imported; callables that are sent by value
@@ -94,10 +99,13 @@ def allow(functions: Iterable[Any] = (), classes: Iterable[Any] = ()) -> None:
         functions: functions of modules, or their names, ``"module:name"``.
         classes: classes, or their names: they may be created, their instances sent here, and methods of those that this
             process owns called through references, but for names that begin with an underscore.
+        trust: with "data", this process unpickles nothing, whoever sends it: arguments and results are numbers, texts,
+            bytes, tuples, lists, dicts and CPU tensors; there are no classes, and no references. All members of a group
+            must say the same.
     """
     if STARTED:
         raise RuntimeError("farcall.allow must be called before init_rpc: members have been told otherwise")
-    restrict(Allowance(functions, classes))
+    restrict(Allowance(functions, classes, trust))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
@@ -331,6 +339,30 @@ def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
     one is seen by the other.
     """
     return current_runtime().shared_empty(shape, dtype)
+
+
+def publish(name: str, source: Any, keep: int = 2) -> Publication:
+    """Publish the tensors of ``source``; each `push` of what is returned makes their values a version.
+
+    This worker is the publisher of ``name`` from now on. If another one is, or was, this one takes over, and what the
+    other pushes is refused. Waits 2 s at most for workers that do not answer.
+
+    Args:
+        name: what subscribers ask for.
+        source: a module, a state dict, or any dicts and lists of tensors inside each other. Values that are no tensors
+            travel, too; tensors that share memory go on doing so.
+        keep: how many versions stay readable at least; one that somebody reads stays in any case.
+    """
+    return current_runtime().part(Weights).publish(name, source, keep)
+
+
+def subscribe(name: str) -> Subscription:
+    """Read the versions of what any worker publishes under ``name``, now or some day. Runs no code of the publisher's.
+
+    On one host a version lies in memory that all subscribers look into. Close what is returned, or drop it, when no
+    more versions are wanted.
+    """
+    return current_runtime().part(Weights).subscribe(name)
 
 
 def _set_rpc_timeout(seconds: float) -> None:

@@ -8,10 +8,12 @@
     │   ├── BadRank               rank or world size make no sense
     │   ├── BadDeviceMap          a device map names a device or worker that is not there
     │   ├── WrongSecret           another worker has another secret, or none
+    │   ├── LaunchFailed          workers that this program launched did not start (``.missing``)
     │   └── MissingPeers          not all members arrived in time (``.missing``)
     ├── UnknownWorker           no member has that name, rank or WorkerInfo
     ├── SerializationError      a value could not be turned into bytes, or back
     │   ├── NotPicklable (TypeError too)   a type that pickle does not know
+    │   ├── CorruptWeights        bytes of a version of weights are not those that were pushed
     │   ├── FunctionNotFound      the callee has no such function
     │   └── NotAllowed            the callee serves only what its program names, and this is not among it
     ├── RemoteError             the callee raised something that cannot be rebuilt here
@@ -22,6 +24,7 @@
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
     │   └── HandshakeRefused      the peer is no member of this cluster
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
+    ├── Superseded              another worker has taken over the name that this one published
     ├── ReferenceLeak           references were still held when all members had left
     ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
     └── Cancelled               the call was cancelled, or the node shut down, before the answer came (``.delivery``)
@@ -32,7 +35,7 @@ This module knows nothing of sockets, tensors or threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 __all__ = [
@@ -40,12 +43,14 @@ __all__ = [
     "BadDeviceMap",
     "BadRank",
     "Cancelled",
+    "CorruptWeights",
     "Delivery",
     "DuplicateName",
     "Expelled",
     "FunctionNotFound",
     "HandshakeRefused",
     "InitError",
+    "LaunchFailed",
     "MissingPeers",
     "NetworkError",
     "NotAllowed",
@@ -60,6 +65,7 @@ __all__ = [
     "RpcTimeout",
     "SerializationError",
     "ShutdownTimeout",
+    "Superseded",
     "UnknownWorker",
     "WrongSecret",
 ]
@@ -105,6 +111,14 @@ class MissingPeers(InitError, TimeoutError):
         self.missing: tuple[str | int, ...] = tuple(missing)
 
 
+class LaunchFailed(InitError):
+    """Workers that this program launched did not start; ``missing`` has what is known of each, by name."""
+
+    def __init__(self, message: str, missing: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.missing: dict[str, str] = dict(missing or {})
+
+
 class UnknownWorker(RpcError, ValueError):
     """No member of this cluster has the name or rank given."""
 
@@ -115,6 +129,10 @@ class SerializationError(RpcError):
 
 class NotPicklable(SerializationError, TypeError):
     """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
+
+
+class CorruptWeights(SerializationError):
+    """Bytes of a version of published weights are not those that were pushed; the message names the tensor."""
 
 
 class FunctionNotFound(SerializationError, AttributeError):
@@ -213,6 +231,10 @@ class RpcTimeout(RpcError, TimeoutError):
     def __init__(self, message: str = "", delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
         self.delivery = delivery
+
+
+class Superseded(RpcError):
+    """Another worker has taken over the name that this one published; the message says who."""
 
 
 class ReferenceLeak(RpcError):

@@ -44,6 +44,9 @@ from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.rendezvous.dynamic import GroupIsOver, Meeting
 from farcall.serialize import restrict
 from farcall.serialize.allowance import read_table
+from farcall.weights.node import Weights
+from farcall.weights.publication import Publication
+from farcall.weights.subscription import Subscription
 
 __all__ = ["Node", "leave"]
 
@@ -135,7 +138,7 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, Streams, Observability, self._on_made),
+            parts=(Recorder, NodeReferences, Streams, Weights, Observability, self._on_made),
             make_calls=make_calls,
             way_back=way_back,
             over=over,
@@ -351,6 +354,14 @@ class Node:
     def shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in shared memory, which workers on this host see instead of a copy of it."""
         return self._runtime.shared_empty(shape, dtype)
+
+    def publish(self, name: str, source: Any, keep: int = 2) -> Publication:
+        """Publish the tensors of ``source`` from this worker; see `farcall.publish`."""
+        return self._runtime.part(Weights).publish(name, source, keep)
+
+    def subscribe(self, name: str) -> Subscription:
+        """Read what any worker publishes under ``name``; see `farcall.subscribe`."""
+        return self._runtime.part(Weights).subscribe(name)
 
     def metrics(self) -> Metrics:
         """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""

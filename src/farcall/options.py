@@ -23,6 +23,8 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from farcall.secret import Secret, check_secret
+
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
@@ -71,8 +73,6 @@ WHEN_OVERLOADED: Final = ("wait", "fail")
 TRANSPORTS: Final = ("unix", "tcp")
 """Every way for bytes between processes, the preferred one first."""
 
-MIN_SECRET_BYTES: Final = 16
-MAX_SECRET_FILE_BYTES: Final = 64 * 1024
 LOG_LEVELS: Final = ("info", "debug")
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 _DEVICE = re.compile(r"cpu|[a-z]+:\d+")
@@ -186,9 +186,12 @@ class ObservingOptions(_Checked):
             ``XDG_RUNTIME_DIR``, else ``farcall-<user number>`` in the directory for temporary files.
         metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
-        metrics_host: the address to serve them on; there is no password on it.
+        metrics_host: the address to serve them on. Where it is not loopback and there are certificates (``tls``), over
+            TLS, to those who show one of the same authority; else to everybody.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
+        dashboard_host: the address to serve it on. Where that is not loopback, over TLS only (``tls``, with
+            certificates), at an address with a secret in it: ``node.dashboard_url``.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by
@@ -201,6 +204,7 @@ class ObservingOptions(_Checked):
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     dashboard_port: int | None = None
+    dashboard_host: str = "127.0.0.1"
     opentelemetry: bool = False
     log: str | None = None
 
@@ -277,8 +281,10 @@ class RpcBackendOptions(_Checked):
         advertise: host name or IP address, without a port, that this node tells the others.
             Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
         secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
-            Default: ``FARCALL_SECRET``, else what is in the file ``FARCALL_SECRET_FILE``, else a key of this user's on
+            Default: ``FARCALL_SECRET``, else ``secret_file``, else a key of this user's on
             this machine: without a secret, members of other machines and other users are not met.
+        secret_file: a file with the secret in it, or with two, one to a line, while it is being changed: the first is
+            proved, both are let in. It is read again when it changes. Default: ``FARCALL_SECRET_FILE``.
         tls: `TlsOptions`, to encrypt connections over TCP. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT`` and
             ``FARCALL_TLS_KEY``, names of files; or ``FARCALL_TLS=secret``; else connections are proved, but not
             encrypted.
@@ -309,6 +315,7 @@ class RpcBackendOptions(_Checked):
     start_timeout_s: float | None = field(default=None, kw_only=True)
     advertise: str | None = field(default=None, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
+    secret_file: str | None = field(default=None, kw_only=True)
     tls: TlsOptions | None = field(default=None, kw_only=True)
     allowed: str | None = field(default=None, kw_only=True)
     transports: Sequence[str] | None = field(default=None, kw_only=True)
@@ -341,7 +348,9 @@ class RpcBackendOptions(_Checked):
         self._set("device_maps", _check_device_maps(self.device_maps))
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
-        self._set("secret", _check_secret(_secret_from_environment() if self.secret is None else self.secret))
+        secret, path = _choose_secret(self.secret, self.secret_file)
+        self._set("secret", _check_secret(secret))
+        self._set("secret_file", path)
         self._set("tls", _check_tls(_tls_from_environment() if self.tls is None else self.tls))
         self._set("allowed", _check_allowed(_from_environment(self.allowed, ENV_ALLOWED)))
         self._set("transports", _check_transports(_from_environment(self.transports, ENV_TRANSPORTS)))
@@ -359,9 +368,17 @@ class RpcBackendOptions(_Checked):
         return TRANSPORTS if self.transports is None else tuple(self.transports)
 
     @property
-    def secret_bytes(self) -> bytes | None:
-        """The configured secret, or None where this user's key stands in for one."""
-        return self.secret.encode() if isinstance(self.secret, str) else self.secret
+    def has_secret(self) -> bool:
+        """Was one given, or does this user's key stand in for it?"""
+        return self.secret is not None or self.secret_file is not None
+
+    def given_secret(self) -> Secret | None:
+        """The configured secret, or None where this user's key stands in for one; reads its file."""
+        if self.secret_file is not None:
+            return Secret(path=self.secret_file)
+        if self.secret is None:
+            return None
+        return Secret(self.secret.encode() if isinstance(self.secret, str) else self.secret)
 
     @property
     def names_devices(self) -> bool:
@@ -388,21 +405,28 @@ def _from_environment(value: Any, variable: str) -> Any:
     return value
 
 
-def _secret_from_environment() -> str | bytes | None:
-    """The secret in the environment, or in the file that the environment names."""
-    given, path = os.environ.get(ENV_SECRET) or None, os.environ.get(ENV_SECRET_FILE)
-    if not path:
-        return given
-    if given is not None:
-        raise ValueError(f"{ENV_SECRET} and {ENV_SECRET_FILE} are both set: unset one of them")
-    try:
-        with open(path, "rb") as file:
-            # Not whether others may read it: secrets that containers are given often are readable to all in there.
-            if os.fstat(file.fileno()).st_mode & 0o022:
-                raise ValueError(f"{ENV_SECRET_FILE}: others than its owner may write to {path} (chmod 600)")
-            return file.read(MAX_SECRET_FILE_BYTES).rstrip(b"\r\n")
-    except OSError as error:
-        raise ValueError(f"{ENV_SECRET_FILE} names a file that cannot be read: {error}") from error
+def _choose_secret(secret: Any, path: Any) -> tuple[Any, str | None]:
+    """The secret, or the file that it is in; where neither is given, from the environment."""
+    in_environment = os.environ.get(ENV_SECRET) or None, os.environ.get(ENV_SECRET_FILE) or None
+    if secret is None and path is None:
+        secret, path = in_environment
+        if secret is not None and path is not None:
+            raise ValueError(f"{ENV_SECRET} and {ENV_SECRET_FILE} are both set: unset one of them")
+    elif secret is not None and path is not None:
+        # A copy that replaces one of them: what came from the environment yields.
+        if path == in_environment[1]:
+            path = None
+        elif secret == in_environment[0]:
+            secret = None
+        else:
+            raise ValueError("secret and secret_file are both given: leave one of them out")
+    if path is not None:
+        try:
+            path = os.fspath(path)
+            Secret(path=path)
+        except ValueError as error:
+            raise ValueError(f"secret_file (or {ENV_SECRET_FILE}): {error}") from error
+    return secret, path
 
 
 def _tls_from_environment() -> TlsOptions | None:
@@ -547,13 +571,7 @@ def _check_secret(value: object) -> str | bytes | None:
         return None
     if not isinstance(value, str | bytes):
         raise TypeError(f"secret must be str or bytes, not {type(value).__name__}")
-    length = len(value.encode() if isinstance(value, str) else value)
-    if length < MIN_SECRET_BYTES:
-        # The value stays out of the text: errors end up in logs.
-        raise ValueError(
-            f"secret (or {ENV_SECRET}) must be at least {MIN_SECRET_BYTES} bytes long, this one has {length}: "
-            "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
-        )
+    check_secret(value.encode() if isinstance(value, str) else value, f"secret (or {ENV_SECRET})")
     return value
 
 

@@ -1,7 +1,8 @@
 """Directories and files that nobody but this user may enter, read or write: checked, not hoped for.
 
 Knows no other part. Whoever may write to a directory of ours could put files of their own there, and whoever may read
-one could read keys; so both are looked at before they are used, and a symbolic link is neither.
+one could read keys; so both are looked at before they are used, and a symbolic link is neither. `fingerprint` tells
+when files have changed, to those who read theirs again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,25 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
-__all__ = ["check_private", "private_bytes", "private_directory", "runtime_directory"]
+__all__ = ["Fingerprint", "check_private", "fingerprint", "private_bytes", "private_directory", "runtime_directory"]
+
+Fingerprint: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+
+
+def fingerprint(paths: Iterable[str]) -> Fingerprint:
+    """What changes whenever one of these files does."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
 def runtime_directory(chosen: str | None = None) -> Path:

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 
 import pytest
 
-__all__ = ["Hosts", "hosts"]
+__all__ = ["Hosts", "address", "enter", "hosts", "ip"]
 
 CLONE_NEWNET = 0x40000000
 NOBODY = "02:00:00:00:00:99"
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
@@ -46,21 +46,21 @@ class Hosts:
 
     def make(self) -> None:
         for space in (self._hub, *self._spaces):
-            _ip("netns", "add", space)
+            ip("netns", "add", space)
             self._made.append(space)
-            _ip("-n", space, "link", "set", "lo", "up")
-        _ip("-n", self._hub, "link", "add", "hub0", "type", "bridge")
-        _ip("-n", self._hub, "link", "set", "hub0", "up")
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("-n", self._hub, "link", "add", "hub0", "type", "bridge")
+        ip("-n", self._hub, "link", "set", "hub0", "up")
         for number, space in enumerate(self._spaces):
-            _ip("-n", self._hub, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
-            _ip("-n", space, "addr", "add", f"{address(number)}/24", "dev", "eth0")
-            _ip("-n", space, "link", "set", "eth0", "up")
-            _ip("-n", self._hub, "link", "set", f"port{number}", "master", "hub0", "up")
+            ip("-n", self._hub, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("-n", space, "addr", "add", f"{address(number)}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "eth0", "up")
+            ip("-n", self._hub, "link", "set", f"port{number}", "master", "hub0", "up")
 
     def cut_direction(self, sender: int, receiver: int) -> None:
         """Lose what one sends to the other."""
         space, to = self._spaces[sender], address(receiver)
-        _ip("-n", space, "neigh", "replace", to, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
+        ip("-n", space, "neigh", "replace", to, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
         self._cut.add((sender, receiver))
 
     def cut(self, one: int, other: int) -> None:
@@ -72,11 +72,11 @@ class Hosts:
         """Lose nothing any more."""
         while self._cut:
             sender, receiver = self._cut.pop()
-            _ip("-n", self._spaces[sender], "neigh", "del", address(receiver), "dev", "eth0")
+            ip("-n", self._spaces[sender], "neigh", "del", address(receiver), "dev", "eth0")
 
     def remove(self) -> None:
         for space in self._made:
-            _ip("netns", "del", space)
+            ip("netns", "del", space)
 
 
 def address(number: int) -> str:

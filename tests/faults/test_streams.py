@@ -14,6 +14,7 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
+from farcall.options import MemoryOptions
 from farcall.testing.faults import Faults
 
 CUTS = 8
@@ -62,12 +63,20 @@ def cut_often(faults: Faults) -> None:
         ENOUGH.set()
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_no_item_is_lost_doubled_or_out_of_order(transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "memory"),
+    [
+        ("unix", MemoryOptions()),
+        ("unix", MemoryOptions(shared_memory_limit_bytes=1)),  # items that find no room there go through the socket
+        ("tcp", MemoryOptions()),
+    ],
+    ids=["unix", "no room", "tcp"],
+)
+def test_no_item_is_lost_doubled_or_out_of_order(transport: str, memory: MemoryOptions) -> None:
     faults = Faults(seed=1)
     MADE.clear()
     ENOUGH.clear()
-    with team(faults, transports=(transport,), rpc_timeout=LONG_S) as (reader, _):
+    with team(faults, transports=(transport,), memory=memory, rpc_timeout=LONG_S) as (reader, _):
         cutter = threading.Thread(target=cut_often, args=(faults,))
         cutter.start()
         found = check(reader["w1"].stream(mixed, 1))

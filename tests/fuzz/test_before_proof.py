@@ -10,6 +10,7 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAX_MESSAGE_BYTES, Connect, Hello, Inspect, Listen, Observe, Resume, Side
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.records import Proofs
+from farcall.secret import Secret
 
 SECRET = b"a secret of enough bytes"
 ADA = Hello(Member("ada", 0, 1, ("tcp://10.0.0.1:7",), "host-1"), "cluster-1", Listen())
@@ -84,7 +85,7 @@ def test_a_recorded_session_proves_nothing_to_anybody_else() -> None:
 
 
 def test_no_altered_record_is_read_from_a_store() -> None:
-    proofs = Proofs(SECRET, True, "here")
+    proofs = Proofs(Secret(SECRET), True, "here")
     keys = ["farcall/0/generation", "farcall/0/0/slot/1", "farcall/0/0/outcome"]
     records = [
         proofs.seal(key, text).encode() for key, text in zip(keys, ("7", '{"member":["b",1]}', "{}"), strict=True)

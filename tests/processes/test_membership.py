@@ -268,14 +268,16 @@ def test_workers_are_known_by_name_rank_and_info_and_a_second_init_is_refused() 
 # --- mistakes
 
 
-def try_to_meet(rank: int, url: str, names: list[str], ranks: list[int], sizes: list[int]) -> tuple[str, str, float]:
+def try_to_meet(
+    rank: int, url: str, names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float
+) -> tuple[str, str, float]:
     started = time.monotonic()
     try:
         farcall.init_rpc(
             names[rank],
             rank=ranks[rank],
             world_size=sizes[rank],
-            rpc_backend_options=options(url, start_timeout_s=2.0),
+            rpc_backend_options=options(url, start_timeout_s=start_timeout_s),
         )
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started
@@ -283,21 +285,23 @@ def try_to_meet(rank: int, url: str, names: list[str], ranks: list[int], sizes: 
     return "in", "", time.monotonic() - started
 
 
-def attempt(names: list[str], ranks: list[int], sizes: list[int]) -> list[tuple[str, str, float]]:
-    return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes))
+def attempt(
+    names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 2.0
+) -> list[tuple[str, str, float]]:
+    return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes, start_timeout_s))
 
 
 def test_duplicate_name_is_told_to_both() -> None:
-    for error, text, seconds in attempt(["same", "same"], [0, 1], [2, 2]):
+    for error, text, seconds in attempt(["same", "same"], [0, 1], [2, 2], LONG_S):
         assert error == DuplicateName.__name__
         assert "'same'" in text
-        assert seconds < 2.0
+        assert seconds < AT_ONCE_S
 
 
 def test_duplicate_rank_is_told_to_the_second() -> None:
     found = attempt(["a", "b", "c"], [0, 1, 1], [3, 3, 3])
     assert BadRank.__name__ in {error for error, _, _ in found}
-    assert all(seconds < 6.0 for _, _, seconds in found)
+    assert all(seconds < 2.0 + AT_ONCE_S for _, _, seconds in found)
 
 
 def test_unlike_world_sizes_are_told() -> None:
@@ -328,14 +332,14 @@ def test_missing_peer_is_named_in_time() -> None:
     for error, text, seconds in found:
         assert error == MissingPeers.__name__
         assert "rank 1" in text
-        assert seconds < 2.0 + 4.0
+        assert seconds < 2.0 + AT_ONCE_S
 
 
 def test_missing_rank_0_is_named_in_time() -> None:
     ((error, text, seconds),) = attempt(["b"], [1], [2])
     assert error == MissingPeers.__name__
     assert "rank 0" in text
-    assert seconds < 2.0 + 3.0
+    assert seconds < 2.0 + AT_ONCE_S
 
 
 def start_late(rank: int, url: str, marker: str) -> list[str]:

@@ -84,7 +84,7 @@ def test_meeting_again_and_again_at_one_place(scheme: str, start: Any, port: int
     for _ in range(3):
         memberships = close([start(f"w{rank}", rank, 3, url) for rank in (2, 0, 1)])
         assert [m.name for m in memberships[0].members] == ["w0", "w1", "w2"]
-        assert len({(m.cluster_id, m.secret) for m in memberships}) == 1
+        assert len({(m.cluster_id, m.secret.values) for m in memberships}) == 1
         clusters.add(memberships[0].cluster_id)
     assert len(clusters) == 3
     gc.collect()

@@ -86,7 +86,7 @@ def test_a_segment_crosses_once_and_its_blocks_many_times() -> None:
     pool = SegmentPool(limit_bytes=64 * MEBIBYTE)
     offsets = set()
     for value in range(1, 20):
-        block = pool.allocate(4 * MEBIBYTE)
+        block = pool.allocate(4 * MEBIBYTE, "peer")
         assert block is not None
         source = torch.full((MEBIBYTE // 2,), value, dtype=torch.int64)
         copy_bytes(block.view, memoryview(source.numpy()))
@@ -96,7 +96,6 @@ def test_a_segment_crosses_once_and_its_blocks_many_times() -> None:
             header = offer.segment_id.to_bytes(8, "little") + offer.size.to_bytes(8, "little")
             assert transport.send([header], [offer.descriptor]) == 16
         view = block.view
-        pool.hand_over(block, "peer")
         send_numbers(transport, block.offset, block.size)
         total, segment_id, offset = receive_numbers(transport, 3)
         assert total == value * MEBIBYTE // 2
@@ -120,7 +119,7 @@ def test_a_killed_holder_costs_nothing() -> None:
     listener = UnixListener()
     process, transport = started(hold_for_ever, listener)
     pool = SegmentPool(limit_bytes=64 * MEBIBYTE)
-    block = pool.allocate(MEBIBYTE)
+    block = pool.allocate(MEBIBYTE, "peer")
     assert block is not None
     block.view[0] = 77
     offer = pool.offer(block.segment_id, "peer")
@@ -128,7 +127,6 @@ def test_a_killed_holder_costs_nothing() -> None:
     numbers = (offer.segment_id, offer.size, block.offset, block.size)
     header = b"".join(number.to_bytes(8, "little") for number in numbers)
     assert transport.send([header], [offer.descriptor]) == len(header)
-    pool.hand_over(block, "peer")
     assert receive_numbers(transport, 1) == [77]
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)

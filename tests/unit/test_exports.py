@@ -13,6 +13,7 @@ import pytest
 import farcall
 
 PUBLIC = [
+    "Cluster",
     "CurrentCall",
     "Future",
     "LimitOptions",
@@ -21,7 +22,9 @@ PUBLIC = [
     "MemoryOptions",
     "Node",
     "ObservingOptions",
+    "Part",
     "RRef",
+    "RemoteTensor",
     "Retry",
     "RpcBackendOptions",
     "Stream",
@@ -42,6 +45,7 @@ PUBLIC = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "launch",
     "map",
     "member_events",
     "members",
@@ -51,11 +55,16 @@ PUBLIC = [
     "optim",
     "outgoing",
     "profile",
+    "publish",
+    "publish_part",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "share",
     "shared_empty",
     "shutdown",
+    "subscribe",
+    "subscribe_parts",
     "wait_all",
     "worker",
 ]
@@ -77,6 +86,7 @@ OF_NODE = [
     "metrics",
     "metrics_port",
     "on_member",
+    "publish",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -84,6 +94,7 @@ OF_NODE = [
     "shutdown",
     "snapshot",
     "start",
+    "subscribe",
     "workers",
 ]
 MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,7 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+@lru_cache(1024)
 def rounded_size(size: int) -> int:
     """``size`` rounded up to one of few sizes, so that freed memory fits again; wastes at most an eighth."""
     if size <= 8 * ALIGNMENT_BYTES:

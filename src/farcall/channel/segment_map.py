@@ -3,14 +3,15 @@
 Trusts nothing the peer says: a descriptor must be a sealed memory file of the size told, a ticket must lie
 inside. Views outlive everything here (the map, the link, the peer), because each keeps the mapping below it.
 Every view that ended is owed to the peer as a release, which the link takes and sends in batches. A block whose
-last use is that it is sent back to its owner is handed back as it is, content and all (``give_back``).
+last use is that it is sent back to its owner is handed back as it is, content and all (``give_back``). One that is owed
+may instead carry the next message to its owner (``reuse``): its pages are in this processor's caches still, and neither
+a release nor a block of our own is needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -26,10 +27,10 @@ from farcall.channel.segments import SegmentRefused
 
 _SEAL_SHRINK = 0x0002
 
-# A release is worth waking somebody for when it gives much back; others can wait for the next frame that
-# leaves.
-_URGENT_BYTES = 256 * 1024
-_URGENT_COUNT = 64
+# Releases are worth waking somebody for when they give much back. Others wait for the next frame that leaves.
+_URGENT_BYTES = 4 << 20
+# So many of the latest releases are looked at for a block to use again: those of one call's arguments.
+_MOST_LOOKED_AT = 4
 
 
 class MappedSegment:
@@ -50,7 +51,7 @@ class MappedSegment:
         if not seals & _SEAL_SHRINK or really < size:
             raise SegmentRefused(f"the memory file has {really} bytes (seals {seals}), not a fixed {size}")
         try:
-            mapping = _map(descriptor, size)
+            mapping = map_file(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
             raise SegmentRefused(f"a segment of {size} bytes cannot be mapped: {error}") from error
         self.size: int = size
@@ -59,15 +60,18 @@ class MappedSegment:
         self.address: int = address_of(self.view)
 
 
-def _map(descriptor: int, size: int) -> memoryview:
-    """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment."""
-    if sys.version_info >= (3, 13):
-        return memoryview(mmap.mmap(descriptor, size, trackfd=False))
+def map_file(descriptor: int, size: int, *, private: bool = False, writable: bool = True) -> memoryview:
+    """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment.
+
+    It is unmapped when the last view of it dies. ``private``: what is written stays here (copy on write). The view of a
+    mapping that is not ``writable`` looks as if it were; who writes to it ends the process.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = library.mmap(None, size, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     array = (ctypes.c_ubyte * size).from_address(address)
@@ -91,7 +95,7 @@ class GivenBack:
         """It was not the last use, and the bytes are copied: what ends from now on is released as usual."""
         self._map._returning.pop(id(self._lease), None)
         if self.last_use:  # ended by another thread during the copy
-            self._map._release(*self._lease.holder)
+            self._map.owe(*self._lease.holder)
 
     def gone(self) -> None:
         """The peer is told, or about to be, that it has the block again."""
@@ -111,8 +115,8 @@ class SegmentMap:
         self._leases: dict[int, Lease] = {}
         self._by_start: dict[tuple[int, int], Lease] = {}
         self._returning: dict[int, GivenBack] = {}
-        self.released: deque[tuple[int, int]] = deque()
-        """Blocks that nobody here uses any more, to be told."""
+        self.released: deque[tuple[int, int, int]] = deque()
+        """Blocks that nobody here uses any more, to be told: segment, offset, size; 0 where its owner uses it, too."""
         self.owed_bytes: int = 0
         """What these hold, about: it is counted without a lock. Looked at before each frame."""
         self._announced = False
@@ -139,11 +143,23 @@ class SegmentMap:
         segment = self._segments.get(segment_id)
         if segment is None or offset < 0 or size <= 0 or offset + size > segment.size:
             raise SegmentRefused(f"the peer named {size} bytes at {offset} of segment {segment_id}")
-        view, lease = leased(segment.view[offset : offset + size], self._on_death, (segment_id, offset, size))
+        view, lease = leased(
+            segment.view[offset : offset + size], self._on_death, (segment_id, offset, 0 if shared else size)
+        )
         self._leases[id(lease)] = lease
         if not shared:
             self._by_start[segment_id, offset] = lease
         return view
+
+    def holds(self, address: int) -> bool:
+        """Is this an address in memory of the peer's?"""
+        return self._segment_at(address) is not None
+
+    def _segment_at(self, address: int) -> tuple[int, MappedSegment] | None:
+        for segment_id, segment in list(self._segments.items()):
+            if 0 <= address - segment.address < segment.size:
+                return segment_id, segment
+        return None
 
     def give_back(self, buffers: list[memoryview], index: int) -> GivenBack | None:
         """If ``buffers[index]`` is the last use of a whole block of the peer's, let go of it without a release.
@@ -154,14 +170,7 @@ class SegmentMap:
         """
         buffer = buffers[index]
         size, address = buffer.nbytes, address_of(buffer)
-        found = next(
-            (
-                (number, segment)
-                for number, segment in list(self._segments.items())
-                if 0 <= address - segment.address < segment.size
-            ),
-            None,
-        )
+        found = self._segment_at(address)
         if found is None:
             return None
         segment_id, segment = found
@@ -177,6 +186,28 @@ class SegmentMap:
         buffers[index] = segment.view[offset : offset + size]
         return given
 
+    def reuse(self, size: int) -> tuple[int, int, memoryview] | None:
+        """A block of the peer's with room for ``size`` bytes that was owed to it, as (segment id, offset, view).
+
+        It is the caller's to fill and to send (its owner frees it), or to owe again (``owe``).
+        """
+        found = None
+        others = []
+        for _ in range(_MOST_LOOKED_AT):
+            try:
+                block = self.released.pop()
+            except IndexError:
+                break
+            segment = self._segments.get(block[0])
+            if segment is not None and size <= block[2] <= 2 * size:
+                segment_id, offset, room = block
+                self.owed_bytes -= room
+                found = segment_id, offset, segment.view[offset : offset + size]
+                break
+            others.append(block)
+        self.released.extend(reversed(others))
+        return found
+
     def take_releases(self) -> list[tuple[int, int]]:
         """All (segment_id, offset) to release, each as often as it was viewed; they are the caller's to
         send."""
@@ -185,12 +216,13 @@ class SegmentMap:
         self._announced = False
         self.owed_bytes = 0
         released = self.released
-        taken = []
+        taken: list[tuple[int, int]] = []
         while True:
             try:
-                taken.append(released.popleft())
+                segment_id, offset, _ = released.popleft()
             except IndexError:
                 return taken
+            taken.append((segment_id, offset))
 
     def close(self) -> None:
         """Forget the segments. Views that still exist stay valid; their end is nobody's business any more."""
@@ -212,12 +244,13 @@ class SegmentMap:
         if given is not None:
             given.last_use = True
             return
-        self._release(segment_id, offset, size)
+        self.owe(segment_id, offset, size)
 
-    def _release(self, segment_id: int, offset: int, size: int) -> None:
-        self.released.append((segment_id, offset))
+    def owe(self, segment_id: int, offset: int, size: int) -> None:
+        """Nobody here uses the block any more."""
+        self.released.append((segment_id, offset, size))
         self.owed_bytes += size
-        urgent = size >= _URGENT_BYTES or len(self.released) % _URGENT_COUNT == 0
+        urgent = self.owed_bytes >= _URGENT_BYTES
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):
             self._announced = True

@@ -53,8 +53,9 @@ class SegmentPool:
         self._segments = self._arena.segments
         # What each peer holds, by the (segment id, offset) of its ticket: the block, and how often.
         self._lent: dict[Hashable, dict[tuple[int, int], tuple[Block, int]]] = {}
-        # Tensors made in a segment by the user: (address, block) sorted by address, and the watch over each.
-        self._addresses: list[int] = []
+        self.addresses: list[int] = []
+        """Where tensors begin that the user made in a segment, sorted: none, and ``find`` finds nothing."""
+        # Their blocks, and the watch over each.
         self._tensor_blocks: dict[int, Block] = {}
         self._tensor_leases: dict[int, Lease] = {}
         # Blocks that came back with a message's bytes in them, until the tensor over them dies.
@@ -67,21 +68,25 @@ class SegmentPool:
 
     # -- blocks
 
-    def allocate(self, size: int) -> Block | None:
-        """A block held by this process, or None when the limit is reached: then send the bytes inline."""
+    def allocate(self, size: int, peer: Hashable = None) -> Block | None:
+        """A block held by this process, or lent to ``peer``, whose release frees it.
+
+        None when the limit is reached: then send the bytes inline.
+        """
         if not self._usable or size <= 0:
             return None
         capacity = rounded_size(size)
         with self._lock:
             if self._orphans:
                 self._drop_orphans()
-            return self._arena.take(size, capacity)
-
-    def hand_over(self, block: Block, peer: Hashable) -> None:
-        """Lend a fresh block to ``peer`` and let go of it here: the peer's release frees it."""
-        with self._lock:
-            # The hold of this process becomes the peer's: the number of holders stays.
-            self._lent.setdefault(peer, {})[block.segment.id, block.offset] = (block, 1)
+            block = self._arena.take(size, capacity)
+            if block is not None and peer is not None:
+                try:
+                    lent = self._lent[peer]
+                except KeyError:
+                    lent = self._lent[peer] = {}
+                lent[block.segment_id, block.offset] = (block, 1)
+            return block
 
     def lend(self, segment_id: int, offset: int, peer: Hashable) -> bool:
         """Lend memory of a tensor that ``find`` recognised and that stays in use; False if it is gone."""
@@ -118,7 +123,9 @@ class SegmentPool:
                     continue
                 if count > 1:
                     lent[ticket] = (block, count - 1)
-                self._drop(block)
+                block.holders -= 1
+                if block.holders <= 0:
+                    self._arena.free(block)
         if wrong is not None and not self._complained:
             self._complained = True
             logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
@@ -144,12 +151,12 @@ class SegmentPool:
         with self._lock:
             lent = self._lent.get(peer, {})
             block, count = lent.get((segment_id, offset), (None, 0))
-            if block is None or block.size != size or count != 1 or block.holders != 1:
+            if block is None or not 0 < size <= block.size or count != 1 or block.holders != 1:
                 raise SegmentRefused(
                     f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own"
                 )
             del lent[segment_id, offset]
-        view, lease = leased(block.view, self._on_tensor_death, block)
+        view, lease = leased(block.view[:size], self._on_tensor_death, block)
         block.view = memoryview(b"")
         address = block.segment.address + block.offset
         with self._lock:
@@ -195,7 +202,7 @@ class SegmentPool:
         with self._lock:
             self._tensor_leases.clear()
             self._taken_back.clear()
-            self._addresses.clear()
+            self.addresses.clear()
             self._tensor_blocks.clear()
             self._orphans.clear()
             self._lent.clear()
@@ -231,19 +238,14 @@ class SegmentPool:
         block.view = memoryview(b"")
         address = block.segment.address + block.offset
         with self._lock:
-            insort(self._addresses, address)
+            insort(self.addresses, address)
             self._tensor_blocks[address] = block
             self._tensor_leases[address] = lease
         return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether ``find`` can find anything at all: a cheap look before it."""
-        return bool(self._addresses)
-
     def find(self, data_ptr: int, nbytes: int) -> tuple[int, int] | None:
         """(segment id, offset) of bytes in a tensor made by ``empty``, else None; cheap if there is none."""
-        if not self._addresses:
+        if not self.addresses:
             return None
         with self._lock:
             block = self._tensor_block(data_ptr)
@@ -261,10 +263,10 @@ class SegmentPool:
 
     def _tensor_block(self, address: int) -> Block | None:
         """The block of the user's tensor that ``address`` lies in."""
-        index = bisect_right(self._addresses, address) - 1
+        index = bisect_right(self.addresses, address) - 1
         if index < 0:
             return None
-        block = self._tensor_blocks[self._addresses[index]]
+        block = self._tensor_blocks[self.addresses[index]]
         return block if address < block.segment.address + block.offset + block.size else None
 
     def _drop(self, block: Block) -> None:
@@ -279,7 +281,7 @@ class SegmentPool:
             if self._taken_back.pop(address, None) is not None:
                 self._drop(block)
             elif self._tensor_blocks.pop(address, None) is not None:
-                self._addresses.remove(address)
+                self.addresses.remove(address)
                 del self._tensor_leases[address]
                 self._drop(block)
 

@@ -96,16 +96,38 @@ def run(
         int,
         typer.Option(min=0, help="Restarts of each failing worker; the group has no fixed size (no WORLD_SIZE)."),
     ] = 0,
+    on: Annotated[
+        str, typer.Option(help="Where: local, ssh, slurm, ray or kubernetes; see docs/launching.md.")
+    ] = "local",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of that engine: hosts=a,b; repeatable.")
+    ] = None,
 ) -> None:
     """Run a program with farcall in the place of torch.distributed.rpc."""
     program = [script, *context.args]
+    if workers is None and on != "local":
+        raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
-        os.execv(sys.executable, [sys.executable, "-m", "farcall", *program])
-    from farcall.cli.run import run_cluster
+        from farcall.cli.ranks import told_by_launcher
+        from farcall.errors import InitError
 
-    raise typer.Exit(run_cluster(_console(), workers, program, restart))
+        try:
+            environment = {**os.environ, **told_by_launcher(os.environ)}
+        except InitError as error:
+            Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        os.execve(sys.executable, [sys.executable, "-m", "farcall", *program], environment)
+    from farcall.cli.run import run_cluster
+    from farcall.launcher.engine import EngineError
+
+    try:
+        code = run_cluster(_console(), workers, program, restart, on=on, options=option or ())
+    except (EngineError, ValueError, TypeError) as error:
+        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
 
 
 _Connect = Annotated[
@@ -169,13 +191,16 @@ def top(
 def dashboard(
     connect: _Connect = "",
     cluster: _Cluster = "",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of loopback to serve on; 0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on; others than loopback need FARCALL_TLS_CA, _CERT and _KEY.")
+    ] = "127.0.0.1",
 ) -> None:
     """Serve a live page for the browser: workers, calls, latencies, callers and callees, waiting calls and errors."""
     from farcall.cli.live import serve_dashboard
 
     with _observer(connect, cluster) as observer:
-        serve_dashboard(_console(), observer, connect, port)
+        serve_dashboard(_console(), observer, connect, (host, port))
 
 
 @app.command()

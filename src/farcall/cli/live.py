@@ -16,12 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from farcall.errors import InitError
 from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
-from farcall.observe.rates import Row, busiest, cluster_title, rows
+from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s, weights
 from farcall.observe.trace import chrome_trace, write_json
+from farcall.options import RpcBackendOptions
+from farcall.transport.tls import tls_of
 
 _BUSIEST = 5
 
@@ -85,12 +88,54 @@ def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     return table
 
 
+def _batches(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The batched functions, if there are any."""
+    found = batches(before, now)[:_BUSIEST]
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("batched function", no_wrap=True)
+    for title in ("runs", "mean size", "largest", "mean wait"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found:
+        size, wait = f"{row.items / row.runs:.1f}", _duration(row.waited_s / max(1, row.items))
+        table.add_row(Text(row.function), str(row.runs), size, str(row.largest), wait)
+    return [table]
+
+
+def _streams(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The streams, if there are any; each has two ends."""
+    ends, per_s = sum(one.streams.open for one in now), stream_items_per_s(before, now)
+    return [Text(f"streams: {ends} ends open, {_rate(per_s)} items/s read")] if ends or per_s else []
+
+
+def _weights(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The published weights, if there are any."""
+    found = weights(before, now)
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("weights", no_wrap=True)
+    table.add_column("publisher", no_wrap=True)
+    for title in ("version", "MiB", "pushes/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("who has which")
+    for row in found:
+        who = Text(row.publisher) if row.publisher else Text("nobody", style="bold red")
+        size = f"{row.size_bytes / 2**20:.0f}"
+        told = Text(row.told(_BUSIEST))
+        table.add_row(Text(row.name), who, row.version, size, _rate(row.pushes_per_s), told)
+    return [table]
+
+
 def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
     """The whole page, on a terminal with ``columns`` columns."""
     name = cluster_title(heard.cluster_id, heard.answers)
     head = Text(f"cluster {name}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
-    return Group(head, _table(heard, rows(before, heard.answers), columns), foot, _busiest(before, heard.answers))
+    now = heard.answers
+    extras = (*_batches(before, now), *_streams(before, now), *_weights(before, now))
+    return Group(head, _table(heard, rows(before, now), columns), foot, _busiest(before, now), *extras)
 
 
 def show_once(console: Console, observer: Observer, every_s: float) -> None:
@@ -134,8 +179,8 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.3g} GiB"
 
 
-def serve_dashboard(console: Console, observer: Observer, address: str, port: int) -> None:
-    """Serve the live page until Ctrl-C. ``observer`` is connected; to ``address``, unless that is empty."""
+def serve_dashboard(console: Console, observer: Observer, address: str, place: tuple[str, int]) -> None:
+    """Serve the live page at ``place`` until Ctrl-C. ``observer`` is connected; to ``address``, if there is one."""
     cluster_id = observer.metrics().cluster_id
     first: list[Observer] = [observer]
 
@@ -144,7 +189,11 @@ def serve_dashboard(console: Console, observer: Observer, address: str, port: in
             return first.pop()
         return Observer.connect_with_secret(address) if address else Observer.find(cluster_id)
 
-    served = Dashboard(connect, port)
+    options, (host, port) = RpcBackendOptions(), place
+    try:
+        served = Dashboard(connect, port, host, tls=tls_of(options.tls, b""), name=options.advertise or "")
+    except InitError as error:
+        raise SystemExit(str(error)) from error
     served.start()
     try:
         console.print(f"the dashboard of cluster {cluster_id} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)

@@ -17,6 +17,7 @@ from farcall.observe.prometheus import MetricsServer
 from farcall.observe.telemetry import TracedCalls
 from farcall.private_files import runtime_directory
 from farcall.protocol.hello import observer_key
+from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.node import Runtime
 
 __all__ = ["Observability"]
@@ -37,8 +38,10 @@ class Observability:
         runtime.part(Tracing)
         if options.observing.observable:
             self._leave_file()
-        if options.observing.metrics_port is not None:
-            server = MetricsServer(runtime, options.observing.metrics_host, options.observing.metrics_port)
+        observing = options.observing
+        if observing.metrics_port is not None:
+            tls = tls_for(options, runtime.membership.secret)
+            server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
             logger.info("%s: metrics are served at port %d", runtime.info.name, server.port)
@@ -50,14 +53,15 @@ class Observability:
 
         runtime = self._runtime
         membership = runtime.membership
-        key = observer_key(membership.secret)
 
         def connect() -> Observer:
+            key = observer_key(membership.secret.values[0])
             return Observer.connect_any(
                 runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
             )
 
-        dashboard = Dashboard(connect, port)
+        tls, host = tls_for(runtime.options, membership.secret), runtime.options.observing.dashboard_host
+        dashboard = Dashboard(connect, port, host, tls=tls, name=runtime.options.advertise or "")
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
@@ -73,7 +77,8 @@ class Observability:
             rank=runtime.info.id,
             cluster_id=membership.cluster_id,
             addresses=runtime.addresses,
-            key=observer_key(membership.secret).hex(),
+            key="" if membership.secret.path else observer_key(membership.secret.values[0]).hex(),
+            secret_file=os.path.abspath(membership.secret.path) if membership.secret.path else "",
             process_id=os.getpid(),
             process_start=process_start(os.getpid()),
             namespace=namespace(),

@@ -111,8 +111,8 @@ class Observer:
         failures = []
         for one in wanted:
             try:
-                return cls.connect_any(one.addresses, bytes.fromhex(one.key), one.cluster_id, one.name, options)
-            except (TransportError, NetworkError) as error:
+                return cls.connect_any(one.addresses, one.observer_key(), one.cluster_id, one.name, options)
+            except (TransportError, NetworkError, ValueError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")
         raise NothingToObserve("no worker of the cluster could be reached: " + "; ".join(failures))
 
@@ -133,11 +133,11 @@ class Observer:
     def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
         """Connect to the member at ``address`` (``host:port`` or as farcall writes it) with the cluster's secret."""
         options = options or RpcBackendOptions()
-        secret = options.secret_bytes
+        secret = options.given_secret()
         if secret is None:
             raise NothingToObserve("set FARCALL_SECRET to the cluster's secret to observe it from elsewhere")
         known = address.partition(":")[0] in ("tcp", "unix")
-        return cls.connect(address if known else f"tcp://{address}", observer_key(secret), tls=options.tls)
+        return cls.connect(address if known else f"tcp://{address}", observer_key(secret.values[0]), tls=options.tls)
 
     @classmethod
     def connect(

@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from farcall.private_files import check_private, private_directory
+from farcall.protocol.hello import observer_key
+from farcall.secret import Secret
 
 __all__ = ["Presence", "PresenceFile", "find_nodes"]
 
@@ -35,7 +37,7 @@ class Presence(msgspec.Struct, frozen=True):
     cluster_id: str
     addresses: tuple[str, ...]
     key: str
-    """The observer's key, in hexadecimal digits."""
+    """The observer's key, in hexadecimal digits; empty where the secret is in a file, which may change."""
     process_id: int
     process_start: str
     """The start of the process, in the kernel's words: process ids are used again."""
@@ -43,6 +45,11 @@ class Presence(msgspec.Struct, frozen=True):
     """The namespace of the process id."""
     started_at: float
     cluster_name: str = ""
+    secret_file: str = ""
+
+    def observer_key(self) -> bytes:
+        """What an observer of this node proves now; raises ``ValueError`` where the secret's file cannot be read."""
+        return observer_key(Secret(path=self.secret_file).values[0]) if self.secret_file else bytes.fromhex(self.key)
 
 
 class PresenceFile:

@@ -8,6 +8,7 @@ request; nothing is kept between two requests. Uses ``prometheus-client``, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from farcall.errors import InitError
@@ -15,6 +16,8 @@ from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
 from farcall.observe.web_server import Answer, Request, WebServer
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S
+from farcall.runtime.rendezvous.addresses import is_loopback
+from farcall.transport.tls import Tls
 
 __all__ = ["MetricsServer"]
 
@@ -25,7 +28,8 @@ _EVERY = 8
 class MetricsServer:
     """The server of one node's metrics."""
 
-    def __init__(self, node: Runtime, host: str, port: int) -> None:
+    def __init__(self, node: Runtime, host: str, port: int, tls: Tls | None) -> None:
+        """With ``tls``, to others than this machine's: who asks must show a certificate of the cluster's authority."""
         try:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import choose_encoder
@@ -41,7 +45,11 @@ class MetricsServer:
             return Answer(encode(registry), kind)
 
         try:
-            self._server = WebServer("farcall-metrics", host, port, answer)
+            if tls is None or not tls.serves_web() or is_loopback(host):
+                self._server = WebServer("farcall-metrics", host, port, answer)
+            else:
+                protect = partial(tls.web, for_members=True)
+                self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
             raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
         self._server.start()
@@ -107,6 +115,8 @@ def families(metrics: Metrics) -> list[Any]:
             metrics.device_memory.total_bytes,
         ),
         (gauge, "farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
+        (gauge, "farcall_streams_open", "Streams read or written here.", metrics.streams.open),
+        (gauge, "farcall_weights_bytes", "Memory for versions of weights.", metrics.weights_bytes),
         (gauge, "farcall_up_seconds", "Since this worker started.", metrics.up_s),
         (counter, "farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
         (counter, "farcall_reconnects", "Connections that were made again.", metrics.reconnects),
@@ -126,7 +136,28 @@ def families(metrics: Metrics) -> list[Any]:
     for peer, seconds in metrics.unresponsive.items():
         silent.add_metric([worker, peer], seconds)
     found.append(silent)
-    return found
+    batches = [
+        counter(f"farcall_batch_{what}", text, labels=["worker", "function"])
+        for what, text in (
+            ("runs", "Runs of batched functions."),
+            ("items", "Arguments of all these runs."),
+            ("waiting_seconds", "How long all of them waited for their batch to begin."),
+        )
+    ]
+    for batch in metrics.batches:
+        for series, value in zip(batches, (batch.runs, batch.items, batch.waited_s), strict=True):
+            series.add_metric([worker, batch.function], value)
+    items = counter("farcall_stream_items", "Items of streams.", labels=["worker", "direction"])
+    items.add_metric([worker, "read"], metrics.streams.items_read)
+    items.add_metric([worker, "written"], metrics.streams.items_written)
+    versions = gauge(
+        "farcall_weights_version", "The newest version of weights.", labels=["worker", "name", "role", "epoch"]
+    )
+    pushed = counter("farcall_weights_versions", "Versions pushed or received.", labels=["worker", "name", "role"])
+    for one_name in metrics.weights:
+        versions.add_metric([worker, one_name.name, one_name.role, str(one_name.epoch)], one_name.number)
+        pushed.add_metric([worker, one_name.name, one_name.role], one_name.total)
+    return [*found, *batches, items, versions, pushed]
 
 
 def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics]) -> Any:

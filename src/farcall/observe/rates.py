@@ -10,9 +10,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farcall.observe.metrics import CallMetrics, Histogram, Metrics
+from farcall.observe.metrics import BatchMetrics, CallMetrics, Histogram, Metrics, StreamMetrics
 
-__all__ = ["FunctionRow", "Row", "busiest", "errors_of", "latency_between", "pairs_of_looks", "rows"]
+__all__ = [
+    "BatchRow",
+    "FunctionRow",
+    "Row",
+    "batches",
+    "busiest",
+    "errors_of",
+    "latency_between",
+    "pairs_of_looks",
+    "rows",
+    "stream_items_per_s",
+    "weights",
+]
 
 
 def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterator[tuple[Metrics, Metrics, float]]:
@@ -21,7 +33,9 @@ def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterato
     for one in now:
         then = earlier.get((one.worker, one.process_id))
         if then is None:
-            then = msgspec.structs.replace(one, up_s=0.0, called=[], served=[], channels=[])
+            then = msgspec.structs.replace(
+                one, up_s=0.0, called=[], served=[], channels=[], batches=[], streams=StreamMetrics(), weights=[]
+            )
         yield then, one, max(1e-3, one.up_s - then.up_s)
 
 
@@ -94,6 +108,99 @@ def _add_between(total: dict[int, int], now: Histogram, then: Histogram) -> None
 def errors_of(calls: Iterable[CallMetrics]) -> int:
     """The number of these calls that failed, timed out or were lost."""
     return sum(call.failed + call.timed_out + call.lost for call in calls)
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One batched function, between two looks, wherever it ran."""
+
+    function: str
+    runs: int
+    items: int
+    largest: int
+    """Of all batches since the workers' start."""
+    waited_s: float
+    """Of all items together."""
+
+
+def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchRow]:
+    """The batched functions that ran, those first that ran for most items."""
+    found: dict[str, BatchRow] = {}
+    for old, one, _ in pairs_of_looks(before, now):
+        known = {batch.function: batch for batch in old.batches}
+        for batch in one.batches:
+            then = known.get(batch.function) or BatchMetrics(batch.function, 0, 0, 0, 0.0)
+            so_far = found.get(batch.function) or BatchRow(batch.function, 0, 0, 0, 0.0)
+            found[batch.function] = BatchRow(
+                batch.function,
+                so_far.runs + batch.runs - then.runs,
+                so_far.items + batch.items - then.items,
+                max(so_far.largest, batch.largest),
+                so_far.waited_s + batch.waited_s - then.waited_s,
+            )
+    return sorted((row for row in found.values() if row.runs), key=lambda row: row.items, reverse=True)
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """One name under which weights are published, at all workers."""
+
+    name: str
+    publisher: str
+    """Empty: nobody publishes it now."""
+    version: str
+    number: int
+    size_bytes: int
+    pushes_per_s: float
+    subscribers: dict[str, int]
+    """The number of the newest version at each."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the publisher copies."""
+        return self.pushes_per_s * self.size_bytes
+
+    def told(self, most: int) -> str:
+        """Who has which version, those that lag behind first; ``most`` workers at most."""
+        found = sorted(self.subscribers.items(), key=lambda item: (item[1], item[0]))
+        texts = [
+            f"{worker} {number}" + (f" ({self.number - number} behind)" if number < self.number else "")
+            for worker, number in found
+        ]
+        return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRow]:
+    """The names of published weights, with who publishes and who has which version."""
+    looks = list(pairs_of_looks(before, now))
+    found = []
+    for name in sorted({each.name for _, one, _ in looks for each in one.weights}):
+        newest: tuple[int, int] = (0, 0)
+        publisher, size_bytes, per_s = "", 0, 0.0
+        subscribers: dict[str, int] = {}
+        for old, one, seconds in looks:
+            pushed = {each.name: each.total for each in old.weights if each.role == "publishes"}
+            for each in one.weights:
+                if each.name != name:
+                    continue
+                if (each.epoch, each.number) >= newest:
+                    newest, size_bytes = (each.epoch, each.number), each.size_bytes
+                if each.role == "subscribes":
+                    subscribers[one.worker] = each.number
+                elif each.state == "published":
+                    publisher = one.worker
+                    per_s += max(0, each.total - pushed.get(name, 0)) / seconds
+        version = f"{newest[0]}.{newest[1]}"
+        found.append(WeightsRow(name, publisher, version, newest[1], size_bytes, per_s, subscribers))
+    return found
+
+
+def stream_items_per_s(before: Iterable[Metrics], now: Iterable[Metrics]) -> float:
+    """Items of streams that all workers together have read."""
+    return sum(
+        max(0, one.streams.items_read - old.streams.items_read) / seconds
+        for old, one, seconds in pairs_of_looks(before, now)
+    )
 
 
 @dataclass(frozen=True)

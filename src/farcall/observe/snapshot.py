@@ -21,6 +21,8 @@ from types import FrameType
 
 import msgspec
 
+from farcall.rpc.batch_queue import RunningBatch
+from farcall.rpc.batches import Batches
 from farcall.rpc.stream_reading import StreamCall
 from farcall.rpc.stream_writing import StreamRequest
 from farcall.runtime.calls.pending import PendingCall, name_of
@@ -46,6 +48,7 @@ __all__ = [
 MOST_CALLS = 1000
 MOST_FRAMES = 40
 MOST_MEMBERS = 100
+_MOST_CALLERS = 3
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -162,6 +165,9 @@ def take_snapshot(node: Runtime) -> WorkerSnapshot:
     active = node.server.active
     calls = [outgoing_call(call) for call in pending[:MOST_CALLS]]
     served = [served_call(request) for request in active[:MOST_CALLS]]
+    batches = node.part_if_made(Batches)
+    if batches is not None:
+        served += [_running_batch(batch) for batch in list(batches.running.values())]
     involved = {call.thread_id for call in calls} | {call.thread_id for call in served}
     main = threading.main_thread().ident
     if main is not None:
@@ -222,6 +228,13 @@ def served_call(request: Request) -> ServedCall:
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,
     )
+
+
+def _running_batch(batch: RunningBatch) -> ServedCall:
+    """A batch, which is no caller's alone; the calls in it answer later."""
+    callers = ", ".join(batch.callers[:_MOST_CALLERS]) + (" and others" if len(batch.callers) > _MOST_CALLERS else "")
+    state = RUNNING if batch.thread_id else LATER
+    return ServedCall(0, callers, batch.title, state, monotonic() - batch.began_at, batch.thread_id)
 
 
 def view_threads(wanted: Collection[int]) -> list[ThreadView]:

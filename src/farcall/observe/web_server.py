@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 from farcall.transport.descriptors import close_in_children
 
@@ -45,12 +45,24 @@ class Answer(NamedTuple):
     status: int = 200
 
 
+Protect: TypeAlias = Callable[[socket.socket], socket.socket]
+
+
+def _as_it_is(stream: socket.socket) -> socket.socket:
+    return stream
+
+
 class WebServer:
     """One port, served from ``start`` to ``close``."""
 
-    def __init__(self, name: str, host: str, port: int, answer: Callable[[Request], Answer]) -> None:
-        """``answer`` is called on threads of this server's. Raises ``OSError`` where the port cannot be had."""
-        self._server = _Server((host, port), answer)
+    def __init__(
+        self, name: str, host: str, port: int, answer: Callable[[Request], Answer], *, protect: Protect = _as_it_is
+    ) -> None:
+        """``answer`` is called on threads of this server's. Raises ``OSError`` where the port cannot be had.
+
+        ``protect`` puts TLS over a connection; it must not wait.
+        """
+        self._server = _Server((host, port), answer, protect)
         self.port: int = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_S,), name=name, daemon=True)
         close_in_children(self)
@@ -82,13 +94,18 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False  # a browser keeps its connection open
     request_queue_size = 2 * MOST_CONNECTIONS
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer]) -> None:
+    def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer], protect: Protect) -> None:
         self.answer = answer
+        self._protect = protect
         self.quiet_since: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        stream, address = super().get_request()
+        return self._protect(stream), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -121,7 +138,7 @@ class _Server(ThreadingHTTPServer):
             late = [request for request, since in self.quiet_since.items() if now - since > quiet_s]
             for request in late:
                 try:
-                    request.shutdown(socket.SHUT_RDWR)
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)  # below TLS, which its own thread may be in
                 except OSError:
                     pass  # it is gone already
 
@@ -191,8 +208,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        # The request line is a stranger's: quoted.
-        logger.debug("web: %r", format % args)
+        # Not the request line, which may have a token in it.
+        logger.debug("web: a request from %s", self.client_address[0])
 
 
 _HEADERS: Final = {

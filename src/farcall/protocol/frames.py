@@ -39,11 +39,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from struct import Struct
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from farcall.errors import NetworkError
+from farcall.ids import RefId
 
 MAGIC = b"fc"
 VERSION = 1
@@ -95,7 +96,7 @@ SHARED = 1 << 62
 """Set in a ticket's segment id: the sender goes on using the bytes."""
 
 
-class Ticket(NamedTuple):
+class Ticket(msgspec.Struct, frozen=True, gc=False):
     """Where a buffer lies in a shared segment, normally of the sender."""
 
     size_bytes: int
@@ -135,6 +136,10 @@ class Frame(msgspec.Struct):
     """At the sender of a request: OpenTelemetry's context of the caller, if its user has opted into that."""
     scope: Any = None
     """At the receiver of a request: what the calls of its function inherit, a deadline and metadata; None: nothing."""
+    serial: RefId | None = None
+    """Of a request: the object whose calls run one at a time."""
+    turns: Any = None
+    """At the receiver of such a request: that object's mailbox."""
     handed_over: bool = False
     """Did a link take it? From then on only an error that says so means that it was not sent."""
 
@@ -174,16 +179,18 @@ def encode_frame(
     head: list[Piece] = [
         HEADER.pack(MAGIC, VERSION, kind, flags, call_id, len(payload), len(function), len(notes), len(buffers), 0)
     ]
+    inline: list[Piece] = [payload]
     for buffer in buffers:
         if isinstance(buffer, Ticket):
-            head.append(BUFFER_ENTRY.pack(*buffer))
+            head.append(BUFFER_ENTRY.pack(buffer.size_bytes, buffer.segment_id, buffer.offset))
         else:
             head.append(BUFFER_ENTRY.pack(buffer.nbytes, 0, 0))
+            inline.append(buffer)
     head.append(function)
     head.append(notes)
     pieces: list[Piece] = []
     small: list[Piece] = head
-    for part in (payload, *(buffer for buffer in buffers if not isinstance(buffer, Ticket))):
+    for part in inline:
         if len(part) >= LARGE_BYTES:
             if small:
                 pieces.append(b"".join(small))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -72,6 +72,9 @@ from farcall.protocol.hello import (
 __all__ = ["Established", "Handshake", "HandshakeState"]
 
 
+_SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
+
+
 class HandshakeState(Enum):
     """What this end is waiting for; the driver names it when its deadline passes."""
 
@@ -105,7 +108,8 @@ class Handshake:
     """One end of one connection's handshake.
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
-    that must answer (or dial); None lets any member of the cluster in. ``binding`` gives what both ends have seen of
+    that must answer (or dial); None lets any member of the cluster in. ``also``: other secrets that a dialer may prove;
+    it is answered with the one that it proved. ``binding`` gives what both ends have seen of
     each other below this handshake, once a message has come: it is part of the proof. ``quick_seals``: see `Greeting`.
     """
 
@@ -117,6 +121,7 @@ class Handshake:
         nonce: bytes,
         expected_peer: str | None = None,
         *,
+        also: Sequence[bytes] = (),
         binding: Callable[[], bytes] = bytes,
         quick_seals: bool = False,
     ) -> None:
@@ -126,12 +131,12 @@ class Handshake:
             raise ValueError(f"the nonce must be {NONCE_BYTES} bytes, not {len(nonce)}")
         self._side = side
         self._me = me
-        self._secret = secret
+        self._secrets = (secret, *also)
         self._nonce = nonce
         self._expected_peer = expected_peer
         self._binding = binding
         self._quick_seals = quick_seals
-        self._root_key = hkdf_extract(b"farcall handshake", secret)
+        self._root_keys = [_root_key(one) for one in self._secrets]
         self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce, quick_seals)))
         # What we would refuse from a peer we must not send to one.
         if len(self._my_greeting) > MAX_MESSAGE_BYTES:
@@ -260,7 +265,7 @@ class Handshake:
             raise refuse(
                 RefusalReason.OTHER_TRUST,
                 f"{peer.member.name!r} trusts members with {peer.member.trust}, this node with "
-                f"{self._me.member.trust}: have every process call farcall.allow before it starts, or none",
+                f"{self._me.member.trust}{_SAME_TRUST}",
             )
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
@@ -279,7 +284,7 @@ class Handshake:
         self._quick_seals = self._quick_seals and greeting.quick_seals
         self._state = HandshakeState.AWAITING_PROOF
         if isinstance(peer.purpose, Observe) and self._side is Side.LISTENER:
-            self._root_key = hkdf_extract(b"farcall handshake", observer_key(self._secret))
+            self._root_keys = [_root_key(observer_key(one)) for one in self._secrets]
         # Both greetings exactly as sent; each carries its length, so the two cannot be split in another way.
         if self._side is Side.DIALER:
             self._transcript = hashlib.sha256(self._my_greeting + message + self._binding()).digest()
@@ -294,7 +299,10 @@ class Handshake:
 
     def _on_proof(self, body: bytes) -> tuple[bytes, bytes]:
         """Check the peer's proof; return our own if it is still due, and the session key."""
-        if not hmac.compare_digest(body, self._proof_of(self._side.other)):
+        self._root_keys = [
+            key for key in self._root_keys if hmac.compare_digest(body, _proof(key, self._side.other, self._transcript))
+        ]
+        if not self._root_keys:
             name = self._peer.member.name if self._peer is not None else "?"
             raise refuse(
                 RefusalReason.WRONG_SECRET,
@@ -302,7 +310,7 @@ class Handshake:
                 "give every node the same FARCALL_SECRET or option `secret`",
             )
         self._state = HandshakeState.ESTABLISHED
-        session_key = hkdf_expand(self._root_key, b"session" + self._transcript)
+        session_key = hkdf_expand(self._root_keys[0], b"session" + self._transcript)
         if self._side is Side.LISTENER:
             return message_of(Kind.LISTENER_PROOF, self._proof_of(Side.LISTENER)), session_key
         return b"", session_key
@@ -324,9 +332,7 @@ class Handshake:
         return hmac.digest(hkdf_expand(self._session_key, b"count"), count, "sha256")
 
     def _proof_of(self, side: Side) -> bytes:
-        """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""
-        key = hkdf_expand(self._root_key, b"proof of the " + side.value.encode())
-        return hmac.digest(key, self._transcript, "sha256")
+        return _proof(self._root_keys[0], side, self._transcript)
 
     def _established(self, peer: Hello, received: int = 0) -> Established:
         return Established(peer, self._session_key, self._take_leftover(), received, self._quick_seals)
@@ -352,7 +358,17 @@ class Handshake:
         advice = {
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
-            RefusalReason.OTHER_TRUST: "; have every process call farcall.allow before it starts, or none",
+            RefusalReason.OTHER_TRUST: _SAME_TRUST,
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)
+
+
+def _root_key(secret: bytes) -> bytes:
+    return hkdf_extract(b"farcall handshake", secret)
+
+
+def _proof(root_key: bytes, side: Side, transcript: bytes) -> bytes:
+    """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""
+    key = hkdf_expand(root_key, b"proof of the " + side.value.encode())
+    return hmac.digest(key, transcript, "sha256")

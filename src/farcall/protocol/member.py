@@ -18,6 +18,7 @@ __all__ = ["MAX_ADDRESSES", "Incarnation", "Member", "incarnation_text", "new_in
 MAX_ADDRESSES: Final = 16
 
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Trust: TypeAlias = Literal["code", "calls", "data"]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -27,7 +28,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ``addresses`` are as transports write them, the preferred one first. ``admission`` numbers the admissions to a group
     without a fixed size, 0 for founders and in groups of fixed size. A name or a rank is given away again only when its
     holder is dead or has left, so of two incarnations that share one, the later admission is the true holder.
-    ``trust`` is what it lets others send: code, or calls of what its program has named (`farcall.allow`).
+    ``trust`` is what it lets others send: code; calls of what its program has named (`farcall.allow`); or such calls
+    with plain data and tensors only, and no pickle at all.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
@@ -36,7 +38,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     addresses: Annotated[tuple[_Text, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
     host_token: _Text = ""
     admission: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
-    trust: Literal["code", "calls"] = "code"
+    trust: Trust = "code"
 
 
 def new_incarnation(random_bits: int) -> int:

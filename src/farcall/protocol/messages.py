@@ -14,7 +14,8 @@ message that does not fit its struct exactly is a fault of the link, not somethi
     70-79   observation             observe/clocks.py, protocol/observing.py
     80-89   devices                 runtime/devices
     90-99   streams                 protocol/streams.py
-    100-    free
+    100-119 published weights       protocol/weights
+    120-    free
 
 To add a message: write its struct with a free tag, add it to ``Message``, and handle it where it belongs.
 This module must not know what a message makes anybody do.
@@ -30,6 +31,7 @@ from farcall.errors import NetworkError
 from farcall.protocol import observing, streams
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.references import messages as references
+from farcall.protocol.weights import messages as weights
 
 __all__ = [
     "BlocksReleased",
@@ -276,6 +278,7 @@ Message = (
     | membership.Message
     | observing.Message
     | streams.Message
+    | weights.Message
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from farcall.ids import RefId
 from farcall.protocol.references.messages import Fork
 
 __all__ = [
@@ -59,6 +60,7 @@ class Notes(msgspec.Struct, array_like=True, frozen=True):
     telemetry: dict[str, str] = {}  # OpenTelemetry's context of the caller, if its user has opted into that
     time_left_s: float = 0.0  # of a request: how long its caller waits, where that was chosen; else 0
     metadata: dict[str, str] = {}  # of a request: what its caller, and its callers, sent along
+    serial: RefId | None = None  # of a request: the object whose calls run one at a time
 
 
 encode_notes: Callable[[Notes], bytes] = msgspec.msgpack.Encoder().encode

@@ -31,7 +31,7 @@ T = TypeVar("T")
 class Worker:
     """A worker to call, by name. `farcall.worker` and ``node[name]`` make it."""
 
-    __slots__ = ("_metadata", "_node", "_retry", "_timeout", "name")
+    __slots__ = ("_metadata", "_node", "_retry", "_serial", "_timeout", "name")
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Worker:
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
         metadata: Mapping[str, str] | None = None,
+        serial: bool = False,
         node: Runtime | None = None,
     ) -> None:
         """``node``: who calls; None: the current node, at each call."""
@@ -51,6 +52,7 @@ class Worker:
         self._timeout = timeout
         self._retry = retry
         self._metadata = None if metadata is None else _check_metadata(metadata)
+        self._serial = serial
         self._node = node
 
     def _calling(self) -> Runtime:
@@ -62,6 +64,7 @@ class Worker:
         timeout: float | None = UNSET_TIMEOUT,
         retry: Retry | None = None,
         metadata: Mapping[str, str] | None = None,
+        serial: bool | None = None,
     ) -> Worker:
         """The same worker, called otherwise; what is not given stays as it is.
 
@@ -69,12 +72,15 @@ class Worker:
             timeout: seconds, and within a served call at most the time that is left of that; None for no limit at all.
             retry: for functions that may run more than once: call again where the network failed the call.
             metadata: travels with the call and with the calls that its function makes; see `farcall.current_call`.
+            serial: for `create`: calls of the object's methods run one at a time, those of one caller in the order in
+                which it made them. An ``async def`` lets others in at each ``await``, a generator after each item.
         """
         return Worker(
             self.name,
             timeout=self._timeout if timeout == UNSET_TIMEOUT else timeout,
             retry=self._retry if retry is None else retry,
             metadata=self._metadata if metadata is None else {**(self._metadata or {}), **metadata},
+            serial=self._serial if serial is None else serial,
             node=self._node,
         )
 
@@ -120,8 +126,8 @@ class Worker:
             return self._labelled(Worker.create, func, args, kwargs)  # type: ignore[no-any-return]
         node = self._calling()
         if self._retry is not None:
-            return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout)
-        return call_remote(node, self.name, func, args, kwargs, self._timeout)
+            return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout, serial=self._serial)
+        return call_remote(node, self.name, func, args, kwargs, self._timeout, serial=self._serial)
 
     @overload
     def stream(self, func: Callable[P, AsyncIterable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]: ...
@@ -141,7 +147,7 @@ class Worker:
 
     def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``make``, a method, makes of a call in a scope with this handle's metadata."""
-        plain = Worker(self.name, timeout=self._timeout, retry=self._retry, node=self._node)
+        plain = Worker(self.name, timeout=self._timeout, retry=self._retry, serial=self._serial, node=self._node)
         token = CURRENT.set(Labelled(CURRENT.get(), self._metadata or {}))
         try:
             return make(plain, func, *args, **kwargs)
@@ -152,11 +158,12 @@ class Worker:
         timeout = "" if self._timeout == UNSET_TIMEOUT else f", timeout={self._timeout!r}"
         retry = "" if self._retry is None else f", retry={self._retry!r}"
         metadata = "" if self._metadata is None else f", metadata={self._metadata!r}"
-        return f"farcall.worker({self.name!r}{timeout}{retry}{metadata})"
+        serial = ", serial=True" if self._serial else ""
+        return f"farcall.worker({self.name!r}{timeout}{retry}{metadata}{serial})"
 
     def _key(self) -> tuple[object, ...]:
         metadata = None if self._metadata is None else tuple(sorted(self._metadata.items()))
-        return self.name, self._timeout, self._retry, metadata
+        return self.name, self._timeout, self._retry, metadata, self._serial
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Worker) and self._key() == other._key()
@@ -169,9 +176,14 @@ class Worker:
 
 
 def _arrived(
-    name: str, timeout: float | None, retry: Retry | None, metadata: tuple[tuple[str, str], ...] | None
+    name: str,
+    timeout: float | None,
+    retry: Retry | None,
+    metadata: tuple[tuple[str, str], ...] | None,
+    serial: bool,
 ) -> Worker:
-    return Worker(name, timeout=timeout, retry=retry, metadata=None if metadata is None else dict(metadata))
+    texts = None if metadata is None else dict(metadata)
+    return Worker(name, timeout=timeout, retry=retry, metadata=texts, serial=serial)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

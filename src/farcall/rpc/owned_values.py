@@ -31,6 +31,7 @@ from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import StoredFailure
 from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server
+from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -53,7 +54,7 @@ _lock = threading.RLock()
 class Owned:
     """A value of this node, or its place while the value is still being made."""
 
-    __slots__ = ("_stamp", "_waiting", "failure", "made_by", "origin", "ready", "type_hint", "value")
+    __slots__ = ("_stamp", "_waiting", "failure", "made_by", "origin", "ready", "turns", "type_hint", "value")
 
     held_by_scripts: type[Any] | None = None
     """The class of values that TorchScript code has changed, or may; see `farcall.torchscript`."""
@@ -65,6 +66,7 @@ class Owned:
         self.origin: str = origin  # the line of the program that created the value, if origins are recorded
         self.made_by: bytes = b""  # the function that made the value, as the call named it
         self.type_hint: Any = None  # the type for TorchScript, if the user named one
+        self.turns: Turns | None = None  # where its calls run one at a time
         self._waiting: list[Callable[[], None]] | None = None
         self._stamp: Stamp | None = None  # the device streams that the value was made on, in a node with devices
 

@@ -31,8 +31,10 @@ from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
 from farcall.rpc.future import Future
-from farcall.rpc.owned_values import OnWorker
-from farcall.runtime.calls.pending import PendingCall, SyncCall
+from farcall.rpc.owned_values import OnWorker, Owned
+from farcall.runtime.calls.pending import PendingCall, SyncCall, name_of
+from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
@@ -203,6 +205,12 @@ class Creation(PendingCall):
 def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float | None) -> Any:
     """Call a function of `owner_methods.py` at ``peer``, the owner, by the request ``frame``; return its result."""
     node = rref._references.node
+    if rref._serial and rref._owned is not None:
+        try:
+            _check_not_within(rref._owned, what)
+        except BaseException:
+            withdraw(frame)
+            raise
     call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
@@ -226,6 +234,18 @@ def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, tim
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error) from None
         raise
+
+
+def _check_not_within(owned: Owned, what: Callable[..., Any]) -> None:
+    """Raise where a method of the object waits for another one, whose turn would come after its own."""
+    scope = CURRENT.get()
+    request = None if scope is None else scope.served
+    if isinstance(request, Request) and owned.turns is not None and request.frame.turns is owned.turns:
+        inner, outer = name_of(what), request.function_name
+        raise RpcError(
+            f"{outer}() waits for {inner}() of its own object, whose calls run one at a time: neither could go on. "
+            f"Call self.{inner}(), or await the call from an async def"
+        )
 
 
 def ask_async(
@@ -359,6 +379,8 @@ def method_request(
     ref = rref._fork.ref
     peer = rref._references.peer(rref._fork)
     frame = Frame(REQUEST, 0, 0, function)
+    if rref._serial:
+        frame.serial = ref
     write_call(frame, ((ref.created_on, ref.local_id, args, kwargs or None), None), peer)
     return peer, what, frame
 

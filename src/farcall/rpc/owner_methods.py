@@ -25,7 +25,8 @@ from farcall.runtime.node import runtime_of_thread
 from farcall.serialize.allowance import INSTALLED
 
 
-def _find(created_on: int, local_id: int) -> Owned:
+def find_owned(created_on: int, local_id: int) -> Owned:
+    """The value that a caller names, or its place."""
     node = runtime_of_thread()
     assert node is not None
     references = node.part(NodeReferences)
@@ -35,13 +36,13 @@ def _find(created_on: int, local_id: int) -> Owned:
 
 def fetch(created_on: int, local_id: int) -> Any:
     """The value itself."""
-    owned = _find(created_on, local_id)
+    owned = find_owned(created_on, local_id)
     return owned.get(to_send=True) if owned.ready else Later(owned.when_ready, partial(owned.get, to_send=True))
 
 
 def type_of(created_on: int, local_id: int) -> Any:
     """The type of the value."""
-    owned = _find(created_on, local_id)
+    owned = find_owned(created_on, local_id)
     if owned.ready:
         return type(owned.get(to_send=True))
     return Later(owned.when_ready, lambda: type(owned.get(to_send=True)))
@@ -57,7 +58,7 @@ class _Method:
         self.__qualname__ = name
 
     def __call__(self, created_on: int, local_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        owned = _find(created_on, local_id)
+        owned = find_owned(created_on, local_id)
         if owned.ready:
             return self._call(owned, args, kwargs)
         return Later(owned.when_ready, lambda: self._call(owned, args, kwargs))
@@ -92,7 +93,7 @@ methods: _Methods = _Methods()
 
 def backward(created_on: int, local_id: int, context_id: int, retain_graph: bool) -> Any:
     """Run a backward pass from the value."""
-    owned = _find(created_on, local_id)
+    owned = find_owned(created_on, local_id)
     if owned.ready:
         return run_backward(owned.get(to_send=True), context_id, retain_graph)
     return Later(owned.when_ready, lambda: run_backward(owned.get(to_send=True), context_id, retain_graph))

@@ -17,9 +17,11 @@ Over 400 lines, because everything here changes under the one lock.
 from __future__ import annotations
 
 import copy
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import monotonic, sleep
 from typing import Any, get_args
 
@@ -37,13 +39,17 @@ from farcall.rpc.owner_calls import Creation
 from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.serving import Server
+from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import encode_failure, withdraw
+from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
+GAP_BITS = 36
+"""2**28 references of one member have room, and of 2**35 guesses one hits."""
 CONFIRM_S = 0.002
 """How long the answer to a creating call may wait for another message: no thread waits for it."""
 RETRY_S = 0.01
@@ -73,6 +79,8 @@ class NodeReferences:
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: self._timer.at(monotonic() + LINGER_S),
+            # Where members trust each other less, only who was given a reference may use it.
+            gap=None if INSTALLED.allowance is None else partial(secrets.randbits, GAP_BITS),
         )
         self.released: ReleasedForks = self._machine.released
         self._values = OwnedValues(node.info)
@@ -112,10 +120,12 @@ class NodeReferences:
         timeout_s: float,
         keeps: RRef[Any] | None = None,
         make: Callable[..., Creation] = Creation,
+        *,
+        serial: bool = False,
     ) -> RRef[Any]:
         """Have ``peer`` run the function of the request ``frame`` and own its result.
 
-        ``keeps``: the function is a method of that reference's value.
+        ``keeps``: the function is a method of that reference's value. ``serial``: its calls are to run one at a time.
         """
         profile = None
         if is_profiled() or PROFILING.everywhere:
@@ -129,6 +139,7 @@ class NodeReferences:
         creation = make(self, fork, peer, what, timeout_s, keeps)
         rref: RRef[Any] = RRef.__new__(RRef)
         rref._bind(self, fork, owned, creation, origin)
+        rref._serial = serial
         try:
             creation.profile = profile
             if keeps is not None and keeps._creation is not None:
@@ -231,6 +242,28 @@ class NodeReferences:
         if freed:
             dispose(self.node, freed)
         frame.forks = arrived
+        return True
+
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
+        """Give ``frame``, a request, the mailbox of the object ``ref``, on the thread that reads its link.
+
+        False: an earlier request to the object waits to be read, and this one behind it.
+        """
+        frame.serial = ref
+        with self._lock:
+            for deadline, sender, earlier in self._deferred:
+                if sender is peer and earlier.serial == ref:
+                    self._deferred.append((deadline, peer, frame))
+                    return False
+            try:
+                owned = self.find(ref)
+            except ReferenceLost:
+                return True  # the request finds that out, and fails
+            is_new = owned.turns is None
+            turns = owned.turns = owned.turns or Turns(self.node.server.submit)
+        if is_new:
+            owned.when_ready(turns.begin)
+        frame.turns = turns
         return True
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
@@ -466,8 +499,11 @@ def call_remote(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     timeout_s: float | None,
+    *,
+    serial: bool = False,
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    return node.part(NodeReferences).create(peer, func, encode_request(peer, func, args, kwargs), timeout_s)
+    frame = encode_request(peer, func, args, kwargs)
+    return node.part(NodeReferences).create(peer, func, frame, timeout_s, serial=serial)

@@ -315,6 +315,8 @@ def remote_with(
     args: Arguments,
     kwargs: Keywords,
     timeout_s: float | None,
+    *,
+    serial: bool = False,
 ) -> RRef[Any]:
     """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
@@ -327,6 +329,7 @@ def remote_with(
         encode_request(peer, *request),
         timeout_s,
         make=lambda *creation: RetryingCreation(retry, request, *creation),
+        serial=serial,
     )
 
 

@@ -89,6 +89,7 @@ class RRef(Generic[T]):
         "_owned",
         "_references",
         "_release",
+        "_serial",
         "_type",
         "_type_future",
         "origin",
@@ -101,6 +102,8 @@ class RRef(Generic[T]):
     _creation: Creation | None
     """The creating call, if this object came of it."""
     _release: Callable[[Fork], object]
+    _serial: bool
+    """Do the calls of the value's methods run one at a time?"""
     _type: type[Any] | None
     _type_future: weakref.ref[torch.futures.Future[Any]] | None
     origin: str
@@ -127,6 +130,7 @@ class RRef(Generic[T]):
         self._references = references
         self._owned = owned
         self._creation = creation
+        self._serial = False
         self._type = None
         self._type_future = None
         self.origin = origin
@@ -201,7 +205,9 @@ class RRef(Generic[T]):
         while True:
             try:
                 peer = references.peer(self._fork)
-                return ask(self, peer, RRef.to_here, plain_request(peer, _FETCH, payload), timeout)  # type: ignore[no-any-return]
+                frame = plain_request(peer, _FETCH, payload)
+                frame.serial = ref if self._serial else None  # no copy is made while a method changes it
+                return ask(self, peer, RRef.to_here, frame, timeout)  # type: ignore[no-any-return]
             except Expelled:
                 raise
             except NotInitialized as error:
@@ -363,15 +369,17 @@ def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
             raise ReferenceLost(f"{rref!r}: Cannot call fork an UserRRef after deletion.", Delivery.NOT_SENT)
         _refuse_to_pickle()
     fork = references.fork(rref, encoding.peer)
-    return _arrived, (encoding.note(fork, lambda: references.withdraw(fork)),)
+    index = encoding.note(fork, lambda: references.withdraw(fork))
+    return _arrived, (index, True) if rref._serial else (index,)
 
 
-def _arrived(index: int) -> RRef[Any]:
+def _arrived(index: int, serial: bool = False) -> RRef[Any]:
     """The reference with this index in the notes of the message that is being read."""
     forks = current_decoding().forks
     if not forks:
         raise SerializationError("a reference came without its entry in the notes of the message")
     found: RRef[Any] = forks[index]
+    found._serial = serial
     return found
 
 

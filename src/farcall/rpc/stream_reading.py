@@ -19,6 +19,8 @@ from farcall.protocol.streams import Part, ReaderMachine, StreamClosed, StreamCr
 from farcall.rpc.call import refusal
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -121,6 +123,7 @@ class Reader:
         return deque()
 
     def _read(self, part: Part, frame: Frame) -> deque[Any]:
+        self.streams.items_read += part.items
         items: deque[Any] = deque()
         size_bytes = len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers)
         if len(part.segments) == 1:
@@ -234,10 +237,14 @@ class Incoming(Reader):
         super().__init__(streams, peer, "an outgoing stream", outgoing=True)
         self.number = number
         self.began: bool = False
+        scope = CURRENT.get()
+        self._request = None if scope is None else scope.served  # the one that is being read
 
     def begin(self) -> None:
         """Have the writer begin: with the first wait for an item, not before."""
         if not self.began:
+            if isinstance(self._request, Request) and not self._request.is_open:
+                raise RpcError("the call that brought this stream has ended: begin to read it in the called function")
             self.began = True
             told = self._machine.take(0, 0)
             assert told is not None

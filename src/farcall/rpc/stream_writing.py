@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMac
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.notes import write_notes
+from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.calls.scope import CURRENT, Dependents
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.io.sigint import Gate
@@ -108,10 +109,14 @@ class Writer:
         while self._must_wait():
             gate = Gate()
             if self._waits_at(gate):
-                with self._streams.node.calls.waiting():
+                with self.waiting():
                     gate.wait()
             self._gate = None
         self._add(item, segment)
+
+    def waiting(self) -> Waiting:
+        """To be entered around every wait of the maker's."""
+        return self._streams.node.calls.waiting()
 
     async def put_soon(self, item: Any) -> None:
         """The same for a coroutine."""
@@ -222,6 +227,7 @@ class Writer:
         counts = [(items, len(segment.payload), len(segment.buffers)) for items, segment in segments]
         part = Part(self._number, self._outgoing, self._flushed, counts)
         self._flushed += part.items
+        self._streams.items_written += part.items
         frame = segments[0][1]
         if len(segments) > 1:
             payload = b"".join([segment.payload for _, segment in segments])
@@ -264,13 +270,21 @@ class StreamRequest(Request):
             self.server.answered(self)  # it has not begun, and need not
             return
         Dependents.watch(self, self.writer.close)
+        turns = self.frame.turns
         if isinstance(source, Iterable):
+            if turns is not None:
+                source = turns.items(source, self.writer.waiting)
             self.server.submit(_Pump(self, source))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
             outer = CURRENT.set(self)  # a task has the context in which it was made
             try:
-                cancel = self.server.coroutines.run(_go_through(self.writer, source), self._on_written)
+                writing: Coroutine[Any, Any, None] = _go_through(self.writer, source)
+                if self.profile is not None:
+                    writing = self.profile.steps(writing)
+                if turns is not None:
+                    writing = turns.steps(writing, within=False)
+                cancel = self.server.coroutines.run(writing, self._on_written)
             finally:
                 CURRENT.reset(outer)
             Dependents.watch(self, cancel)
@@ -293,6 +307,7 @@ class StreamRequest(Request):
                 return
             # The error goes behind the last item, not into the answer, which might pass large items on their way.
             self.writer.finish(None if error is None else self.failure(error))
+            self.function_name += f" (stream, {self.writer.describe()})"  # in traces
         except RpcError:
             self.server.answered(self)  # the reader's node is gone
         else:
@@ -325,7 +340,10 @@ class _Pump:
         request.thread_id = threading.get_ident()
         outer = CURRENT.set(request)
         try:
-            error = _pump(request.writer, self._source)
+            if request.profile is None:
+                error = _pump(request.writer, self._source)
+            else:
+                error = request.profile.run(_pump, (request.writer, self._source))
         finally:
             CURRENT.reset(outer)
         request.end(error)

@@ -36,6 +36,7 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import (
     RECORDING,
     Encoding,
+    WithCall,
     current_decoding,
     discard,
     register_reducer,
@@ -61,6 +62,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
+
+UNREAD_S = 1.0
+"""How often a node looks for outgoing streams that nobody will read."""
 
 
 class Stream(Generic[T]):
@@ -217,8 +221,11 @@ class Streams:
         self.lingering: dict[int, StreamCall] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._writers: dict[int, tuple[Writer, OutgoingPump]] = {}
-        self._begun: set[int] = set()
+        self._unread: dict[int, WithCall] = {}  # writers whose reader has not begun, and may never
+        self._unread_timer = node.timer(self._forget_unread)
         self._next_number = itertools.count(1).__next__
+        self.items_read: int = 0  # without a lock: two threads at once may lose a count
+        self.items_written: int = 0
         self._to_flush: deque[Writer] = deque()
         self._flush_timer = node.timer(self._flush)
         self._to_close: deque[Reader] = deque()
@@ -233,6 +240,13 @@ class Streams:
     def request(self, server: Server, peer: Peer, frame: Frame) -> StreamRequest:
         """The request of a frame with the flag STREAM."""
         return StreamRequest(self, server, peer, frame)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Streams that are open here, at either end; items read, and written, so far."""
+        calls = [call for call in self.node.calls.snapshot() if isinstance(call, StreamCall)]
+        requests = [request for request in self.node.server.active if isinstance(request, StreamRequest)]
+        count = len(calls) + len(requests) + len(self._incoming) + len(self._writers)
+        return count, self.items_read, self.items_written
 
     # --- what arrives ---------------------------------------------------------------------------------------
 
@@ -264,8 +278,7 @@ class Streams:
             found = self._writers.get(message.number)
             if found is not None and found[0].peer is peer:
                 found[0].on_credit(message.items, message.size_bytes)
-                if message.number not in self._begun:
-                    self._begun.add(message.number)
+                if self._unread.pop(message.number, None) is not None:
                     self.node.executor.submit(found[1])
         else:
             request = self.node.server.find(peer, message.number)
@@ -280,7 +293,7 @@ class Streams:
 
     def _close_writer(self, number: int, writer: Writer) -> None:
         writer.close()
-        if number not in self._begun:
+        if self._unread.pop(number, None) is not None:
             self._writers.pop(number, None)  # else its pump ends, and does that
 
     # --- outgoing streams -----------------------------------------------------------------------------------
@@ -292,12 +305,25 @@ class Streams:
 
         def ended() -> None:
             self._writers.pop(number, None)
-            self._begun.discard(number)
+            self._unread.pop(number, None)
 
         pump = OutgoingPump(self.node.info, writer, argument._source, run=argument._context.run, on_end=ended)
         self._writers[number] = (writer, pump)
-        encoding.on_failure(ended)
+        self._unread[number] = opened = WithCall(ended)
+        encoding.on_failure(opened)
+        if self._unread_timer.due == NEVER:
+            self._unread_timer.at(monotonic() + UNREAD_S)
         return number
+
+    def _forget_unread(self, now: float) -> float:
+        """On the I/O thread: close the streams whose calls have ended and were never read: refused, cancelled or lost.
+
+        A reader says that it begins before its call is answered, and on the same link.
+        """
+        for opened in list(self._unread.values()):
+            if opened.call_id and self.node.calls.find(opened.call_id) is None:
+                opened()
+        return now + UNREAD_S if self._unread else NEVER
 
     def incoming(self, peer: Peer, number: int) -> Stream[Any]:
         """An outgoing stream of ``peer``, which has come as an argument."""

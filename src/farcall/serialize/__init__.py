@@ -1,7 +1,16 @@
 """Values to bytes and back: arguments, results, functions and failures, tensor memory beside the bytes."""
 
 from farcall.serialize.allowance import Allowance
-from farcall.serialize.context import Decoding, Encoding, current_decoding, current_encoding, decline, withdraw
+from farcall.serialize.context import (
+    Decoding,
+    Encoding,
+    WithCall,
+    current_decoding,
+    current_encoding,
+    decline,
+    tie,
+    withdraw,
+)
 from farcall.serialize.devices import PeerDevices, discard, has_devices, withdraw_lent
 from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
@@ -20,6 +29,7 @@ __all__ = [
     "RemoteTraceback",
     "RpcPickler",
     "TablePickler",
+    "WithCall",
     "current_decoding",
     "current_encoding",
     "decline",
@@ -37,6 +47,7 @@ __all__ = [
     "register_reducer",
     "restrict",
     "takes_long",
+    "tie",
     "use_rpc_pickler",
     "withdraw",
     "withdraw_lent",

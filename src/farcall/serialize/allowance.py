@@ -4,11 +4,14 @@ Owns the table that `farcall.allow` fills, and the unpickler that is used from t
 is empty) members trust each other with code, and pickle reads what it is given.
 
     a caller sends                              read here
-    the name of a function or class             if it is in the table, letter by letter: nothing is imported before
+    the name of a function, script or class     if it is in the table, letter by letter: nothing is imported before
     a method of a value that is owned here      if the value's class is in the table, and the name has no underscore
     a callable by value: a bound method, a partial, a lambda, code      never
     plain values and tensors without pickle (`flat.py`)                 always
     a pickle                                    plain values, containers, tensors, references, the classes of the table
+
+With ``trust="data"`` it stays at named functions and `flat.py`: a pickle is refused before a byte of it is read, and
+there are no references to values of this process.
 
 The unpickler is Python's own, in Python, where each way from bytes to a call can be closed: what is called must be a
 class of the table or a function of the list below, and state is given to instances of these classes only, so neither a
@@ -31,21 +34,33 @@ import re
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 
 from farcall.errors import InitError, NotAllowed
 
-__all__ = ["INSTALLED", "Allowance", "install", "loads", "read_table"]
+__all__ = ["INSTALLED", "Allowance", "install", "loads", "read_table", "refuse_pickles"]
 
 _OWNERS = b"pfarcall.rpc.owner_methods\0"
+_SHARED = b"pfarcall.rpc.remote_tensor\0"
 _METHOD = _OWNERS + b"methods.of_"
 _ALWAYS: Final = frozenset(
-    {_OWNERS + b"fetch", _OWNERS + b"type_of", _OWNERS + b"backward", b"pfarcall.rpc.gather\0_contribute"}
+    {
+        *(_OWNERS + name for name in (b"fetch", b"type_of", b"backward")),
+        *(_SHARED + name for name in (b"lend", b"read", b"write")),
+    }
 )
-"""What farcall itself calls: values that are referred to, and barriers."""
+"""What farcall itself calls: values that are referred to, and tensors that are shared."""
+_OF_PLAIN_DATA: Final = frozenset(
+    {
+        b"pfarcall.rpc.gather\0_contribute",
+        *(b"pfarcall.weights.questions\0" + name for name in (b"find_route", b"read_chunk", b"borrow")),
+    }
+)
+"""The same, of plain data: barriers, and published weights."""
 
+_SCRIPTS: Final = "__torch__."
 _PLAIN: Final = (
     *(complex, bytearray, set, frozenset, slice, range, object),
     *(collections.OrderedDict, collections.deque, collections.Counter),
@@ -63,6 +78,7 @@ _SAFE_FUNCTIONS: Final = {
     "farcall.serialize.devices": ("rebuild_on_device",),
     "farcall.serialize.pickler": ("tensor_at",),
     "farcall.rpc.rref": ("_arrived",),
+    "farcall.rpc.remote_tensor": ("_arrived",),
     "farcall.errors": ("Delivery",),
     "farcall.ids": ("WorkerInfo",),
     "torch._utils": ("_rebuild_sparse_tensor",),
@@ -78,11 +94,20 @@ _SAFE_FUNCTIONS: Final = {
 class Allowance:
     """A table of functions and classes, as names: what is not loaded here is not loaded for a refusal."""
 
-    def __init__(self, functions: Iterable[Any], classes: Iterable[Any]) -> None:
+    def __init__(
+        self, functions: Iterable[Any], classes: Iterable[Any], trust: Literal["calls", "data"] = "calls"
+    ) -> None:
         """Each a function or class, or its name, ``"module:name"``."""
+        if trust not in ("calls", "data"):
+            raise ValueError(f"trust must be 'calls' or 'data', not {trust!r}")
+        self.trust: Literal["calls", "data"] = trust
         self.classes: frozenset[tuple[str, str]] = frozenset(map(_name_of, classes))
+        if self.classes and trust == "data":
+            raise ValueError("with trust='data' nothing but plain data and tensors is taken: leave classes out")
         named = {_name_of(function) for function in functions} | self.classes
-        self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named)
+        self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named) | {
+            f"s{_SCRIPTS}{name if module == '__main__' else f'{module}.{name}'}".encode() for module, name in named
+        }
         # torch's operators go by their overload, once arguments have told which one is meant.
         self._operators = frozenset(
             name for module, name in named if module in ("torch", "torch._C._VariableFunctions")
@@ -90,9 +115,13 @@ class Allowance:
 
     def check_function(self, data: bytes) -> None:
         """Raise ``NotAllowed`` unless the function that ``data`` names, as in `functions.py`, may be called here."""
-        if data in self._functions or data in _ALWAYS:
+        if data in self._functions or data in _OF_PLAIN_DATA:
             return
-        if data.startswith(_METHOD):
+        if data in _ALWAYS or data.startswith(_METHOD):
+            if self.trust == "data":
+                raise _refused("a reference to a value", "named functions with plain data and tensors")
+            if data in _ALWAYS:
+                return
             name = data[len(_METHOD) :].decode(errors="replace")
             if name.isidentifier() and not name.startswith("_"):
                 return  # of which values, `check_method` decides
@@ -144,15 +173,16 @@ def read_table(path: str) -> Allowance:
         table = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InitError(f"there is no table of what is allowed at {path!r}: {error}") from error
-    if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes"}:
-        raise InitError(f"the table at {path!r} must be a dict with 'functions' and 'classes'")
-    return Allowance(table.get("functions", ()), table.get("classes", ()))
+    if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes", "trust"}:
+        raise InitError(f"the table at {path!r} must be a dict with 'functions', 'classes' and 'trust'")
+    return Allowance(table.get("functions", ()), table.get("classes", ()), table.get("trust", "calls"))
 
 
 class _Installed:
     """The table of this process; None: members may send code."""
 
     allowance: Allowance | None = None
+    takes_pickles: bool = True
 
 
 INSTALLED = _Installed()
@@ -161,6 +191,7 @@ INSTALLED = _Installed()
 def install(allowance: Allowance | None) -> None:
     """Go by ``allowance`` from now on; None: trust everybody."""
     INSTALLED.allowance = allowance
+    INSTALLED.takes_pickles = allowance is None or allowance.trust != "data"
 
 
 def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any:
@@ -168,7 +199,14 @@ def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any
     allowance = INSTALLED.allowance
     if allowance is None:
         return pickle.loads(data, buffers=buffers)
+    refuse_pickles()
     return _Reader(io.BytesIO(data), allowance, buffers).load()
+
+
+def refuse_pickles() -> None:
+    """Raise ``NotAllowed`` where nothing is unpickled at all."""
+    if not INSTALLED.takes_pickles:
+        raise _refused("a pickle", "plain data and tensors")
 
 
 _Unpickler: Any = pickle._Unpickler  # the one in Python, which can be refined
@@ -297,8 +335,8 @@ def _is_as_it_was(dtype: Any, state: Any) -> bool:
     )
 
 
-def _refused(what: str) -> NotAllowed:
-    return NotAllowed(f"{what} is not allowed here: this worker serves what its program names with farcall.allow only")
+def _refused(what: str, served: str = "what its program names with farcall.allow") -> NotAllowed:
+    return NotAllowed(f"{what} is not allowed here: this worker serves {served} only")
 
 
 def _readable(data: bytes) -> str:
@@ -313,6 +351,9 @@ def _name_of(value: Any) -> tuple[str, str]:
         if not colon or not module or not name:
             raise ValueError(f"{value!r} names no function or class: write 'module:name'")
         return module, name
+    if isinstance(value, torch.jit.ScriptFunction):
+        module, _, name = str(value.qualified_name).removeprefix(_SCRIPTS).rpartition(".")
+        return module or "__main__", name
     home: Any = getattr(value, "__module__", None)
     own: Any = getattr(value, "__qualname__", None)
     short = str(getattr(value, "__name__", ""))

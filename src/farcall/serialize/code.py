@@ -3,6 +3,7 @@
     a function or class                                       travels
     its module and name lead to it                            by name
     the same, of a ``__main__`` that is no file               by value: nobody else has run this session
+    the same, of a program that launched its workers          by value: nobody else runs this program
     a lambda, a closure, something re-bound, a local class    by value
 
 A ``__main__`` without a file is a REPL, a notebook or ``python -c``. Where ``__main__`` is a file, every worker is
@@ -26,10 +27,20 @@ from farcall.errors import FunctionNotFound
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS
 
-__all__ = ["HINT", "goes_by_value", "is_available", "is_of_session", "load_code", "reduce_code"]
+__all__ = ["HINT", "MAIN", "goes_by_value", "is_available", "is_of_session", "load_code", "reduce_code"]
 
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
+
+
+class Main:
+    """What is known of this process' ``__main__``."""
+
+    is_alone: bool = False
+    """Is it a program that no other worker runs? `farcall.launch` says so."""
+
+
+MAIN = Main()
 
 
 @cache
@@ -42,6 +53,8 @@ def is_of_session(module_name: object) -> bool:
     """Is this the ``__main__`` of a session that no other worker has, and can its code be sent?"""
     if module_name != "__main__" or not is_available():
         return False
+    if MAIN.is_alone:
+        return True
     main = sys.modules["__main__"].__dict__
     # Of a program that comes through a pipe, the file is called "<stdin>".
     return "get_ipython" in main or str(main.get("__file__", "<")).startswith("<")

@@ -32,12 +32,14 @@ __all__ = [
     "Decoding",
     "Encoding",
     "IfUnsent",
+    "WithCall",
     "current_decoding",
     "current_encoding",
     "decline",
     "enter_decoding",
     "enter_encoding",
     "seed",
+    "tie",
     "withdraw",
 ]
 
@@ -70,6 +72,26 @@ class IfUnsent:
 
     def __call__(self) -> None:
         self._undo()
+
+
+class WithCall:
+    """Takes back what is good for nothing once the call has ended, answered or not; whoever made it looks for that."""
+
+    __slots__ = ("_undo", "call_id")
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self._undo = undo
+        self.call_id: int = 0  # of the call, once it is in the table of calls
+
+    def __call__(self) -> None:
+        self._undo()
+
+
+def tie(frame: Frame) -> None:
+    """Tell what belongs to the call of the request ``frame`` which call that is."""
+    for undo in frame.undo:
+        if undo.__class__ is WithCall:
+            undo.call_id = frame.call_id
 
 
 def withdraw(frame: Frame) -> None:

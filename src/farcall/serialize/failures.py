@@ -3,8 +3,11 @@
 Owns the record of a failure: texts that always survive (type, message, traceback) and, beside them, the
 exception's own reduction, which may not. It does not know calls.
 
-    payload: pickle of (type name, message, remote traceback, payload of the reduction or None)
+    payload: (type name, message, remote traceback, payload of the reduction or None), pickled
     buffers: those of the reduction (an exception may carry tensors)
+
+Where members take no pickles the payload is flat, and there is no reduction: exceptions of Python's own and of
+farcall's are made again from their name and message.
 
 Invariants: neither function raises, whatever the exception's class does; what would stop the receiving
 process (KeyboardInterrupt, SystemExit: anything that is not an Exception) never comes back as itself.
@@ -12,6 +15,7 @@ process (KeyboardInterrupt, SystemExit: anything that is not an Exception) never
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import traceback
 from contextlib import suppress
@@ -19,9 +23,10 @@ from typing import Any
 
 import torch
 
+from farcall import errors
 from farcall.errors import RemoteError
 from farcall.protocol.frames import FAILURE, Frame
-from farcall.serialize.allowance import INSTALLED, loads
+from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.pickler import read_value, write_value
 
 __all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
@@ -52,6 +57,9 @@ def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Fr
     texts = (_type_name(error), _message(error), f"On {worker}:\n{_traceback(error)}")
     frame = Frame(FAILURE)
     reduction: bytes | memoryview | None = None
+    if not INSTALLED.takes_pickles:
+        write_value(frame, (*texts, None))
+        return frame
     if isinstance(error, Exception):
         try:
             reduced = _reduce(error)
@@ -77,10 +85,12 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
     The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
     """
     try:
-        type_name, message, remote_traceback, reduction = loads(frame.payload)
+        type_name, message, remote_traceback, reduction = read_value(Frame(FAILURE, payload=frame.payload))
     except Exception as error:
         return RemoteError(f"the call failed, and so did reading why: {type(error).__name__}: {error}")
     rebuilt: BaseException | None = None
+    if reduction is None and not INSTALLED.takes_pickles:
+        rebuilt = _by_name(type_name, message)
     if reduction is not None:
         try:
             inner = Frame(FAILURE, payload=reduction, buffers=frame.buffers, forks=frame.forks)
@@ -143,6 +153,18 @@ def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
             if state:
                 error.__setstate__(state)
             if type(error) is cls and isinstance(error, Exception) and _message(error) == message:
+                return error
+    return None
+
+
+def _by_name(type_name: str, message: str) -> Exception | None:
+    """An exception of Python's own or of farcall's, if it says no more than its message."""
+    home, _, name = type_name.rpartition(".")
+    kind = vars(builtins if not home else errors).get(name) if home in ("", errors.__name__) else None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with suppress(Exception):
+            error = kind(message)
+            if str(error) == message:
                 return error
     return None
 

@@ -37,9 +37,11 @@ from farcall.serialize.spans import copy_of, memory_of
 __all__ = [
     "FLAT",
     "OUT_OF_BAND_BYTES",
+    "copy_and_sum",
     "read_flat",
     "read_in_python",
     "speedups",
+    "write_copied",
     "write_flat",
     "write_in_python",
 ]
@@ -53,6 +55,7 @@ _VERSION = 2
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
 _MOST_TEXT_BYTES = 1 << 16
+_MOST_BYTES = (1 << 32) - 1
 _REQUIRES_GRAD = 1
 _MOST_CODE = 11
 """The dtypes that the form knows are the first ones of ``rebuild.py``."""
@@ -74,9 +77,20 @@ class _NotFlat(Exception):
 class _Writer:
     """One value being written. Mutable: all of it grows."""
 
-    __slots__ = ("buffers", "data", "kept", "numbers", "out_of_band_bytes", "seen", "tensors", "text")
+    __slots__ = (
+        "buffers",
+        "data",
+        "kept",
+        "most_text_bytes",
+        "numbers",
+        "out_of_band_bytes",
+        "seen",
+        "tensors",
+        "text",
+    )
 
-    def __init__(self, tensors: Tensors, out_of_band_bytes: int) -> None:
+    def __init__(self, tensors: Tensors, out_of_band_bytes: int, most_text_bytes: int = _MOST_TEXT_BYTES) -> None:
+        self.most_text_bytes = most_text_bytes
         self.out_of_band_bytes = out_of_band_bytes
         self.text: list[bytes] = []
         self.data: list[bytearray] = []
@@ -103,7 +117,7 @@ class _Writer:
             text.append(_real.pack(b"f", value))
         elif kind is str or kind is bytes:
             content = value if kind is bytes else value.encode()
-            if len(content) > _MOST_TEXT_BYTES:
+            if len(content) > self.most_text_bytes:
                 raise _NotFlat
             text += (_count.pack(b"b" if kind is bytes else b"s", len(content)), content)
         elif depth == _MOST_DEPTH:
@@ -189,9 +203,48 @@ def write_in_python(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Wri
         writer.write(value)
     except (_NotFlat, RuntimeError, UnicodeEncodeError):  # RuntimeError: torch has no address for this tensor
         return None
+    return _joined(writer)
+
+
+def _joined(writer: _Writer) -> Written:
     text = b"".join(writer.text)
     payload = b"".join((text, *writer.data, _end.pack(len(text), FLAT)))
     return payload, writer.buffers or ()
+
+
+def write_copied(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written:
+    """Like `write_flat`, for those who take no pickles: what pickle would keep together is copied, one by one.
+
+    Raises ``TypeError``, which names what does not fit.
+    """
+    writer = _Writer(tensors, out_of_band_bytes, _MOST_BYTES)
+    try:
+        writer.write(_copied(value, 0))
+    except (_NotFlat, RuntimeError, UnicodeEncodeError) as error:
+        raise TypeError(f"a value cannot be sent without pickle ({type(error).__name__})") from error
+    return _joined(writer)
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """``value``, of which nothing is met twice, with tensors row by row."""
+    kind = value.__class__
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int and -(1 << 63) <= value < 1 << 63:
+        return value
+    if depth < _MOST_DEPTH:
+        if kind is tuple or kind is list:
+            return kind(_copied(item, depth + 1) for item in value)
+        if kind is dict and all(key.__class__ is str or key.__class__ is int for key in value):
+            return {_copied(key, depth + 1): _copied(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided:
+        plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        if isinstance(code := CODES.get(plain.dtype), int) and code <= _MOST_CODE:
+            return plain.clone(memory_format=torch.contiguous_format)
+    raise TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be sent without pickle: numbers of 64 bits, texts, bytes, "
+        "tuples, lists, dicts with texts and numbers as keys, and CPU tensors can"
+    )
 
 
 class _Reader:
@@ -340,6 +393,8 @@ _loaded = _load_speedups()
 speedups: str = _loaded if isinstance(_loaded, str) else ""
 """Why the compiled half is not in use; empty if it is."""
 
+copy_and_sum: Callable[[int, int, int], int] | None = getattr(_loaded, "copy_and_sum", None)
+"""Of `weights/checksums.py`, compiled; None where there is no such library."""
 write_flat: Callable[[Any, Tensors, int], Written | None] = _leave_to_pickle if speedups else _loaded.write
 """``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must do it.
 

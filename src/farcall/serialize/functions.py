@@ -69,11 +69,13 @@ def decode_function(data: bytes | memoryview) -> Any:
             found = getattr(found, name, _missing)
         if found is not _missing:
             return found
-    return _decode_function(data)
+    found = _final.get(data)
+    return _decode_function(data) if found is None else found
 
 
 def forget_names() -> None:
-    """Look all names up anew: others may be allowed from now on."""
+    """Look all names up anew: others may be allowed, or sent, from now on."""
+    _written.clear()
     _read.clear()
     _final.clear()
 

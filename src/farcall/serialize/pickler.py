@@ -25,7 +25,7 @@ import torch
 from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
-from farcall.serialize.allowance import Allowance, install, loads
+from farcall.serialize.allowance import INSTALLED, Allowance, install, loads, refuse_pickles
 from farcall.serialize.code import HINT
 from farcall.serialize.context import (
     CURRENT,
@@ -39,7 +39,7 @@ from farcall.serialize.context import (
 )
 from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
 from farcall.serialize.diagnosis import find_culprit
-from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_flat
+from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_copied, write_flat
 from farcall.serialize.functions import forget_names
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import RECORDING
@@ -81,6 +81,9 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
             return
         if tensors:
             tensors = []
+    if not INSTALLED.takes_pickles:
+        _write_without_pickle(frame, value, tensors, peer)
+        return
     try:
         # Taken out while in use, so that a reducer may write another message.
         encoding = _idle.pop()
@@ -109,6 +112,16 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
         _idle.append(encoding)
     if tensors is not None:
         frame.message_id = recording.record_send(peer, tensors)
+
+
+def _write_without_pickle(frame: Frame, value: Any, tensors: list[torch.Tensor] | None, peer: Any) -> None:
+    """Where members take no pickles (``trust="data"``), and the quick way has found something that needs a copy."""
+    try:
+        frame.payload, frame.buffers = write_copied(value, tensors, OUT_OF_BAND_BYTES)
+    except TypeError as error:
+        raise NotPicklable(f"{error}; this group exchanges plain data only (farcall.allow with trust='data')") from None
+    if tensors is not None:
+        frame.message_id = frame.recording.record_send(peer, tensors)
 
 
 def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
@@ -171,6 +184,12 @@ def read_value(frame: Frame, peer: Any = None) -> Any:
     read-only ones are copied. If the frame belongs to a distributed autograd context, its tensors are recorded there.
     """
     if not frame.message_id or frame.recording is None:
+        payload = frame.payload
+        if payload[-1:] == _FLAT:
+            try:
+                return read_flat(payload, frame.buffers, None)
+            except Exception:
+                pass  # it is read again, by who tells what is wrong with it
         return _read(frame.payload, frame.buffers, frame.forks, peer)
     message_id, frame.message_id = frame.message_id, 0  # it is received or declined here: nobody is to do so again
     tensors: list[torch.Tensor] = []
@@ -232,6 +251,7 @@ def _read(
 
 def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:
     """Rebuild what a pickler of the user wrote: by the one installed here, else by the default."""
+    refuse_pickles()
     pickler = policy.INSTALLED.pickler or TablePickler()
     previous = enter_decoding(Decoding((), peer, forks=forks))
     try:

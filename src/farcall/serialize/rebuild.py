@@ -319,8 +319,12 @@ def _view_of(
     first: torch.Tensor, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     """Return a tensor over the storage of ``first``; not a torch view of it, just as on the sender."""
-    empty = torch.empty(0, dtype=_dtype(code), device="cpu")
-    return empty.set_(first.untyped_storage(), offset, shape, strides)
+    storage, empty = first.untyped_storage(), torch.empty(0, dtype=_dtype(code), device="cpu")
+    if INSTALLED.allowance is not None and 0 not in shape:
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if min((offset, *shape, *strides)) < 0 or (last + 1) * empty.itemsize > storage.nbytes():
+            raise ValueError("a tensor does not fit its storage")  # which torch would make larger
+    return empty.set_(storage, offset, shape, strides)
 
 
 def _finish(decoding: Decoding, tensor: torch.Tensor, flags: int) -> torch.Tensor:

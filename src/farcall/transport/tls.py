@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
+import socket
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.options import TlsOptions
+from farcall.private_files import fingerprint
 from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportError, TransportForged
 from farcall.transport.layer import Layer
 
@@ -37,7 +38,6 @@ logger: logging.Logger = logging.getLogger("farcall")
 MAX_BODY_BYTES: Final = 128 * 1024
 _JOINED_BYTES: Final = 16 * 1024
 """What one record holds: smaller buffers are joined."""
-_IDENTITY: Final = "farcall"
 
 
 class TlsFailed(TransportBroken):
@@ -238,63 +238,77 @@ class _Side:
         self.binds_names: bool = binds_names
 
 
+class _Contexts(NamedTuple):
+    """To be dialled with, to dial with, to serve pages to anybody with; and the digest of our certificate."""
+
+    listening: ssl.SSLContext
+    dialling: ssl.SSLContext
+    public: ssl.SSLContext
+    digest: bytes
+
+
 class Tls:
     """The certificates of one node, read again when their files change; or a key, where there are none."""
 
-    def __init__(self, options: TlsOptions, key: bytes) -> None:
-        """Raises ``ValueError`` where the files are not what they should be. ``key``: from the cluster's secret."""
+    def __init__(self, options: TlsOptions, keys: Callable[[], Sequence[bytes]]) -> None:
+        """Raises ``ValueError`` where the files are not what they should be.
+
+        ``keys``: those that are good now, from the cluster's secret; the first is the one to prove.
+        """
         self._options = options
-        self._key = key
+        self._keys = keys
         self._lock = threading.Lock()
-        self._seen: tuple[object, ...] = self._look()
+        self._seen = fingerprint(options.files)
         self._contexts = self._load()
 
     def dialled(self, transport: Transport, host: str) -> Transport:
         """TLS over a connection that we made to ``host``."""
-        _, context, digest = self._current()
+        found = self._current()
         name = host if self._options.check_hosts and not self._options.from_secret else None
-        return TlsTransport(transport, context, name, _Side(False, digest, self._options.bind_names))
+        return TlsTransport(transport, found.dialling, name, _Side(False, found.digest, self._options.bind_names))
 
     def accepted(self, transport: Transport) -> Transport:
         """TLS over a connection that was made to us."""
-        context, _, digest = self._current()
-        return TlsTransport(transport, context, None, _Side(True, digest, self._options.bind_names))
+        found = self._current()
+        return TlsTransport(transport, found.listening, None, _Side(True, found.digest, self._options.bind_names))
 
-    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+    def serves_web(self) -> bool:
+        """Is there a certificate to show to browsers?"""
+        return not self._options.from_secret
+
+    def web(self, stream: socket.socket, *, for_members: bool) -> socket.socket:
+        """TLS over a connection to a web server, which shakes hands when it is first read.
+
+        ``for_members``: only those who show a certificate of this cluster's get through.
+        """
+        found = self._current()
+        context = found.listening if for_members else found.public
+        return context.wrap_socket(stream, server_side=True, do_handshake_on_connect=False)
+
+    def _current(self) -> _Contexts:
         with self._lock:
-            seen = self._look()
+            seen = fingerprint(self._options.files)
             if seen != self._seen:
+                self._seen = seen  # also where they do not do: strangers must not have them read again and again
                 try:
                     self._contexts = self._load()
-                    self._seen = seen
                     logger.info("TLS: %s was read again", self._options.certificate)
                 except ValueError as error:
                     logger.warning("TLS: the files changed, and the former ones stay in use: %s", error)
             return self._contexts
 
-    def _look(self) -> tuple[object, ...]:
-        """What changes whenever a file does."""
-        found: list[object] = []
-        for path in self._options.files:
-            try:
-                status = os.stat(path)
-                found.append((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError:
-                found.append(None)
-        return tuple(found)
-
-    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
-        """Contexts to be dialled with and to dial with, and the digest of our certificate."""
-        listening = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    def _load(self) -> _Contexts:
+        listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in (listening, dialling):
+        for context in (listening, public, dialling):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
         listening.num_tickets = 0  # nobody resumes TLS sessions here, and nothing but our bytes is to come later
         dialling.check_hostname = self._options.check_hosts and not self._options.from_secret
         if self._options.from_secret:
-            return self._with_key(listening, dialling)
+            return self._with_key(_Contexts(listening, dialling, public, hashlib.sha256(b"").digest()))
         ca, certificate, key = self._options.files
         try:
+            public.load_cert_chain(certificate, key)
             for context in (listening, dialling):
                 context.load_cert_chain(certificate, key)
                 context.load_verify_locations(ca)
@@ -303,30 +317,35 @@ class Tls:
                 text = file.read()
             begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
             first = text[text.index(begin) : text.index(end) + len(end)]
-            return listening, dialling, hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+            digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+            return _Contexts(listening, dialling, public, digest)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"TLS cannot be used with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
             ) from error
 
-    def _with_key(
-        self, listening: ssl.SSLContext, dialling: ssl.SSLContext
-    ) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+    def _with_key(self, contexts: _Contexts) -> _Contexts:
+        listening, dialling = contexts.listening, contexts.dialling
         serve, dial = (
             getattr(context, f"set_psk_{side}_callback", None)
             for context, side in ((listening, "server"), (dialling, "client"))
         )
         if serve is None or dial is None:
             raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
-        key = self._key
+        keys = self._keys
         for context in (listening, dialling):
             context.verify_mode = ssl.CERT_NONE  # who does not have the key gets no further
-        serve(lambda identity: key if identity == _IDENTITY else b"")
-        dial(lambda hint: (_IDENTITY, key))
-        return listening, dialling, hashlib.sha256(b"").digest()
+        serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
+        dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
+        return contexts
 
 
 @lru_cache(maxsize=16)
 def tls_of(options: TlsOptions | None, key: bytes) -> Tls | None:
     """The certificates that ``options`` name; the same object for the same options: reading them takes a while."""
-    return None if options is None else Tls(options, key)
+    return None if options is None else Tls(options, lambda: (key,))
+
+
+def _name_of(key: bytes) -> str:
+    """What a key is called where two may be good. Says no more of it than the proof that goes with it."""
+    return f"farcall {hashlib.sha256(b'name of a key' + key).hexdigest()[:16]}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tests.kit.team import team
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
@@ -16,7 +20,10 @@ from tests.processes.calls.callees import whoami
 
 import farcall
 import farcall.autograd
+from farcall.cli.live import page
 from farcall.errors import RpcError
+from farcall.observe.observer import Answers
+from farcall.observe.prometheus import families
 
 RUNS: list[list[int]] = []
 MAY_RUN = threading.Event()
@@ -130,6 +137,73 @@ def test_no_thread_waits_for_a_batch(nodes: list[farcall.Node]) -> None:
     assert nodes[1].metrics().pool.busy <= 2
     MAY_RUN.set()
     assert [future.result() for future in futures] == [2 * index for index in range(100)]
+
+
+class Actor:
+    """Its calls run one at a time; a batch is one of them."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+
+    def _look(self) -> None:
+        assert self.inside == 0
+        self.inside += 1
+        sum(range(1000))
+        self.inside -= 1
+
+    @farcall.batched(max_size=8, within_s=0.001)
+    def doubled(self, numbers: list[int]) -> list[int]:
+        self._look()
+        return [2 * number for number in numbers]
+
+    @farcall.batched(max_size=8, within_s=0.001)
+    async def tripled(self, numbers: list[int]) -> list[int]:
+        self._look()
+        await asyncio.sleep(0)
+        self._look()
+        return [3 * number for number in numbers]
+
+    def plain(self, number: int) -> int:
+        self._look()
+        return self.doubled(number)  # type: ignore[no-any-return]
+
+
+def test_a_batch_of_an_actor_has_a_turn_of_its_own(nodes: list[farcall.Node]) -> None:
+    actor = nodes[0]["w1"].options(serial=True).create(Actor)
+    futures = []
+    for number in range(60):
+        futures += [actor.start.doubled(number), actor.start.tripled(number), actor.start.plain(number)]
+    results = [future.result(LONG_S) for future in futures]
+    assert results == [found for number in range(60) for found in (2 * number, 3 * number, 2 * number)]
+
+
+def test_a_look_at_the_workers_shows_the_batch_that_runs(nodes: list[farcall.Node]) -> None:
+    MAY_RUN.clear()
+    futures = [nodes[2]["w1"].start(doubled, 0)]
+    wait_until(lambda: RUNS)
+    futures += [nodes[0]["w1"].start(doubled, number) for number in range(1, 4)]
+    snapshot = nodes[1].snapshot()
+    [batch] = [one for one in snapshot.served if "batch" in one.function]
+    assert (batch.function, batch.caller, batch.state) == ("doubled (batch of 1)", "w2", "running")
+    assert snapshot.thread(batch.thread_id) is not None  # so its stack is shown
+    MAY_RUN.set()
+    assert [future.result(LONG_S) for future in futures] == [0, 2, 4, 6]
+    wait_until(lambda: not nodes[1].snapshot().served)
+    found = nodes[1].metrics()
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(page(Answers("cluster", [found], []), [], 200))
+    assert re.search(r"batched function +runs +mean size.*\n.*doubled +\d", shown.get())
+    series = [sample for family in families(found) for sample in family.samples]
+    assert [one.value for one in series if one.name == "farcall_batch_items_total"] == [4]
+
+
+def test_a_trace_says_how_large_each_batch_was(nodes: list[farcall.Node], tmp_path: Path) -> None:
+    with farcall.profile(node=nodes[0]) as profile:
+        assert nodes[0]["w1"].call(doubled, 3) == 6
+    profile.export_chrome_trace(tmp_path / "trace.json")
+    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert "doubled (batch of 1)" in names
 
 
 def test_what_was_cancelled_is_left_out(nodes: list[farcall.Node]) -> None:

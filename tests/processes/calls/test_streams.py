@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,14 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.autograd
 from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
+from farcall.protocol.frames import FAILURE
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
+from farcall.rpc.call import encode_request
 from farcall.rpc.stream_writing import Writer
 from farcall.rpc.streams import Streams
+from farcall.runtime.calls.pending import SyncCall
 from farcall.runtime.node import runtime_of
+from farcall.serialize import encode_function
 
 SEEN: dict[str, Any] = {}
 
@@ -312,6 +318,38 @@ def test_the_callee_reads_what_the_caller_makes(ps: farcall.Worker) -> None:
         farcall.outgoing(3)  # type: ignore[arg-type]
 
 
+def keep(numbers: farcall.Stream[int]) -> None:
+    SEEN["kept"] = numbers
+
+
+def read_what_was_kept() -> int:
+    return next(SEEN["kept"])  # type: ignore[no-any-return]
+
+
+def only_here(numbers: Iterable[int]) -> None:
+    raise AssertionError("the test takes it away before it is looked up")
+
+
+def test_an_outgoing_stream_that_nobody_reads_is_forgotten_with_its_call(
+    nodes: list[farcall.Node], ps: farcall.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = runtime_of(nodes[0]).part(Streams)._writers
+    lookup = encode_function(only_here)
+    monkeypatch.delattr(f"{__name__}.only_here")
+    request = encode_request(runtime_of(nodes[0]).peer("w1"), total, (farcall.outgoing(forever()),), None)
+    assert lookup is not None
+    request.function = lookup
+    call = SyncCall(runtime_of(nodes[0]).peer("w1"), total, LONG_S)
+    assert nodes[0]._runtime.calls.exchange(call, request).kind == FAILURE  # so the arguments were never read
+    assert len(writers) == 1
+    wait_until(lambda: not writers)
+    ps.call(keep, farcall.outgoing(forever()))
+    wait_until(lambda: not writers)
+    with pytest.raises(RpcError, match="begin to read it in the called function"):
+        ps.call(read_what_was_kept)
+    del SEEN["kept"]
+
+
 def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall.Worker) -> None:
     assert ps.call(first, farcall.outgoing(count(100_000))) == 0
     assert SEEN["made"] <= WINDOW_ITEMS + 1
@@ -320,6 +358,18 @@ def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall
 def test_a_context_of_gradients_is_refused(nodes: list[farcall.Node]) -> None:
     with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
         nodes[0]["w1"].stream(count, 1)
+
+
+def test_a_trace_shows_the_stream_as_long_as_it_runs(nodes: list[farcall.Node], tmp_path: Path) -> None:
+    with farcall.profile(node=nodes[0]) as profile:
+        assert list(nodes[0]["w1"].stream(count, 30)) == list(range(30))
+        assert list(nodes[0]["w1"].stream(count_async, 30)) == list(range(30))
+        wait_until(lambda: not nodes[1].snapshot().served)
+    profile.export_chrome_trace(tmp_path / "trace.json")
+    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert "count (stream, 30 items)" in names
+    assert "count_async (stream, 30 items)" in names
+    assert (nodes[0].metrics().streams.items_read, nodes[1].metrics().streams.items_written) == (60, 60)
 
 
 def test_a_look_at_the_workers_shows_how_far_a_stream_is(nodes: list[farcall.Node]) -> None:

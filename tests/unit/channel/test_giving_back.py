@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import SegmentRefused
@@ -26,12 +27,11 @@ def pool() -> Iterator[SegmentPool]:
 def received(pool: SegmentPool) -> tuple[SegmentMap, list[memoryview]]:
     """A map, and the only view of one block lent to it."""
     segments = SegmentMap()
-    block = pool.allocate(SIZE_BYTES)
+    block = pool.allocate(SIZE_BYTES, "peer")
     assert block is not None
     offer = pool.offer(block.segment_id, "peer")
     assert offer is not None
     segments.attach(offer.segment_id, os.dup(offer.descriptor), offer.size)
-    pool.hand_over(block, "peer")
     return segments, [segments.view(block.segment_id, block.offset, block.size)]
 
 
@@ -75,6 +75,54 @@ def test_a_second_answer_with_the_same_block_copies_from_its_own_view(
     assert segments.take_releases() == []  # the second one is still copying
     second.clear()
     assert len(segments.take_releases()) == 1
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES, SIZE_BYTES // 2])
+def test_a_block_that_is_owed_carries_the_next_message_to_its_owner(
+    received: Received, pool: SegmentPool, size_bytes: int
+) -> None:
+    segments, buffers = received
+    assert segments.reuse(size_bytes) is None  # it is in use
+    buffers.clear()
+    owed = segments.reuse(size_bytes)
+    assert owed is not None
+    segment_id, offset, view = owed
+    assert len(view) == size_bytes
+    view[:3] = b"abc"
+    assert (segments.take_releases(), segments.owed_bytes, segments.reuse(size_bytes)) == ([], 0, None)
+    message = pool.take_back(segment_id, offset, size_bytes, "peer")
+    assert (bytes(message[:3]), len(message)) == (b"abc", size_bytes)
+    del message
+    assert pool.live_bytes == 0
+
+
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES + 1, SIZE_BYTES // 2 - 1])
+def test_a_block_of_another_size_stays_owed(received: Received, size_bytes: int) -> None:
+    segments, buffers = received
+    buffers.clear()
+    assert segments.reuse(size_bytes) is None
+    assert len(segments.take_releases()) == 1
+
+
+def test_a_block_that_its_owner_uses_as_well_is_never_written_to(received: Received, pool: SegmentPool) -> None:
+    segments, buffers = received
+    tensor = pool.empty((SIZE_BYTES,), torch.uint8)
+    found = pool.find(tensor.data_ptr(), SIZE_BYTES)
+    assert found is not None
+    assert pool.lend(*found, "peer")
+    segments.view(*found, SIZE_BYTES, shared=True)  # and it has died
+    assert segments.reuse(SIZE_BYTES) is None
+    assert segments.take_releases() == [found]
+    del buffers
+
+
+def test_a_block_is_given_back_with_no_more_than_it_holds(received: Received, pool: SegmentPool) -> None:
+    segments, buffers = received
+    buffers.clear()
+    [(segment_id, offset)] = segments.take_releases()
+    for size_bytes in (SIZE_BYTES + 1, 0):
+        with pytest.raises(SegmentRefused, match="gave back"):
+            pool.take_back(segment_id, offset, size_bytes, "peer")
 
 
 def test_a_peer_cannot_give_back_what_it_does_not_hold(pool: SegmentPool) -> None:

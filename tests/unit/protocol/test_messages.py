@@ -37,7 +37,9 @@ from farcall.protocol.messages import (
     encode_message,
 )
 from farcall.protocol.references import messages as references
+from farcall.protocol.weights import messages as weights
 
+CLAIM = weights.Claim(3, 2**62 + 1)
 FORK = references.Fork(RefId(1, 2), ForkId(1, 3), owner=4, holder=1, number=5)
 EXAMPLES = [
     Ping(nonce=2**63),
@@ -74,6 +76,14 @@ EXAMPLES = [
     references.Farewell(),
     streams.StreamCredit(number=7, outgoing=True, items=2048, size_bytes=2**40),
     streams.StreamClosed(number=7),
+    weights.NameClaimed("policy", CLAIM, 17),
+    weights.ClaimAnswered("policy", CLAIM, CLAIM, 17),
+    weights.VersionsWanted("policy", True, 3),
+    weights.VersionPushed("policy", CLAIM, 17, 2, True, b"manifest"),
+    weights.VersionTaken("policy", CLAIM, 17, "mapped"),
+    weights.BlockOffered(5, 1 << 40),
+    weights.BlockRefused(5, "no memory"),
+    weights.BlockRetired(5),
     observing.Ask(1, "snapshot", b"", True),
     observing.Told(1, "w0", b"\x01"),
     observing.Roster(1, "cluster", [observing.WorkerState("w0", 0), observing.WorkerState("w1", 1, "it has left")]),
@@ -87,7 +97,7 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_every_message_is_exported() -> None:
-    exported = {getattr(module, name) for module in (messages, observing, streams) for name in module.__all__}
+    exported = {getattr(module, name) for module in (messages, observing, streams, weights) for name in module.__all__}
     assert set(get_args(Message)) <= exported | {*get_args(membership.Message), *get_args(references.Message)}
 
 

@@ -11,18 +11,21 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.fuzz.mutations import mutate, rounds
 
-from farcall.errors import InitError, NotAllowed, SerializationError
+from farcall.errors import InitError, NotAllowed, RemoteError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
 from farcall.serialize.allowance import Allowance, loads, read_table
-from farcall.serialize.rebuild import rebuild_special
+from farcall.serialize.failures import decode_failure, encode_failure
+from farcall.serialize.rebuild import CODES, _view_of, rebuild_special
 
 
 class Known:
@@ -40,6 +43,11 @@ class Unknown:
 
 
 def known(x: int) -> int:
+    return x
+
+
+@torch.jit.script
+def scripted(x: int) -> int:
     return x
 
 
@@ -329,3 +337,104 @@ def test_a_table_may_be_named() -> None:
 def test_what_names_nothing_is_refused_at_once(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         Allowance([value], [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"), [((5,), (1,), 0), ((2, 2), (3, 1), 0), ((1,), (1,), 4), ((4,), (1,), -1)]
+)
+def test_a_tensor_does_not_make_its_storage_larger(shape: Any, strides: Any, offset: int) -> None:
+    first = torch.ones(4)
+    with pytest.raises(ValueError, match="does not fit its storage"):
+        _view_of(first, CODES[torch.float32], shape, strides, offset)
+    assert first.untyped_storage().nbytes() == 16
+    assert _view_of(first, CODES[torch.float32], (2, 2), (2, 1), 0).tolist() == [[1.0, 1.0]] * 2
+
+
+def test_scripts_go_by_their_name() -> None:
+    data = encode_function(scripted)
+    assert data is not None
+    with pytest.raises(NotAllowed, match="scripted"):
+        decode_function(data)
+    for named in (scripted, f"{__name__}:scripted"):
+        restrict(Allowance([named], []))
+        assert decode_function(data).qualified_name == scripted.qualified_name
+
+
+FORMS = (b"", b"T", b"S", b"C", b"D", b"F")
+
+
+class TestDataOnly:
+    """Plain data and tensors, and no pickle, whatever is in it."""
+
+    @pytest.fixture(autouse=True)
+    def _data(self) -> Iterator[None]:
+        restrict(Allowance([known, torch.add], [], "data"))
+        yield
+        restrict(None)
+
+    @pytest.mark.parametrize("compiled", [True, False])
+    def test_plain_data_and_tensors_travel(self, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not compiled:
+            monkeypatch.setattr("farcall.serialize.pickler.write_flat", lambda *_: None)
+        shared = [1]
+        x = torch.arange(6.0).reshape(2, 3)
+        value = (1, 2.5, "text", b"b" * 100_000, None, True, {"a": (shared, shared), 2: []}, x, x.t(), x[1:], x)
+        found = sent(value)
+        assert found[:7] == value[:7]
+        for one, other in zip(found[7:], value[7:], strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(sent(torch.nn.Parameter(x)), x)
+        assert torch.equal(sent(torch.arange(100_000)), torch.arange(100_000))
+
+    @pytest.mark.parametrize("value", [{1}, 10**40, Fraction(1), np.ones(2), known, {(): 1}, Known(1)], ids=readable)
+    def test_what_would_need_a_pickle_is_not_sent(self, value: Any) -> None:
+        with pytest.raises(SerializationError, match=r"cannot be sent without pickle.*trust='data'"):
+            sent([value])
+
+    @pytest.mark.parametrize("form", FORMS)
+    def test_no_pickle_is_read(self, form: bytes) -> None:
+        for payload in (pickle.dumps((1, None)), pickle.dumps(os.getpid), b"\x80\x05N."):
+            with pytest.raises(SerializationError):
+                read_value(Frame(REQUEST, payload=payload + form))
+        with pytest.raises(NotAllowed, match="a pickle is not allowed"):
+            loads(b"anything")
+
+    def test_pickle_is_never_entered_whatever_comes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def entered(*_: Any, **__: Any) -> None:
+            raise SystemExit("pickle was entered")
+
+        written = [pickle.dumps(value) for value in ((1, None), os.getpid, torch.ones(2))]
+        frame = Frame(REQUEST)
+        write_value(frame, ([1, "text"], torch.ones(2)))
+        written.append(bytes(frame.payload))
+        monkeypatch.setattr(pickle, "loads", entered)
+        monkeypatch.setattr(pickle._Unpickler, "load", entered)  # type: ignore[attr-defined]
+        for _, chance in rounds(3000):
+            payload = mutate(chance, chance.choice(written), written) + chance.choice(
+                (b"", b"F", b"T", b"S", b"C", b"D")
+            )
+            with suppress(SerializationError):
+                read_value(Frame(REQUEST, payload=payload or b"F", buffers=()))
+
+    def test_only_functions_that_are_named_are_called(self) -> None:
+        assert decode_function(encode_function(known)) is known  # type: ignore[arg-type]
+        for data in (
+            b"pos\0getpid",
+            b"pfarcall.rpc.owner_methods\0fetch",
+            b"pfarcall.rpc.owner_methods\0methods.of_run",
+        ):
+            with pytest.raises(NotAllowed):
+                decode_function(data)
+
+    def test_failures_travel_as_texts(self) -> None:
+        for error in (ValueError("why"), NotAllowed("no"), KeyError("k"), Known):
+            raised = error if isinstance(error, Exception) else type("Own", (Exception,), {})("own")
+            found = decode_failure(encode_failure(raised, "w1"))
+            assert str(raised) in str(found)
+            assert isinstance(found, type(raised) if isinstance(raised, (ValueError, NotAllowed)) else RemoteError)
+
+    def test_classes_and_data_do_not_go_together(self) -> None:
+        with pytest.raises(ValueError, match="leave classes out"):
+            Allowance([], [Known], "data")
+        with pytest.raises(ValueError, match="'calls' or 'data'"):
+            Allowance([], [], "everything")  # type: ignore[arg-type]

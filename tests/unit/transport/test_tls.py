@@ -22,6 +22,7 @@ from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.tls import Tls, TlsFailed
 
 KEY = b"k" * 32
+
 SECRET = b"a secret of some length"
 PATIENCE_S = 10.0
 
@@ -71,7 +72,7 @@ def over_tcp(tls: Tls) -> tuple[Transport, Transport]:
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_contract(check: Check, files: Path) -> None:
-    tls = Tls(options(files), KEY)
+    tls = Tls(options(files), lambda: [KEY])
     check(lambda: over_tcp(tls))
 
 
@@ -115,7 +116,7 @@ def carry(source: MemoryTransport, target: MemoryTransport) -> None:
 
 @pytest.fixture
 def between(files: Path) -> Between:
-    tls = Tls(options(files), KEY)
+    tls = Tls(options(files), lambda: [KEY])
     pair = Between(tls, tls)
     pair.meet()
     return pair
@@ -155,20 +156,20 @@ def test_nobody_in_between_can_drop_or_repeat(between: Between) -> None:
 def test_who_has_not_the_right_certificate_gets_nowhere(
     files: Path, dialler: tuple[str, str], listener: tuple[str, str], host: str, why: str
 ) -> None:
-    one = Tls(options(files / dialler[0], dialler[1]), KEY)
-    other = Tls(options(files / listener[0], listener[1]), KEY)
+    one = Tls(options(files / dialler[0], dialler[1]), lambda: [KEY])
+    other = Tls(options(files / listener[0], listener[1]), lambda: [KEY])
     with pytest.raises(TlsFailed, match=why):
         Between(one, other, host).meet()
 
 
 def test_a_host_need_not_be_named_where_that_is_asked_for(files: Path) -> None:
-    one = Tls(options(files, check_hosts=False), KEY)
-    Between(one, Tls(options(files, "elsewhere"), KEY)).meet()
+    one = Tls(options(files, check_hosts=False), lambda: [KEY])
+    Between(one, Tls(options(files, "elsewhere"), lambda: [KEY])).meet()
 
 
 def test_who_does_not_speak_tls_gets_nowhere(files: Path) -> None:
     left, right = memory_pair()
-    listening = Tls(options(files), KEY).accepted(right)
+    listening = Tls(options(files), lambda: [KEY]).accepted(right)
     left.send((b"\x89farcall, in the clear",))
     with pytest.raises(TlsFailed):
         listening.receive_into(memoryview(bytearray(100)))
@@ -176,7 +177,7 @@ def test_who_does_not_speak_tls_gets_nowhere(files: Path) -> None:
 
 def test_certificates_are_read_again_when_they_change(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files, tmp_path / "copy")
-    tls = Tls(options(tmp_path / "copy"), KEY)
+    tls = Tls(options(tmp_path / "copy"), lambda: [KEY])
     pair = Between(tls, tls)
     pair.meet()
     before = pair.left.binding
@@ -203,13 +204,13 @@ def farcall_handshake(one: Transport, other: Transport) -> Established | None:
 
 
 def test_the_handshake_inside_proves_both_certificates(files: Path) -> None:
-    here = Tls(options(files), KEY)
+    here = Tls(options(files), lambda: [KEY])
     direct = Between(here, here)
     direct.meet()
     assert farcall_handshake(direct.left, direct.right) is not None
     # A member that puts itself between two others, with its own certificate, and hands on what they say.
-    middle = Tls(options(files, "elsewhere", check_hosts=False), KEY)
-    lax = Tls(options(files, check_hosts=False), KEY)
+    middle = Tls(options(files, "elsewhere", check_hosts=False), lambda: [KEY])
+    lax = Tls(options(files, check_hosts=False), lambda: [KEY])
     first, second = Between(lax, middle), Between(middle, lax)
     first.meet()
     second.meet()
@@ -218,12 +219,12 @@ def test_the_handshake_inside_proves_both_certificates(files: Path) -> None:
 
 
 def test_names_in_certificates(files: Path) -> None:
-    bound = Tls(options(files, bind_names=True), KEY)
+    bound = Tls(options(files, bind_names=True), lambda: [KEY])
     pair = Between(bound, bound)
     pair.meet()
     assert pair.left.peer_names is not None
     assert {"localhost", "w0"} <= pair.left.peer_names
-    free = Tls(options(files), KEY)
+    free = Tls(options(files), lambda: [KEY])
     pair = Between(free, free)
     pair.meet()
     assert pair.left.peer_names is None
@@ -233,18 +234,18 @@ def test_files_that_are_no_certificates_are_told_at_once(tmp_path: Path) -> None
     for name in ("ca.pem", "localhost.pem", "localhost.key"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(ValueError, match="farcall certificates"):
-        Tls(options(tmp_path), KEY)
+        Tls(options(tmp_path), lambda: [KEY])
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="ssl has no PSK before 3.13")
 def test_the_secret_alone_is_enough() -> None:
-    one = Tls(TlsOptions(from_secret=True), KEY)
+    one = Tls(TlsOptions(from_secret=True), lambda: [KEY])
     Between(one, one).meet()
     with pytest.raises(TransportBroken):
-        Between(one, Tls(TlsOptions(from_secret=True), b"o" * 32)).meet()
+        Between(one, Tls(TlsOptions(from_secret=True), lambda: [b"o" * 32])).meet()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="ssl has PSK")
 def test_the_secret_alone_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"3\.13"):
-        Tls(TlsOptions(from_secret=True), KEY)
+        Tls(TlsOptions(from_secret=True), lambda: [KEY])

@@ -36,6 +36,7 @@ from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, R
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.link.dialler import prove, sealed
 from farcall.runtime.rendezvous.records import ADD_A_SECRET
+from farcall.secret import Secret
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
 from farcall.transport.poly1305 import AVAILABLE
@@ -69,7 +70,7 @@ def _hello(back: str = "", unix: str = "") -> Hello:
 class Host:
     """The listening side: lets visitors in, one after the other, until it is closed."""
 
-    def __init__(self, secret: bytes, port: int = 0, tls: Tls | None = None) -> None:
+    def __init__(self, secret: Secret, port: int = 0, tls: Tls | None = None) -> None:
         self._secret = secret
         self._tls = tls
         self._listeners: list[Listener] = [listen(f"tcp://*:{port}")]
@@ -129,11 +130,14 @@ class Host:
         return ""
 
 
-def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple[Transport, Established]:
+def _admit(guest: Transport, secret: Secret, unix: str, deadline: float) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     me = _hello(unix=unix)
-    handshake = Handshake(Side.LISTENER, me, secret, nonce, binding=lambda: guest.binding, quick_seals=AVAILABLE)
+    first, *others = secret.values
+    handshake = Handshake(
+        Side.LISTENER, me, first, nonce, also=others, binding=lambda: guest.binding, quick_seals=AVAILABLE
+    )
     conversation = _Conversation(guest, deadline)
     try:
         while True:
@@ -146,13 +150,13 @@ def _admit(guest: Transport, secret: bytes, unix: str, deadline: float) -> tuple
         raise
 
 
-def _try_handshake(address: str, secret: bytes, tls: Tls | None = None) -> None:
+def _try_handshake(address: str, secret: Secret, tls: Tls | None = None) -> None:
     """Dial ``address`` and prove the secret; raises where that fails."""
     with closing(dial(address, STEP_S, tls)) as transport:
-        prove(transport, None, _hello(), secret, monotonic() + STEP_S)
+        prove(transport, None, _hello(), secret.values[0], monotonic() + STEP_S)
 
 
-def visit(host: str, port: int, secret: bytes, advertised: str, tls: Tls | None = None) -> list[Finding]:
+def visit(host: str, port: int, secret: Secret, advertised: str, tls: Tls | None = None) -> list[Finding]:
     """Visit the doctor that listens at ``host``; ``advertised`` is the address that workers here tell the others."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -171,7 +175,7 @@ def visit(host: str, port: int, secret: bytes, advertised: str, tls: Tls | None 
         own.release()
 
 
-def _visit(host: str, address: str, where: str, secret: bytes, back: str, tls: Tls | None) -> list[Finding]:
+def _visit(host: str, address: str, where: str, secret: Secret, back: str, tls: Tls | None) -> list[Finding]:
     deadline = monotonic() + VISIT_S
     try:
         transport = dial(address, STEP_S, tls)
@@ -183,7 +187,7 @@ def _visit(host: str, address: str, where: str, secret: bytes, back: str, tls: T
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     with closing(transport):
         try:
-            way_in, established = prove(transport, None, _hello(back), secret, deadline)
+            way_in, established = prove(transport, None, _hello(back), secret.values[0], deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
         except TlsFailed as error:
@@ -264,7 +268,7 @@ def _way_back(host: str, conversation: _Conversation, back: str) -> Finding:
     return ok(subject, f"workers there reach workers here ({back})")
 
 
-def _same_machine(host: str, peer: Hello, secret: bytes) -> Finding:
+def _same_machine(host: str, peer: Hello, secret: Secret) -> Finding:
     subject = f"{host}: ways"
     token = host_token()
     if not token or _facts(peer).get("host") != token:

@@ -92,9 +92,10 @@ def codec(why_not: str) -> Finding:
 
 def secret(options: RpcBackendOptions) -> Finding:
     """Is there a secret that members must prove?"""
-    value = options.secret_bytes
-    if value is not None:
-        return ok("secret", f"one is set, {len(value)} bytes; every member must have the same")
+    given = options.given_secret()
+    if given is not None:
+        more = "; a second one is let in, while it is being changed" if len(given.values) > 1 else ""
+        return ok("secret", f"one is set, {len(given.values[0])} bytes; every member must have the same{more}")
     try:
         secret_of(options)
     except InitError as error:

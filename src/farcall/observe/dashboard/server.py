@@ -1,4 +1,4 @@
-"""The live page on loopback: a few files, and the latest state as JSON.
+"""The live page: a few files, and the latest state as JSON.
 
 Owns the addresses of the page (the table below). Has no way to change anything. Nothing on the page comes from
 elsewhere; headers have the browser refuse it if it did.
@@ -8,17 +8,22 @@ elsewhere; headers have the browser refuse it if it did.
     /state.json?since=7   the latest state, and the points of time after the seventh
     /calls.json?from=&to= the functions that one worker calls on another
 
-It is seen by everybody on this host, and by nobody else: there is no password, hence no way to guess one. Over a
-network, run ``farcall dashboard --connect`` where the browser is, or bring the port there with a tunnel (``ssh -L``).
-A page on the internet can have a browser connect to loopback under a name of its own choice (DNS rebinding), so a
-request must name a loopback host.
+On loopback it is seen by everybody on this host, and by nobody else. A page on the internet can have a browser connect
+to loopback under a name of its own choice (DNS rebinding), so a request must name a loopback host.
+
+To other hosts it is served over TLS only, with the certificate of this host, below a path that nobody guesses: whoever
+has been given the address may look. There is no other authentication, hence nothing to be wrong with it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import secrets
+import socket
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -28,10 +33,11 @@ from farcall.observe.dashboard.looks import Looks
 from farcall.observe.observer import Observer
 from farcall.observe.web_server import Answer, Request, WebServer
 from farcall.runtime.rendezvous.addresses import is_loopback
+from farcall.transport.tls import Tls
 
 __all__ = ["Dashboard"]
 
-HOST: Final = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -45,15 +51,35 @@ _MOST_DIGITS: Final = 18
 class Dashboard:
     """The page of one cluster, served until it is closed."""
 
-    def __init__(self, connect: Callable[[], Observer], port: int) -> None:
-        """``connect`` finds the cluster."""
+    def __init__(
+        self,
+        connect: Callable[[], Observer],
+        port: int,
+        host: str = LOOPBACK,
+        *,
+        tls: Tls | None = None,
+        name: str = "",
+    ) -> None:
+        """``connect`` finds the cluster. ``name``: what browsers elsewhere call this host."""
         self._looks = Looks(connect)
+        self._token = "" if is_loopback(host) else secrets.token_urlsafe(32)
+        if self._token and (tls is None or not tls.serves_web()):
+            raise InitError(
+                f"the dashboard is served on {host} over TLS only: give certificates (TlsOptions, FARCALL_TLS_CA, "
+                "FARCALL_TLS_CERT, FARCALL_TLS_KEY; `farcall certificates` makes them), or serve it on loopback"
+            )
         try:
-            self._server = WebServer("farcall-dashboard-web", HOST, port, self._answer)
+            if tls is None or not self._token:
+                self._server = WebServer("farcall-dashboard-web", host, port, self._answer)
+            else:
+                protect = partial(tls.web, for_members=False)
+                self._server = WebServer("farcall-dashboard-web", host, port, self._answer, protect=protect)
         except OSError as error:
-            raise InitError(f"the dashboard cannot be served on {HOST}:{port}: {error}") from error
+            raise InitError(f"the dashboard cannot be served on {host}:{port}: {error}") from error
         self.port: int = self._server.port
-        self.url: str = f"http://{HOST}:{self.port}/"
+        shown = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        place = f"[{shown}]" if ":" in shown else shown
+        self.url: str = f"https://{place}:{self.port}/{self._token}/" if self._token else f"http://{place}:{self.port}/"
         """Where to point a browser."""
 
     def start(self) -> None:
@@ -67,23 +93,29 @@ class Dashboard:
         self._server.close()
 
     def _answer(self, request: Request) -> Answer:
-        if not names_loopback(request.host):
+        if not self._token and not names_loopback(request.host):
             return Answer(b"this page is served to loopback names only, such as http://127.0.0.1\n", status=403)
         try:
             target = urlsplit(request.target)
             asked = {name: values[0] for name, values in parse_qs(target.query).items()}
         except ValueError:
-            return Answer(b"there is no such page\n", status=404)
-        if target.path == "/state.json":
+            return _NO_PAGE
+        prefix = f"/{self._token}/" if self._token else "/"
+        if not hmac.compare_digest(target.path[: len(prefix)].encode("utf-8", "replace"), prefix.encode()):
+            return _NO_PAGE
+        name = target.path[len(prefix) :] or "index.html"
+        if name == "state.json":
             since = asked.get("since", "0")
             is_number = since.isascii() and since.isdecimal() and len(since) <= _MOST_DIGITS
             return _json(self._looks.state(int(since) if is_number else 0))
-        if target.path == "/calls.json":
+        if name == "calls.json":
             return _json(self._looks.functions_between(asked.get("from", ""), asked.get("to", "")))
-        name = target.path[1:] or "index.html"
         if name in _PAGE:
             return Answer(_PAGE[name].read_bytes(), _TYPES[os.path.splitext(name)[1]])
-        return Answer(b"there is no such page\n", status=404)
+        return _NO_PAGE
+
+
+_NO_PAGE: Final = Answer(b"there is no such page\n", status=404)
 
 
 def names_loopback(host: str) -> bool:

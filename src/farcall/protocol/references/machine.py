@@ -84,8 +84,11 @@ class References:
         linger_s: float = 0.005,
         batch_forks: int = 1024,
         wake: Callable[[], None] | None = None,
+        gap: Callable[[], int] | None = None,
     ) -> None:
+        """``gap``: what to leave out before the next reference's number, so that others do not guess it."""
         self.me = me
+        self._gap = gap
         self.released: ReleasedForks = ReleasedForks() if wake is None else ReleasedForks(wake)
         self._linger_s = linger_s
         self._batch_forks = batch_forks
@@ -157,7 +160,7 @@ class References:
 
     def own_local(self) -> Fork:
         """``RRef(value)``, or ``remote`` to oneself: a new reference, and this member's fork of it."""
-        number = self._next_id
+        number = self._next_id if self._gap is None else self._next_id + self._gap()
         self._next_id = number + 1
         # The creator's own fork is named like the reference: one number for ``RRef(value)``, as programs expect.
         fork = Fork(RefId(self.me, number), ForkId(self.me, number), self.me, self.me, number=0)
@@ -168,7 +171,7 @@ class References:
         """``remote`` to another member: send the result with the request, hold it from now on."""
         if owner == self.me:
             return self.own_local()
-        number = self._next_id
+        number = self._next_id if self._gap is None else self._next_id + self._gap()
         self._next_id = number + 1
         fork = self._new_fork(RefId(self.me, number), owner, holder=self.me, receiver=owner)
         if owner in self._live:

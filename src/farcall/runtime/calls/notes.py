@@ -30,6 +30,8 @@ def write_notes(
             profile,
             profiled,
             frame.telemetry or {},
-            *(() if inherited is None else (inherited.time_left_s, dict(inherited.metadata))),
+            0.0 if inherited is None else inherited.time_left_s,
+            {} if inherited is None else dict(inherited.metadata),
+            frame.serial,
         )
     )

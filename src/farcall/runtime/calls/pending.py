@@ -15,7 +15,6 @@ Thread rules
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.scope import CURRENT, Inherited, Served, inherit
-from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.reader import in_event_loop, stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
@@ -39,7 +38,7 @@ from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counte
 from farcall.runtime.observing.observer_connection import Questions
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import withdraw
+from farcall.serialize import tie, withdraw
 
 EXPLAIN_S = 0.5
 """An error is never held up for longer than this to say more."""
@@ -254,11 +253,20 @@ class CallTable:
             if worker is not None:
                 self._executor.park(worker)
                 parked = True
-            if inherited or profile is not None or frame.recording is not None or frame.forks or frame.telemetry:
+            if (
+                inherited
+                or profile is not None
+                or frame.recording is not None
+                or frame.forks
+                or frame.telemetry
+                or frame.serial
+            ):
                 wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
                 write_notes(frame, profile=wanted, inherited=inherited)
             frame.flags = self._flags if refusable else 0
             frame.call_id = self.register(call, frame.function)
+            if frame.undo:
+                tie(frame)
             peer.send(frame, call.deadline, False, call)
             if call.unwanted:
                 peer.cancel(call.call_id)  # the first word of that may have passed a large request, and found nothing
@@ -318,11 +326,14 @@ class CallTable:
                 or frame.recording is not None
                 or frame.forks
                 or frame.telemetry
+                or frame.serial
             ):
                 wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
                 write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
             frame.flags |= self._flags
             frame.call_id = call_id = self.register(call, frame.function)
+            if frame.undo:
+                tie(frame)
             call.peer.send(frame, call.deadline)
             if call.unwanted:
                 call.peer.cancel(call_id)  # the first word of that may have passed a large request, and found nothing
@@ -342,7 +353,7 @@ class CallTable:
 
     def _wait_for_room(self, call: PendingCall) -> None:
         """The callee has said that too many calls wait there: wait with this one until it has room again."""
-        if self._flags or _in_event_loop():
+        if self._flags or in_event_loop():
             return  # it is to be refused instead; or waiting here would hold up all that runs on that loop
         full = call.peer.full
         try:
@@ -422,14 +433,6 @@ def name_of(what: Callable[..., Any]) -> str:
     found = getattr(what, "__qualname__", None)
     name = found if isinstance(found, str) and found else type(what).__name__
     return name.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _add(error: RpcTimeout, text: str) -> None:

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import torch
 
 from farcall.errors import NotAllowed, RpcError, SerializationError
-from farcall.ids import WorkerInfo
-from farcall.protocol.frames import FAILURE, RESPONSE, Frame
+from farcall.ids import RefId, WorkerInfo
+from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
@@ -76,6 +76,9 @@ class ReferenceKeeper(Protocol):
         A request with the flag REFUSED will not run, and creates nothing.
         """
 
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
+        """Find the mailbox of the object ``ref``, for the request ``frame``; False: the request must wait."""
+
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
         """The request of a frame with the flag KEEP, whose result stays here."""
 
@@ -84,6 +87,9 @@ class NoReferences:
     """The `ReferenceKeeper` of a node without references."""
 
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        return True
+
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
         return True
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
@@ -158,6 +164,11 @@ class Server:
         self.last_accepted = self._next_number()  # after the line above, see CallTable.register
         function = frame.function
         task: Task = request if self.wrap is None else self.wrap(request)
+        if frame.turns is not None:
+            request.queued_at = perf_counter()
+            if not frame.turns.enter(task):
+                return
+            task = frame.turns
         at_once = function in self.inline.quick or self._best_in_turn(function)
         if at_once or (function in self.inline.brief and not self._computing and not self._queue):
             kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), at_once)
@@ -266,6 +277,11 @@ class Request:
     @property
     def served(self) -> Request:
         return self
+
+    @property
+    def is_open(self) -> bool:
+        """Is it still to be answered?"""
+        return self.server.find(self.peer, self.frame.call_id) is self
 
     @property
     def caller(self) -> WorkerInfo:
@@ -382,7 +398,8 @@ class Request:
         if more and self.expected_s < QUICK_S:
             size_bytes = len(frame.payload)
             for buffer in frame.buffers:
-                size_bytes += buffer.nbytes
+                if buffer.nbytes < LARGE_BYTES:  # others travel beside the frame, or at once
+                    size_bytes += buffer.nbytes
             if size_bytes < HOLD_BYTES:
                 self._send(frame, True)
                 # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
@@ -452,6 +469,10 @@ class Request:
         """Run ``coroutine`` on the node's event loop, on the streams of this call, and answer when it ends."""
         stream_pool, done = self.server.stream_pool, self._on_done
         call_streams = None if stream_pool is None else stream_pool.keep()
+        if call_streams is not None:
+            coroutine = StreamCoroutine(coroutine, call_streams)
+        if self.frame.turns is not None:
+            coroutine = self.frame.turns.steps(coroutine, within=True)
         if stream_pool is None or call_streams is None:
             Dependents.watch(self, self.server.coroutines.run(coroutine, done))
             return
@@ -463,7 +484,7 @@ class Request:
             finally:
                 stream_pool.leave(call_streams)
 
-        Dependents.watch(self, self.server.coroutines.run(StreamCoroutine(coroutine, call_streams), answer))
+        Dependents.watch(self, self.server.coroutines.run(coroutine, answer))
 
     def _on_done(self, future: Any) -> None:
         try:

@@ -45,6 +45,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, tls_for
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
+from farcall.secret import Secret
 from farcall.transport.interface import Transport
 
 __all__ = ["Connector", "Owner", "Watch"]
@@ -115,7 +116,7 @@ class Connector:
     is between the I/O thread, which begins and takes, and `stop`, which must find all that has begun.
     """
 
-    def __init__(self, owner: Owner, watch: Watch, loop: Loop, options: RpcBackendOptions, *, secret: bytes) -> None:
+    def __init__(self, owner: Owner, watch: Watch, loop: Loop, options: RpcBackendOptions, *, secret: Secret) -> None:
         self._owner = owner
         self._watch = watch
         self._loop = loop

@@ -20,13 +20,13 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Final
 
 from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
-from farcall.options import RpcBackendOptions
+from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.protocol.connector import Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import (
@@ -43,12 +43,13 @@ from farcall.protocol.hello import (
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
+from farcall.secret import Secret
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
 from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
-from farcall.transport.tls import Tls, TlsFailed, tls_of
+from farcall.transport.tls import Tls, TlsFailed
 
 __all__ = ["WITHIN_THE_HOST", "Dialler", "Found", "Target", "check_name", "prove", "sealed", "tls_for", "usable_ways"]
 
@@ -123,7 +124,7 @@ class Dialler:
         dial: Dial,
         target: Target,
         me: Hello,
-        secret: bytes,
+        secret: Secret,
         *,
         on_end: Callable[[Dialler, Ended, Found], None] = lambda dialler, ended, found: None,
         tls: Tls | None = None,
@@ -256,7 +257,7 @@ class Dialler:
                 # Without a name, all that is known of the target is an address, by whatever name its user knows it.
                 me = self._me if target.name is None else self._me.dialling(way)
                 until = min(deadline, monotonic() + prove_s)
-                way_in, established = prove(transport, target.name, me, self._secret, until)
+                way_in, established = prove(transport, target.name, me, self._secret.values[0], until)
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
                 found = Found(Outcome.PROVEN, "it lives, but did not come back", way_in, established)
@@ -290,9 +291,15 @@ def _nobody(way: str) -> str:
     return f"its process or its node has ended, nobody listens at {way} any more; its own output may say why"
 
 
-def tls_for(options: RpcBackendOptions, secret: bytes) -> Tls | None:
+def tls_for(options: RpcBackendOptions, secret: Secret) -> Tls | None:
     """What connections of a member over a network are protected by, if its options say so."""
-    return None if options.tls is None else tls_of(options.tls, tls_key(observer_key(secret)))
+    return None if options.tls is None else _tls_for(options.tls, secret)
+
+
+@lru_cache(maxsize=16)
+def _tls_for(options: TlsOptions, secret: Secret) -> Tls:
+    """The same object for all parts of a node: reading certificates takes a while."""
+    return Tls(options, lambda: [tls_key(observer_key(value)) for value in secret.values])
 
 
 def check_name(transport: Transport, peer: Hello) -> None:

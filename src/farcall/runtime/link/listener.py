@@ -20,6 +20,7 @@ from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, R
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialler import check_name, sealed
+from farcall.secret import Secret
 from farcall.transport.address import listen
 from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
 from farcall.transport.poly1305 import AVAILABLE
@@ -90,7 +91,7 @@ class PeerListener:
     def open(
         self,
         me: Hello,
-        secret: bytes,
+        secret: Secret,
         *,
         why_not: Callable[[Hello], str | None],
         on_member: Callable[[Transport, Established], object],
@@ -137,7 +138,10 @@ class PeerListener:
             if self._tls is not None and transport.needs_sealing:
                 transport = self._tls.accepted(transport)
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
-            handshake = Handshake(Side.LISTENER, self._me, self._secret, nonce, binding=binding, quick_seals=AVAILABLE)
+            first, *others = self._secret.values
+            handshake = Handshake(
+                Side.LISTENER, self._me, first, nonce, also=others, binding=binding, quick_seals=AVAILABLE
+            )
             guest = _Guest(transport, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)

@@ -9,7 +9,8 @@ One thread at a time reads, the holder of the read lock:
   poller, so that the I/O thread sleeps on, and saves the hop between threads.
 - A thread that has come back within LINGER_S for a while (one with many calls in flight, or call after call) leaves the
   poller silent when it stops: the I/O thread would only fight with it for the interpreter. If it does not come back,
-  the I/O thread listens again LINGER_S later. Not where several threads wait for answers on this link.
+  the I/O thread listens again LINGER_S later (up to LONGEST_LINGER_S after a long row of calls). Not where several
+  threads wait for answers on this link.
 - One that meets requests while it waits, and may not run them, soon gives the link back to the I/O thread, which may.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
 """
@@ -39,6 +40,8 @@ __all__ = ["Awaited", "Incoming"]
 READ_BYTES = 1 << 20
 """What the I/O thread reads at most before it looks at other links and timers."""
 LINGER_S = 0.001
+LONGEST_LINGER_S = 0.004
+"""A thread that comes back again and again is looked after less and less often, down to every so many seconds."""
 LINGER_AFTER = 16
 """So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
 SLICE_S = 0.002
@@ -90,6 +93,7 @@ class Incoming:
         "_descriptors",
         "_frames",
         "_left_at",
+        "_linger_s",
         "_linger_timer",
         "_lingering",
         "_link",
@@ -128,6 +132,7 @@ class Incoming:
         # Has one item while the poller is silent although nobody reads; who pops it sees to the poller.
         self._lingering: list[None] = []
         self._linger_timer = loop.timer(self._end_lingering)
+        self._linger_s = LINGER_S
         self._left_at = 0.0  # when a helping reader last stopped, or went on with a request
         self._missed = 0  # requests that the I/O thread would have served itself
         self._came_back = 0  # how often in a row one was back within LINGER_S
@@ -277,6 +282,7 @@ class Incoming:
                             return
                         if self._missed >= MOST_MISSED:
                             self._came_back = 0
+                            self._linger_s = LINGER_S
                             return
             except (TransportError, FrameError) as error:
                 link.broke(error, transport)
@@ -364,7 +370,7 @@ class Incoming:
                 if self._came_back >= LINGER_AFTER and now > self._shared_until and self._link.up:
                     self._lingering.append(None)
                     if self._linger_timer.due == NEVER:
-                        self._linger_timer.at(now + LINGER_S)
+                        self._linger_timer.at(now + self._linger_s)
                 elif self._descriptor is not None and self._link.up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
@@ -379,15 +385,17 @@ class Incoming:
 
     def _end_lingering(self, now: float) -> float:
         """On the I/O thread: the helping reader is back in time, or this thread reads from now on."""
-        if not self._lingering:
-            return NEVER  # it reads at this moment; or the connection has ended
-        if now - self._left_at < LINGER_S:
-            return self._left_at + LINGER_S
+        if now - self._left_at < self._linger_s:
+            # It was here a moment ago, or is at this moment. The timer stays set meanwhile: to set it anew each time
+            # would wake this thread each time.
+            self._linger_s = min(1.1 * self._linger_s, LONGEST_LINGER_S)
+            return self._left_at + self._linger_s
         try:
             self._lingering.pop()
         except IndexError:
-            return NEVER
+            return NEVER  # it has been reading for long; or the connection has ended
         self._came_back = 0
+        self._linger_s = LINGER_S
         if self._descriptor is not None and self._link.up:
             self._loop.listen(self._descriptor)
         return NEVER

@@ -4,7 +4,7 @@
     large request        its call fails, "not_sent"; its remains go
     large answer         its caller gets a failure, "executed"; its remains go
     either of them       device memory that was lent for it is free again: only the message named it
-    large letter         goes again: its memory is a gradient's, which nobody changes while we hold it
+    large letter         goes again: its memory is a gradient's, which nobody changes while we hold it, or a copy
     offer of a segment   is forgotten, and made again when the segment is next wanted
 
 Remains are what both ends count (`remains_of`). All of this runs on the I/O thread, when a link is attached to a new

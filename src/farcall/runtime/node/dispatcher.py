@@ -194,6 +194,8 @@ class Dispatcher:
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Fill in what the notes of ``frame`` stand for. False: nobody is to read it, or not now."""
+        if notes.serial is not None and not self._server.references.take_turns(peer, frame, notes.serial):
+            return False
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
             return False
         if notes.context_id:

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, Shutdo
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.member import Member, new_incarnation
+from farcall.protocol.member import Member, Trust, new_incarnation
 from farcall.protocol.messages import FORGOT_SHUTDOWN, GAVE_UP, LEFT
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor
@@ -106,7 +106,7 @@ def start_runtime(
         finally:
             sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
         incarnation = new_incarnation(secrets.randbits(62))
-        trust: Literal["code", "calls"] = "code" if INSTALLED.allowance is None else "calls"
+        trust: Trust = "code" if INSTALLED.allowance is None else INSTALLED.allowance.trust
         me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
         found: Membership | Meeting
         if way_back is not None:

@@ -28,6 +28,7 @@ from farcall.errors import RpcTimeout
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
+from farcall.runtime.io.reader import in_event_loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import LostOffer
 
@@ -49,7 +50,7 @@ allocated, looked up and released by Python code; at four times this size a segm
 class SharedMemorySender:
     """What this node lends to one peer; to the pool, this is who holds it."""
 
-    __slots__ = ("_accepted", "_borrowed", "_is_wanted", "_peer", "_pool", "_write_later")
+    __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_write_later", "is_wanted")
 
     def __init__(
         self,
@@ -63,7 +64,8 @@ class SharedMemorySender:
         self._pool = pool
         self._borrowed = borrowed
         self._write_later = write_later
-        self._is_wanted = True
+        self.is_wanted: bool = True
+        """Does the peer map what it is offered?"""
         self._accepted: set[int] = set()
 
     def __repr__(self) -> str:
@@ -75,30 +77,57 @@ class SharedMemorySender:
         return bool(self._accepted)
 
     def place(
-        self, buffers: Sequence[memoryview], index: int, deadline: float, may_give_back: bool
-    ) -> memoryview | Ticket:
-        """A ticket for the bytes of a buffer of SHARED_BYTES or more; the buffer itself if it must go inline."""
-        size = buffers[index].nbytes
-        if not self._is_wanted:
-            return buffers[index]
-        if may_give_back and isinstance(buffers, list):
-            given = self._borrowed.give_back(buffers, index)
-            if given is not None:
-                if given.last_use:
-                    given.gone()
-                    return Ticket(size, given.segment_id | YOURS, given.offset)
-                # Others here still look at the block; until it is copied it must not go back.
-                try:
-                    placed = self._copy_into_segment(buffers[index], deadline)
-                    return placed if isinstance(placed, Ticket) else memoryview(bytearray(placed))
-                finally:
-                    given.settled()
-        return self._copy_into_segment(buffers[index], deadline)
+        self,
+        buffers: Sequence[memoryview],
+        placed: list[memoryview | Ticket],
+        deadline: float,
+        may_give_back: bool,
+    ) -> int:
+        """Append a ticket to ``placed`` for each buffer, or the buffer itself where it must go inline.
+
+        Returns how many bytes go in segments.
+        """
+        shared_bytes = 0
+        guard = sigint.of_thread()
+        guard.depth += 1  # or Ctrl-C would leave a block behind that nobody frees
+        try:
+            for index in range(len(buffers)):
+                # Nothing here may hold the buffer while it is placed: its death tells that its block can go back.
+                size = buffers[index].nbytes
+                if size < SHARED_BYTES or not self.is_wanted:
+                    placed.append(buffers[index])
+                    continue
+                found = self._give_back(buffers, index, deadline) if may_give_back else None
+                if found is None:
+                    found = self._copy_into_segment(buffers[index], deadline)
+                if found.__class__ is Ticket:
+                    shared_bytes += size
+                placed.append(found)
+        finally:
+            guard.depth -= 1
+            if guard.held is not None:
+                sigint.deliver()
+        return shared_bytes
+
+    def _give_back(self, buffers: Sequence[memoryview], index: int, deadline: float) -> memoryview | Ticket | None:
+        """A ticket for a buffer that lies in a block of the peer's own; None: it does not."""
+        given = self._borrowed.give_back(buffers, index) if isinstance(buffers, list) else None
+        if given is None:
+            return None
+        if given.last_use:
+            given.gone()
+            return Ticket(buffers[index].nbytes, given.segment_id | YOURS, given.offset)
+        # Others here still look at the block; until it is copied it must not go back.
+        try:
+            copied = self._copy_into_segment(buffers[index], deadline)
+            return copied if isinstance(copied, Ticket) else memoryview(bytearray(copied))
+        finally:
+            given.settled()
 
     def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
         pool = self._pool
         size = buffer.nbytes
-        if pool.has_tensors:
+        if pool.addresses:
             found = pool.find(address_of(buffer), size)
             if found is not None:
                 segment_id, offset = found
@@ -106,29 +135,36 @@ class SharedMemorySender:
                     self._offer(segment_id, deadline)
                 elif pool.lend(segment_id, offset, self):
                     return Ticket(size, segment_id | SHARED, offset)
-        guard = sigint.of_thread()
-        guard.depth += 1  # or Ctrl-C would leave a block behind that nobody frees
+        if self._borrowed.released:
+            owed = self._borrowed.reuse(size)
+            if owed is not None:
+                segment_id, offset, view = owed
+                copy_bytes(view, buffer)
+                return Ticket(size, segment_id | YOURS, offset)
+        block = pool.allocate(size, self)
+        for retired_id, holders in pool.take_retired():
+            retire_from(holders, retired_id)
+        if block is None:
+            return buffer
+        segment_id = block.segment_id
+        is_accepted = segment_id in self._accepted
         try:
-            block = pool.allocate(size)
-            for segment_id, holders in pool.take_retired():
-                retire_from(holders, segment_id)
-            if block is None:
-                return buffer
-            if block.segment_id not in self._accepted:
-                try:
-                    self._offer(block.segment_id, deadline)
-                finally:
-                    pool.free(block)
-                return buffer
-            copy_bytes(block.view, buffer)
-            pool.hand_over(block, self)
+            if is_accepted:
+                copy_bytes(block.view, buffer)
+            else:
+                self._offer(segment_id, deadline)
+        finally:
             if self._peer.link.broken is not None:
                 pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
-            return Ticket(size, block.segment_id, block.offset)
-        finally:
-            guard.depth -= 1
-            if guard.held is not None:
-                sigint.deliver()
+            elif not is_accepted:
+                pool.release(segment_id, block.offset, self)
+        return Ticket(size, segment_id, block.offset) if is_accepted else buffer
+
+    def reaches(self, segment_id: int) -> bool:
+        """Can the peer look into this segment of ours? If not, offer it: some later question has another answer."""
+        if segment_id not in self._accepted and self.is_wanted:
+            self._offer(segment_id, NEVER)
+        return segment_id in self._accepted
 
     def _offer(self, segment_id: int, deadline: float) -> None:
         """Offer the peer a segment that it has not accepted, unless that was done: tickets may name it afterwards."""
@@ -136,7 +172,7 @@ class SharedMemorySender:
             return
         offer = self._pool.offer(segment_id, self)
         if offer is not None:
-            if self._peer.link.on_io_thread():
+            if self._peer.link.on_io_thread() or in_event_loop():
                 self._write_later(partial(self._send_offer, offer, NEVER))
             else:
                 self._send_offer(offer, deadline)
@@ -158,7 +194,7 @@ class SharedMemorySender:
     def on_refused(self, reason: str) -> None:
         """The peer cannot map ours: everything goes inline from now on."""
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
-        self._is_wanted = False  # but it may still hold blocks of other segments
+        self.is_wanted = False  # but it may still hold blocks of other segments
 
     def retire(self, segment_id: int) -> None:
         """A segment of ours is gone."""
@@ -169,9 +205,15 @@ class SharedMemorySender:
 
     def take_back(self, placed: Sequence[memoryview | Ticket]) -> None:
         """A message was not sent: what was lent for it is free again."""
-        tickets = [ticket for ticket in placed if isinstance(ticket, Ticket) and not ticket.segment_id & YOURS]
-        if tickets:
-            self._pool.release_batch([(ticket.segment_id & ~SHARED, ticket.offset) for ticket in tickets], self)
+        lent = []
+        for ticket in placed:
+            if isinstance(ticket, Ticket):
+                if ticket.segment_id & YOURS:
+                    self._borrowed.owe(ticket.segment_id ^ YOURS, ticket.offset, ticket.size_bytes)
+                else:
+                    lent.append((ticket.segment_id & ~SHARED, ticket.offset))
+        if lent:
+            self._pool.release_batch(lent, self)
 
     def on_released(self, blocks: Sequence[tuple[int, int]]) -> None:
         """The peer no longer uses these blocks of ours."""

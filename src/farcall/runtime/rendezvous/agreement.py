@@ -14,6 +14,7 @@ from farcall.errors import BadRank, DuplicateName, InitError
 from farcall.protocol.member import Member
 from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
 from farcall.runtime.rendezvous.store import KeyStore
+from farcall.secret import Secret
 
 __all__ = [
     "Abandoned",
@@ -36,7 +37,7 @@ class Membership:
     members: list[Member]
     """Everybody, oneself included, by rank."""
     cluster_id: str
-    secret: bytes = field(repr=False)
+    secret: Secret = field(repr=False)
     generation: int
     size: int = 0
     """How many members there are for good; 0: members come and go."""

@@ -40,7 +40,8 @@ from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, is_served, open_store
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, is_served, open_store
+from farcall.secret import Secret
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -64,7 +65,7 @@ class Meeting(NamedTuple):
     store: KeyStore | None
     cluster_id: str
     """Empty where only an address is known: the first member that proves itself tells it."""
-    secret: bytes
+    secret: Secret
     members: tuple[Member, ...] = ()
     """Members that were known before: they are asked, and nobody founds."""
     size: int = 0
@@ -84,7 +85,7 @@ class GroupIsOver(InitError):
 def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
     """Find out where to ask; with a store, ``me`` is on its list afterwards."""
     secret = secret_of(options)
-    proofs = Proofs(secret, options.secret_bytes is not None, place.name)
+    proofs = Proofs(secret, options.has_secret, place.name)
     if place.contacts:
         return Meeting(place, None, None, "", secret, size=max(0, place.world_size))
 
@@ -94,9 +95,11 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
                 store = open_store(place, deadline, cancelled)
                 contacts = Contacts(Records(store, proofs), place.attempt)
                 return store, contacts, contacts.enter(me)
-            except (StoreLost, RuntimeError) as error:
-                if isinstance(error, RpcError) or monotonic() + _LONGEST_PAUSE_S >= deadline:
+            except (StoreLost, *STORE_ERRORS) as error:
+                if isinstance(error, RpcError):
                     raise
+                if monotonic() + _LONGEST_PAUSE_S >= deadline:
+                    raise InitError(f"the store at {place.name} cannot be used: {error}") from error
                 cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
 
     store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
@@ -204,7 +207,7 @@ class Search:
         place = self._meeting.place
         try:
             self._group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), place.name)
-        except RuntimeError as error:  # what torch's stores raise
+        except STORE_ERRORS as error:
             if isinstance(error, RpcError):
                 raise
             self._why[place.name] = f"the store is gone: {error}"

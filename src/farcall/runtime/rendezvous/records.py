@@ -28,6 +28,7 @@ from farcall.private_files import private_bytes, runtime_directory
 from farcall.protocol.hello import hkdf_expand, hkdf_extract
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.store import KeyStore
+from farcall.secret import Secret
 
 __all__ = ["ADD_A_SECRET", "Proofs", "Records", "secret_of"]
 
@@ -41,9 +42,9 @@ _KEY_BYTES = 32
 _PROOF_CHARACTERS = 64
 
 
-def secret_of(options: RpcBackendOptions) -> bytes:
+def secret_of(options: RpcBackendOptions) -> Secret:
     """The secret that was given, or one made from this user's key; raises ``InitError`` where there is neither."""
-    given = options.secret_bytes
+    given = options.given_secret()
     if given is not None:
         return given
     directory = runtime_directory(options.observing.runtime_directory)
@@ -53,7 +54,7 @@ def secret_of(options: RpcBackendOptions) -> bytes:
         raise InitError(
             f"no secret was given, and no key can be kept that only this user reads: {error}; {ADD_A_SECRET}"
         ) from error
-    return hkdf_expand(hkdf_extract(b"farcall user", key), b"secret")
+    return Secret(hkdf_expand(hkdf_extract(b"farcall user", key), b"secret"))
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -66,24 +67,32 @@ class _Claim(msgspec.Struct, frozen=True):
 class Proofs:
     """The proofs of one member's secret at one meeting place."""
 
-    def __init__(self, secret: bytes, is_given: bool, place: str) -> None:
-        self._key = hkdf_expand(hkdf_extract(b"farcall store", secret), b"record")
+    def __init__(self, secret: Secret, is_given: bool, place: str) -> None:
+        self._secret = secret
         self._is_given = is_given
         self._place = place
 
     def seal(self, key: str, text: str) -> str:
         """``text`` as it goes into the store under ``key``."""
-        return self._of(key, text) + text
+        return self.seals(key, text)[0]
+
+    def seals(self, key: str, text: str) -> list[str]:
+        """``text`` as it may be in the store: while the secret is being changed, others prove another one."""
+        return [self._of(key, text, secret) + text for secret in self._secret.values]
 
     def open(self, key: str, data: bytes) -> bytes:
         """The text of the record ``data`` under ``key``; raises ``WrongSecret``."""
         proof, text = data[:_PROOF_CHARACTERS], data[_PROOF_CHARACTERS:]
-        if not hmac.compare_digest(proof, self._of(key, text.decode("utf-8", "replace")).encode()):
+        readable = text.decode("utf-8", "replace")
+        if not any(
+            hmac.compare_digest(proof, self._of(key, readable, secret).encode()) for secret in self._secret.values
+        ):
             raise self._unproved(key, text)
         return text
 
-    def _of(self, key: str, text: str) -> str:
-        return hmac.digest(self._key, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
+    def _of(self, key: str, text: str, secret: bytes) -> str:
+        proving = hkdf_expand(hkdf_extract(b"farcall store", secret), b"record")
+        return hmac.digest(proving, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
 
     def _unproved(self, key: str, text: bytes) -> WrongSecret:
         who, theirs = f"whoever wrote the record {key!r}", "another secret"
@@ -128,5 +137,9 @@ class Records:
 
     def replace(self, key: str, before: str, text: str) -> bytes:
         """Put a record under ``key`` where it holds ``before`` ("": nothing); what it holds afterwards."""
-        expected = self._proofs.seal(key, before) if before else ""
-        return self._proofs.open(key, self.store.compare_set(key, expected, self._proofs.seal(key, text)))
+        sealed = self._proofs.seal(key, text)
+        for expected in self._proofs.seals(key, before) if before else [""]:
+            found = self._proofs.open(key, self.store.compare_set(key, expected, sealed))
+            if found.decode() != before:
+                break  # else it is there under the other secret
+        return found

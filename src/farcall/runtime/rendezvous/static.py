@@ -55,7 +55,7 @@ from farcall.runtime.rendezvous.contacts import Contacts
 from farcall.runtime.rendezvous.dynamic import Meeting, is_there
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, open_store
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -94,7 +94,7 @@ class StaticRendezvous:
         self.cancelled: threading.Event = threading.Event()
         self._me = me
         self._secret = secret_of(options)
-        has_secret = options.secret_bytes is not None
+        has_secret = options.has_secret
         self._proofs = Proofs(self._secret, has_secret, place.name)
         self._timeout_s = options.start_deadline_s
         self._deadline = time.monotonic() + self._timeout_s
@@ -120,7 +120,7 @@ class StaticRendezvous:
                     return self._meet()
                 except RpcError:
                     raise
-                except (StoreLost, RuntimeError) as error:
+                except (StoreLost, *STORE_ERRORS) as error:
                     # Rank 0 left and took its store along; when it starts anew, another one comes up.
                     self._records = None
                     self._pause_for_another_store(error)

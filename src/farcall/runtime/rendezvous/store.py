@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from farcall.runtime.rendezvous.patience import Patience
 from farcall.transport.tcp import parse_tcp
 
 __all__ = [
+    "STORE_ERRORS",
     "KeyStore",
     "MeetingPlace",
     "StoreLost",
@@ -62,6 +63,10 @@ class KeyStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
     def has_extended_api(self) -> bool: ...
     def set_timeout(self, timeout: timedelta, /) -> None: ...
+
+
+STORE_ERRORS: Final = (RuntimeError, MemoryError, ValueError, IndexError)
+"""What torch's stores raise; the last three where somebody changes their bytes on the way, lengths among them."""
 
 
 class StoreLost(Exception):
@@ -118,7 +123,7 @@ def find_meeting_place(
         raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
     if parts.scheme == MEMBERS_SCHEME:
         contacts = _find_contacts(init_method)
-        host, port = parse_tcp(contacts[0])
+        host, port = parse_tcp(contacts[-1])
         return MeetingPlace(init_method, parts.scheme, found_rank, found_size, host, port, contacts=contacts)
     common: dict[str, Any] = {
         "url": init_method,
@@ -151,15 +156,16 @@ def _choose_size(world_size: int | None, query: Mapping[str, str], environ: Mapp
 
 
 def _find_contacts(init_method: str) -> tuple[str, ...]:
-    """``farcall://host:port,host:port`` as addresses to dial."""
-    places = [place for place in urlsplit(init_method).netloc.split(",") if place]
-    contacts = []
+    """``farcall://host:port,host:port?unix=/path`` as addresses to dial, the quickest first."""
+    parts = urlsplit(init_method)
+    places = [place for place in parts.netloc.split(",") if place]
+    contacts = [f"unix:{path}" for name, path in parse_qsl(parts.query) if name == "unix"]
     for place in places:
         host, _, port = place.rpartition(":")
         if not host:
             raise ValueError(f"init_method {init_method!r} lacks a host or a port: use 'farcall://host:port'")
         contacts.append(f"tcp://{host}:{_check_port(port, init_method)}")
-    if not contacts:
+    if not places:
         raise ValueError(f"init_method {init_method!r} names no member: use 'farcall://host:port'")
     return tuple(contacts)
 
@@ -275,7 +281,7 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
     _wait_until_reachable(place, deadline, cancelled)
     try:
         return _tcp_store(place, place.host, deadline=deadline)
-    except RuntimeError as error:
+    except STORE_ERRORS as error:
         raise StoreLost(str(error)) from error
 
 

@@ -13,6 +13,7 @@ from farcall.protocol.hello import Hello, Remind, Resume
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
+from farcall.secret import Secret
 
 ME = Hello(Member("w0", 0, 0x1F), "cluster")
 OTHER = Hello(Member("w1", 1, 0x2F), "cluster")
@@ -38,7 +39,7 @@ class Watch:
 
 
 def connector(owner: Any = None, loop: Any = None) -> Connector:
-    return Connector(owner or Owner(), Watch(), loop, RpcBackendOptions(transports=["tcp"]), secret=b"secret")
+    return Connector(owner or Owner(), Watch(), loop, RpcBackendOptions(transports=["tcp"]), secret=Secret(b"secret"))
 
 
 def test_who_starts_refuses_nobody_that_asks_for_a_connection_it_is_about_to_make() -> None:

@@ -18,10 +18,11 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.link import dialler as dialling
 from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.link.listener import PeerListener
+from farcall.secret import Secret
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport
 
 PATIENCE_S = 20.0
-SECRET = b"a secret of enough bytes"
+SECRET = Secret(b"a secret of enough bytes")
 TOKEN = 0x5F
 ME = Hello(Member("me", 1, 1), "cluster")
 

@@ -164,13 +164,18 @@ def test_who_comes_back_leaves_the_poller_silent_and_who_does_not_is_replaced(
     silenced: list[int] = []
     silence = near.loop.silence
     monkeypatch.setattr(near.loop, "silence", lambda descriptor: (silenced.append(1), silence(descriptor)))
-    monkeypatch.setattr("farcall.runtime.link.receive.LINGER_S", PATIENCE_S)
+    for name in ("LINGER_S", "LONGEST_LINGER_S"):
+        monkeypatch.setattr(f"farcall.runtime.link.receive.{name}", PATIENCE_S)
+    incoming = near.link.incoming
+    incoming._linger_s = PATIENCE_S
     exchange(near, far, 0)  # nobody came back before
     for number in range(LINGER_AFTER + 10):
         exchange(near, far, number)
+        # Whether it waits for the next call or reads at this moment: the timer stays set, and wakes nobody.
+        assert incoming._end_lingering(monotonic()) > monotonic()
     assert len(silenced) == LINGER_AFTER + 1
-    monkeypatch.setattr("farcall.runtime.link.receive.LINGER_S", 0.0)
-    near.link.incoming._linger_timer.at(0.0)
+    incoming._linger_s = 0.0
+    incoming._linger_timer.at(0.0)
     before = near.frames.qsize()
     far.link.outgoing.send(small(99))
     wait_until(lambda: near.frames.qsize() > before)  # the I/O thread listens again

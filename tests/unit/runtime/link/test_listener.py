@@ -21,6 +21,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
+from farcall.secret import Secret
 from farcall.transport.address import dial
 from farcall.transport.interface import AcceptPostponed, ListenFailed, Transport
 
@@ -53,12 +54,15 @@ class StillLoop:
 class Hall:
     """A door with its loop, and who came in."""
 
-    def __init__(self, refuse: str | None = None, secret: bytes = SECRET) -> None:
+    def __init__(self, refuse: str | None = None) -> None:
         self.loop = StillLoop()
         self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
         self.door.open(
-            hello("host", 0), secret, why_not=lambda peer: refuse, on_member=lambda *member: self.members.append(member)
+            hello("host", 0),
+            Secret(SECRET),
+            why_not=lambda peer: refuse,
+            on_member=lambda *member: self.members.append(member),
         )
 
     def dial(self) -> Transport:
@@ -126,7 +130,7 @@ def test_out_of_descriptors_the_door_does_not_look_out_without_a_pause(
         return accept()
 
     monkeypatch.setattr(type(outside), "accept", lambda self: out_of_descriptors())
-    door.open(hello("host", 0), SECRET, why_not=lambda peer: None, on_member=lambda *member: None)
+    door.open(hello("host", 0), Secret(SECRET), why_not=lambda peer: None, on_member=lambda *member: None)
     loop.start()
     guest = dial(door.addresses[0], LONG_S)
     wait_until(lambda: len(door._guests) == 1)

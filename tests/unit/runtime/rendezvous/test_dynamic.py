@@ -16,6 +16,7 @@ from farcall.runtime.rendezvous.contacts import Group
 from farcall.runtime.rendezvous.dynamic import Meeting, Search
 from farcall.runtime.rendezvous.records import Proofs, Records
 from farcall.runtime.rendezvous.store import MeetingPlace
+from farcall.secret import Secret
 
 ME = Member("me", 1, 0x4F)
 MEMBER = Member("member", 0, 0x1F)
@@ -49,7 +50,7 @@ class Candidate:
 def joining(contacts: Contacts, outcomes: list[bool | None]) -> tuple[Search, Candidate]:
     """``outcomes``: what is found at the only other contact, again and again; the last one for good."""
     candidate = Candidate()
-    meeting = Meeting(PLACE, contacts, None, "cluster", b"secret")  # type: ignore[arg-type]
+    meeting = Meeting(PLACE, contacts, None, "cluster", Secret(b"secret"))  # type: ignore[arg-type]
     found: Any = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), candidate)  # type: ignore[arg-type]
     found._look = lambda *_: outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
     return found, candidate
@@ -82,7 +83,7 @@ def test_a_store_that_was_never_heard_is_named() -> None:
 
 
 def entered(store: Any, secret: bytes, me: Member = ME) -> Group:
-    return ContactList(Records(store, Proofs(secret, True, "here")), "0").enter(me)
+    return ContactList(Records(store, Proofs(Secret(secret), True, "here")), "0").enter(me)
 
 
 def test_only_members_change_the_list_and_its_id_tells_nothing_of_the_secret() -> None:

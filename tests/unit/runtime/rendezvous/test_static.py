@@ -28,6 +28,7 @@ from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
 from farcall.runtime.rendezvous.records import Proofs, secret_of
 from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.secret import Secret
 
 PLACE = "file:///nowhere/in/particular"
 
@@ -96,8 +97,8 @@ def test_everybody_gets_the_same_table(store: Any, start: Any, size: int) -> Non
         (f"w{rank}", rank, (f"tcp://w{rank}:1",), "token") for rank in range(size)
     ]
     assert len({m.cluster_id for m in memberships}) == 1
-    assert len({m.secret for m in memberships}) == 1
-    assert len(memberships[0].secret) == 32
+    assert len({m.secret.values for m in memberships}) == 1
+    assert len(memberships[0].secret.values[0]) == 32
     assert all(m.store is not None for m in memberships), "the file stays while there are members"
     assert sorted(m.rank for m in memberships) == list(range(size))
     assert len({record.incarnation for record in tables[0]}) == size
@@ -107,7 +108,7 @@ def test_little_is_left_in_the_store(store: Any, start: Any) -> None:
     first, _ = joined([start("a", 0, 2), start("b", 1, 2)])
     left = {key: store.get(key) for key in ("farcall/0/generation", "farcall/0/0/outcome", "farcall/0/0/table")}
     assert store.num_keys() == len(left)
-    assert first.secret.hex() not in repr(first)
+    assert first.secret.values[0].hex() not in repr(first)
 
 
 @pytest.mark.parametrize("given", ["known to all of us", None])
@@ -125,12 +126,12 @@ def test_no_secret_is_ever_written_to_the_store(store: Any, start: Any, given: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "open_store", lambda *_: Recorder())
         one, two = joined([start(n, r, 2, secret=given) for r, n in enumerate("ab")])
-    assert one.secret == two.secret
+    assert one.secret.values == two.secret.values
     if given is not None:
-        assert one.secret == given.encode()
+        assert one.secret.values == (given.encode(),)
     assert one.cluster_id
     assert written
-    assert not any(one.secret.hex() in text or str(given) in text for text in written)
+    assert not any(one.secret.values[0].hex() in text or str(given) in text for text in written)
 
 
 def test_meeting_again_is_another_generation(store: Any, start: Any) -> None:
@@ -223,7 +224,7 @@ def test_where_no_key_can_be_kept_private_a_secret_is_asked_for(start: Any, tmp_
 
 # ---------------------------------------------------------------- strangers at the store
 
-STRANGER = Proofs(b"what the stranger has", True, "here")
+STRANGER = Proofs(Secret(b"what the stranger has"), True, "here")
 
 
 def as_strangers(key: str, value: Any) -> str:

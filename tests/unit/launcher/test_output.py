@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
-from farcall.cli import output
-from farcall.cli.output import Output
+from farcall.launcher import output
+from farcall.launcher.output import Output
+
+
+@pytest.fixture(autouse=True)
+def _without_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
 
 
 class Screen:
@@ -17,8 +21,8 @@ class Screen:
     def __init__(self, is_terminal: bool = False) -> None:
         self._bytes = io.BytesIO()
         file = io.TextIOWrapper(self._bytes, write_through=True)
-        self.output = Output(Console(file=file, width=20, force_terminal=is_terminal, color_system=None), 2)
-        self.zero, self.one = self.output.source(0), self.output.source(1)
+        self.output = Output(file, is_terminal=is_terminal)
+        self.zero, self.one = self.output.source("0", 0), self.output.source("1", 1)
 
     def text(self) -> bytes:
         return self._bytes.getvalue()
@@ -95,3 +99,18 @@ def test_on_a_terminal_bars_of_two_workers_share_a_line() -> None:
     screen.zero.write(b"a long bar\r")
     screen.one.write(b"short\r")
     assert screen.text() == b"0 | a long bar\r\x1b[K1 | short\r"
+
+
+def test_names_have_colors_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR")
+    bytes_ = io.BytesIO()
+    shown = Output(io.TextIOWrapper(bytes_, write_through=True), is_terminal=True, width=8)
+    shown.source("worker9", 0).write(b"a\n")
+    shown.source("worker10", 1).write(b"b\n")
+    assert bytes_.getvalue() == b"\x1b[36m worker9 |\x1b[0m a\n\x1b[32mworker10 |\x1b[0m b\n"
+
+
+def test_a_notebook_takes_text_alone() -> None:
+    file = io.StringIO()
+    Output(file).source("worker0", 0).write(b"caf\xc3\xa9 \xff\n")
+    assert file.getvalue() == "worker0 | caf\u00e9 \ufffd\n"

@@ -1,0 +1,313 @@
+"""The workers of one program, which calls, watches and ends them. `launch.py` makes a cluster.
+
+A `Cluster` is the program's own membership (it is the member ``driver``), an engine that starts processes, and a
+supervisor that watches them. The group has no fixed size, so workers come, go and are replaced. Workers have the ranks
+from 0 on; the driver's is above all of theirs.
+
+Owns the order of start and end:
+
+    start    this program becomes a member -> the engine starts processes -> they join -> each is prepared -> it runs
+    end      no restart any more -> workers are asked to end -> the engine ends the rest -> this program leaves
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import count
+from time import monotonic
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from farcall import api
+from farcall.errors import LaunchFailed, RpcError, UnknownWorker
+from farcall.launcher.engine import Engine, WorkerSpec
+from farcall.launcher.lives import Restarts, State
+from farcall.launcher.output import Output, WorkerOutput
+from farcall.launcher.parcel import Parcel
+from farcall.launcher.supervisor import Supervised, Supervisor
+from farcall.launcher.worker import DRIVER, end_worker
+from farcall.options import RpcBackendOptions
+from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.handles import Worker
+from farcall.rpc.mapping import map_over
+from farcall.rpc.retry import Retry
+from farcall.runtime.node import Runtime, current_runtime
+from farcall.runtime.node.current import slot
+from farcall.serialize.code import MAIN
+from farcall.serialize.functions import forget_names
+
+__all__ = ["Cluster"]
+
+DRIVER_RANK = 1_000_000
+"""Above the rank of every worker."""
+FIRST_CALL_S = 30.0
+_LOOK_S = 0.5
+PATIENCE_S = 1.0
+"""How long a start may take before a terminal shows how far it is."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Cluster:
+    """Workers that this program started. `farcall.launch` makes it.
+
+    Mutable: the numbers given out so far, and whether it has ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        restarts: Restarts,
+        on_start: Callable[[Worker], object] | None,
+        start_timeout_s: float,
+        logs: str | None,
+        shows: bool,
+        ship: bool,
+        directory: str,
+        environment: dict[str, str],
+        options: RpcBackendOptions,
+    ) -> None:
+        self._on_start = on_start
+        self._start_timeout_s = start_timeout_s
+        self._environment = environment
+        self._directory = directory
+        self._parcel = Parcel(directory) if ship else None
+        given = options.secret
+        self._secret = secrets.token_hex(32) if given is None else given if isinstance(given, str) else given.decode()
+        self.logs: str | None = logs
+        """The folder with what the workers wrote, if it is kept."""
+        self._output = WorkerOutput(Output(sys.stdout) if shows else None, logs)
+        self._awaited: tuple[float, list[Supervised]] | None = None  # since when, and whom
+        self._numbers = count()
+        self._ended = threading.Event()
+        self._place = tempfile.TemporaryDirectory(prefix="farcall-launch-")
+        init_method = f"file://{quote(self._place.name)}/store"
+        common = options.replace(secret=self._secret, secret_file=None)
+        mine = common.replace(init_method=init_method, advertise=options.advertise or engine.driver_host)
+        self._options = pickle.dumps(common)
+        MAIN.is_alone = True
+        forget_names()
+        try:
+            api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
+        except BaseException:
+            self._place.cleanup()
+            raise
+        self._node: Runtime = current_runtime()
+        self._meet = _meeting_url(self._node.addresses)
+        self._supervisor = Supervisor(engine, self, restarts, start_timeout_s)
+        self._unsubscribe = self._node.member_events.subscribe(self._supervisor.on_member)
+        atexit.register(self.shutdown, graceful=False)
+
+    # What programs use.
+
+    def __getitem__(self, worker: str | int) -> Worker:
+        """A handle of a worker, by name or rank."""
+        for one in self._supervisor.workers():
+            if worker in (one.name, one.rank):
+                return Worker(one.name, node=self._node)
+        names = ", ".join(one.name for one in self._supervisor.workers())
+        raise UnknownWorker(f"no worker {worker!r} was launched: there are {names}")
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Handles of all workers that run, or are expected to, by rank. They stay good over restarts."""
+        return [Worker(one.name, node=self._node) for one in self._supervisor.workers() if not one.life.is_over]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers)
+
+    def states(self) -> dict[str, str]:
+        """The state of each worker, by name: starting, preparing, running, backing off, dead or ended."""
+        return {one.name: str(one.state) for one in self._supervisor.workers()}
+
+    def map(
+        self,
+        func: Callable[[S], T],
+        items: Iterable[S],
+        *,
+        in_flight: int = 4,
+        ordered: bool = True,
+        timeout: float | None = UNSET_TIMEOUT,
+        retry: Retry | None = Retry(),  # noqa: B008 (a frozen value)
+        progress: bool = False,
+    ) -> Generator[T, None, None]:
+        """``func(item)`` for each of ``items``, on all workers; yields the results. See `farcall.map`.
+
+        Workers that come meanwhile take part. The items of one that died are done again on others, three times at
+        most: ``func`` may run more than once for an item. ``retry=None``: the error is raised instead.
+        """
+        return map_over(
+            _Roster(self._supervisor, self._node),
+            func,
+            items,
+            in_flight=in_flight,
+            ordered=ordered,
+            timeout=timeout,
+            retry=retry,
+            progress=progress,
+        )
+
+    def grow(self, workers: int = 1, *, quorum: int | None = None) -> list[Worker]:
+        """Start so many more, and return them when they answer, or ``quorum`` of them."""
+        if self._ended.is_set():
+            raise RpcError("this cluster has ended: farcall.launch makes another one")
+        numbers = [next(self._numbers) for _ in range(workers)]
+        added = self._supervisor.add([(f"worker{number}", number) for number in numbers])
+        self._wait_for(added, quorum or len(added), self._start_timeout_s + FIRST_CALL_S)
+        return [Worker(one.name, node=self._node) for one in added]
+
+    def shrink(self, workers: Iterable[Worker | str]) -> None:
+        """End these workers, and return when they are gone. Their calls under way fail."""
+        names = [one.name if isinstance(one, Worker) else one for one in workers]
+        for name in names:
+            self[name]  # raises where there is none
+        self._supervisor.remove(names)
+        gone = [one for one in self._supervisor.workers() if one.name in names]
+        self._supervisor.wait(lambda: all(one.process.phase == "ended" for one in gone), 2 * FIRST_CALL_S)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every worker runs: those that are starting, or are started again. Raises if one died for good."""
+        expected = [one for one in self._supervisor.workers() if one.state is not State.ENDED]
+        self._wait_for(expected, len(expected), timeout)
+
+    def shutdown(self, graceful: bool = True) -> None:
+        """End all workers and leave; a second time does nothing. ``graceful``: they may end by themselves first."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self.shutdown)
+        self._unsubscribe()
+        try:
+            self._supervisor.close(graceful)
+        finally:
+            if slot.runtime is self._node:
+                api.shutdown(graceful=False)
+            self._place.cleanup()
+            self._output.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(graceful=kind is None)
+
+    def __repr__(self) -> str:
+        states = list(self.states().values())
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return f"<Cluster: {'ended' if self._ended.is_set() else counts}>"
+
+    def _wait_for(self, workers: list[Supervised], quorum: int, timeout_s: float | None) -> None:
+        """Return when ``quorum`` of ``workers`` run; raise where that cannot be, or not in time."""
+
+        def running() -> int:
+            # The membership may know of a death that the supervisor has not handled yet.
+            members = {member.name for member in self._node.workers()}
+            return sum(one.state is State.RUNNING and one.name in members for one in workers)
+
+        def is_settled() -> bool:
+            return running() >= quorum or sum(not one.life.is_over for one in workers) < quorum
+
+        self._awaited = (monotonic(), workers)
+        try:
+            in_time = self._supervisor.wait(is_settled, timeout_s)
+        finally:
+            self._awaited = None
+            self._output.show_status("")
+        if running() >= quorum:
+            return
+        missing = {one.name: one.account() for one in workers if one.state is not State.RUNNING}
+        told = "\n".join(f"{name} {account}" for name, account in missing.items())
+        late = "" if in_time else f" within {timeout_s:g} s"
+        cause = next((one.error for one in workers if one.error is not None), None)
+        raise LaunchFailed(f"{len(missing)} of {len(workers)} workers did not start{late}:\n{told}", missing) from cause
+
+    # What the supervisor needs: `Crew`.
+
+    def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
+        return WorkerSpec(
+            name=name,
+            rank=rank,
+            life=life,
+            secret=self._secret,
+            meet=self._meet,
+            environment=self._environment,
+            directory=None if self._parcel is not None else self._directory,
+            path=() if self._parcel is not None else tuple(sys.path),
+            start_timeout_s=self._start_timeout_s,
+            options=self._options,
+        )
+
+    def prepare(self, name: str) -> None:
+        worker = Worker(name, node=self._node)
+        worker.options(timeout=FIRST_CALL_S).call(os.getpid)
+        if self._parcel is not None:
+            self._parcel.send(worker)
+        if self._on_start is not None:
+            self._on_start(worker)
+
+    def dismiss(self, name: str) -> None:
+        try:
+            Worker(name, node=self._node, timeout=FIRST_CALL_S).start(end_worker)
+        except RpcError:
+            pass  # it is gone
+
+    def show(self, spec: WorkerSpec, data: bytes) -> None:
+        if data:
+            self._output.write(spec, spec.name, spec.rank, data)
+        else:
+            self._output.end(spec)
+
+    def tick(self) -> None:
+        self._output.show_unfinished()
+        awaited = self._awaited
+        if awaited is not None and monotonic() > awaited[0] + PATIENCE_S:
+            self._output.show_status(_status(awaited[1]))
+
+
+class _Roster:
+    """The workers of a cluster that run now, for `map`."""
+
+    look_s: float | None = _LOOK_S
+
+    def __init__(self, supervisor: Supervisor, node: Runtime) -> None:
+        self._supervisor = supervisor
+        self._node = node
+
+    def now(self) -> dict[Any, Worker]:
+        running = (one for one in self._supervisor.workers() if one.state is State.RUNNING)
+        return {(one.name, one.life.number): Worker(one.name, node=self._node) for one in running}
+
+    def wait(self) -> bool:
+        self._supervisor.wait(lambda: False, _LOOK_S)
+        return any(not one.life.is_over for one in self._supervisor.workers())
+
+
+def _meeting_url(addresses: Iterable[str]) -> str:
+    """Where workers find the driver: its port, and its unix socket for those on this host."""
+    found = list(addresses)
+    ports = [one.removeprefix("tcp://") for one in found if one.startswith("tcp://")]
+    if not ports:
+        raise LaunchFailed('workers dial a TCP port of this program: let its options\' transports have "tcp"')
+    paths = [quote(one.removeprefix("unix:")) for one in found if one.startswith("unix:")]
+    return f"farcall://{','.join(ports)}" + "".join(f"?unix={path}" for path in paths[:1])
+
+
+def _status(workers: list[Supervised]) -> str:
+    """A bar of those that run, and how the first that does not is doing."""
+    running = sum(one.state is State.RUNNING for one in workers)
+    done = 20 * running // len(workers)
+    late = next((one for one in workers if one.state is not State.RUNNING), None)
+    about = f"; {late.name}: {late.process if late.state is State.STARTING else late.state}" if late else ""
+    return f"[{'#' * done}{'.' * (20 - done)}] {running} of {len(workers)} workers run{about}"

@@ -1,0 +1,1 @@
+"""One file for each site: how its own means start worker processes, say how these are, and end them."""

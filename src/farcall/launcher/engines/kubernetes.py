@@ -1,0 +1,272 @@
+"""Workers by Kubernetes: pods of an indexed Job, or of a JobSet where the cluster has it. `pods.py` has the manifests.
+
+Talks to the cluster by the system's ``kubectl``, as a plain client of its API (``--raw``): whatever way in a site has
+(contexts, plug-ins of a cloud, the account of a pod) is in its configuration already, and no Python package is needed.
+
+    the secret          a Secret object, into a file of the pod, into the environment of the worker
+    output              the log of each pod, followed by a ``kubectl`` of its own
+    the driver dies     workers end when it is no longer a member, those that have not joined after their start timeout;
+                        the cluster then removes Job and Secret by itself
+    a pod is deleted,   its worker's end, with the reason that Kubernetes gives; no pod takes its place by itself
+    evicted, its node
+    is gone
+
+Thread rules
+- ``start``, ``end`` and ``close`` are called by one thread at a time.
+- One thread looks at all pods once a second and tells; one for each running worker reads its log. The lock guards the
+  table of lives.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
+from farcall.launcher.engines import pods
+
+__all__ = ["Kubectl", "KubernetesEngine"]
+
+LOOK_S = 1.0
+ANSWER_S = 30.0
+"""How long the cluster may take to answer."""
+LOG_S = 5.0
+"""How long the end of a log may come after the end of its pod."""
+CLOSE_S = 60.0
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_READ_BYTES = 1 << 16
+
+
+class Kubectl:
+    """The cluster's API, through ``kubectl``."""
+
+    def __init__(self, args: Sequence[str] = ()) -> None:
+        if shutil.which("kubectl") is None:
+            raise EngineError(
+                'on="kubernetes" needs kubectl, which is not here: https://kubernetes.io/docs/tasks/tools'
+            )
+        self._arguments = tuple(args)
+
+    def command(self, *words: str) -> list[str]:
+        return ["kubectl", *self._arguments, *words]
+
+    def ask(self, *words: str, given: object = None) -> str:
+        """Run it; raises `EngineError` with what it says."""
+        try:
+            answer = subprocess.run(
+                self.command(*words),
+                input="" if given is None else json.dumps(given),
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"the Kubernetes cluster has not answered within {ANSWER_S:.0f} s") from None
+        if answer.returncode:
+            raise EngineError(f"kubectl: {answer.stderr.strip()}")
+        return answer.stdout
+
+    def get(self, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.ask("get", "--raw", path))
+        return found
+
+    def create(self, path: str, what: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads(self.ask("create", "--raw", path, "-f", "-", given=what))
+        return made
+
+    def delete(self, path: str) -> None:
+        """Of one that is gone already, too."""
+        try:
+            self.ask("delete", "--raw", path)
+        except EngineError as error:
+            if "NotFound" not in str(error) and "not found" not in str(error):
+                raise
+
+    def namespace(self) -> str:
+        """That of this pod, or of kubectl's context."""
+        if _OWN_NAMESPACE.exists():
+            return _OWN_NAMESPACE.read_text().strip()
+        return self.ask("config", "view", "--minify", "--output=jsonpath={..namespace}").strip() or "default"
+
+    def has_job_sets(self) -> bool:
+        try:
+            self.get(f"/apis/{pods.JOB_SET_VERSION}")
+        except EngineError:
+            return False
+        return True
+
+
+@dataclass(eq=False)
+class _Life:
+    """One life of a worker. ``pod`` is its pod's name, once there is one."""
+
+    spec: WorkerSpec
+    watcher: Watcher
+    place: tuple[str, int]
+    state: ProcessState
+    pod: str = ""
+    log: threading.Thread | None = None
+    ended: bool = False
+
+
+class KubernetesEngine:
+    """A pod for each worker, in the cluster of ``kubectl``.
+
+    Args:
+        image: has Python with torch and this version of farcall, and a shell.
+        namespace: None: that of this pod, or of kubectl's context.
+        resources: what each worker gets: ``{"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 1}``.
+        pod: more of the pod's specification, as Kubernetes names it: ``{"nodeSelector": {...}, "tolerations": [...]}``.
+        python: the interpreter in the image.
+        args: further options of kubectl, such as ``["--context=name"]``.
+    """
+
+    driver_host: str | None = None
+
+    def __init__(
+        self,
+        *,
+        image: str = "",
+        namespace: str | None = None,
+        resources: Mapping[str, object] | None = None,
+        pod: Mapping[str, Any] | None = None,
+        python: str = "python",
+        args: Sequence[str] = (),
+    ) -> None:
+        if not image:
+            raise EngineError('on="kubernetes" needs image="...": one with Python, torch and farcall')
+        self._cluster = Kubectl(args)
+        self._namespace = namespace or self._cluster.namespace()
+        self._python = python
+        self._container: dict[str, Any] = {"image": image}
+        if resources:
+            self._container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
+        self._pod = dict(pod or {})
+        self._uses_job_sets = self._cluster.has_job_sets()
+        self._launch = secrets.token_hex(4)
+        self._batches: list[str] = []
+        self._lock = threading.Lock()
+        self._lives: dict[WorkerSpec, _Life] = {}
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
+        if self._closing:
+            raise EngineError("this engine was closed; make a new one")
+        batch = f"farcall-{self._launch}-{len(self._batches)}"
+        container = {**self._container, "command": [self._python, *specs[0].command[1:]]}
+        labels = {pods.LAUNCH_LABEL: self._launch}
+        what = pods.job(batch, len(specs), labels, container=container, pod=self._pod)
+        self._batches.append(batch)
+        owner = self._cluster.create(self._jobs(), pods.job_set(what) if self._uses_job_sets else what)
+        # Pods wait for the Secret, and the Secret needs its owner's number.
+        self._cluster.create(f"/api/v1/namespaces/{self._namespace}/secrets", pods.secret(batch, specs, owner))
+        first = ProcessState("queued", "Kubernetes has made no pod for it yet")
+        for index, spec in enumerate(specs):
+            watcher.on_state(spec, first)
+            with self._lock:
+                self._lives[spec] = _Life(spec, watcher, (batch, index), first)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="farcall-kubernetes", daemon=True)
+            self._thread.start()
+
+    def end(self, specs: Sequence[WorkerSpec]) -> None:
+        with self._lock:
+            for spec in specs:
+                if spec in self._lives:
+                    self._lives[spec].ended = True  # the thread deletes its pod
+
+    def close(self) -> None:
+        with self._lock:
+            left = list(self._lives)
+        self.end(left)
+        self._closing = True
+        for batch in self._batches:
+            self._cluster.delete(f"{self._jobs()}/{batch}?propagationPolicy=Background")
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                what = f"kubectl --namespace {self._namespace} get pods --selector {pods.LAUNCH_LABEL}={self._launch}"
+                raise EngineError(f"pods are left after {CLOSE_S:.0f} s: {what}")
+            self._thread = None
+
+    def _jobs(self) -> str:
+        group, kind = (pods.JOB_SET_VERSION, "jobsets") if self._uses_job_sets else ("batch/v1", "jobs")
+        return f"/apis/{group}/namespaces/{self._namespace}/{kind}"
+
+    def _pods(self) -> str:
+        return f"/api/v1/namespaces/{self._namespace}/pods"
+
+    def _watch(self) -> None:
+        """The thread: look at the pods, tell what is new of them."""
+        while True:
+            # Before the look: of a pod that came after it nothing is known.
+            with self._lock:
+                lives = list(self._lives.values())
+            try:
+                found = self._cluster.get(f"{self._pods()}?labelSelector={pods.LAUNCH_LABEL}%3D{self._launch}")["items"]
+            except EngineError as error:
+                for life in lives:
+                    life.watcher.on_state(life.spec, ProcessState(life.state.phase, str(error)))
+            else:
+                by_place = {pods.index_of(pod): pod for pod in found}
+                for life in lives:
+                    self._look(life, by_place.pop(life.place, None))
+                for pod in by_place.values():  # of one that was ended before it had a pod
+                    if pods.state_of(pod).phase != "ended":
+                        self._delete_pod(pod["metadata"]["name"])
+                if self._closing and not self._lives:
+                    return
+            sleep(LOOK_S)
+
+    def _look(self, life: _Life, pod: Mapping[str, Any] | None) -> None:
+        if pod is None:
+            if life.pod or life.ended:
+                self._tell_end(life, ProcessState("ended", "its pod was deleted" if life.pod else "it had no pod yet"))
+            return
+        state = pods.state_of(pod)
+        life.pod = pod["metadata"]["name"]
+        if state.phase in ("running", "ended") and life.log is None:
+            life.log = threading.Thread(target=self._follow, args=(life,), name="farcall-pod-log", daemon=True)
+            life.log.start()
+        if state.phase == "ended":
+            self._tell_end(life, state)
+        elif life.ended:
+            self._delete_pod(life.pod)
+        elif state != life.state:
+            life.state = state
+            life.watcher.on_state(life.spec, state)
+
+    def _tell_end(self, life: _Life, state: ProcessState) -> None:
+        if life.log is not None:
+            life.log.join(LOG_S)
+        with self._lock:
+            del self._lives[life.spec]
+        life.watcher.on_state(life.spec, state)
+
+    def _delete_pod(self, name: str) -> None:
+        try:
+            self._cluster.delete(f"{self._pods()}/{name}")
+        except EngineError:
+            pass  # the next look tries again
+
+    def _follow(self, life: _Life) -> None:
+        path = f"{self._pods()}/{life.pod}/log?container={pods.CONTAINER}&follow=true"
+        with subprocess.Popen(
+            self._cluster.command("get", "--raw", path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+        ) as reading:
+            assert reading.stdout is not None
+            while data := reading.stdout.read(_READ_BYTES):
+                life.watcher.on_output(life.spec, data)

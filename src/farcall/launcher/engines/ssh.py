@@ -1,0 +1,92 @@
+"""Workers over SSH: the system's ``ssh``, with its configuration, keys and agent; one connection for each worker.
+
+    the secret             standard input of the worker, inside the connection
+    output                 stdout and stderr of ``ssh``, whose own complaints are among it
+    the driver dies        its ``ssh`` ends with it, sshd closes the worker's standard input: its lifeline
+    the connection dies    the same at the worker; here ``ssh`` ends, after `ALIVE_S` of silence
+    the worker is killed   ``ssh`` ends with 255, as it does when a connection fails: the two cannot be told apart
+
+Hosts are chosen by `spread.py`. Of many connections that begin at once an sshd refuses some (``MaxStartups``: from 10
+on, unless it is told otherwise): so each host gets `AT_ONCE` at a time, a second apart.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from farcall.launcher.commands import CommandEngine
+from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
+from farcall.launcher.engines.spread import Spread
+
+__all__ = ["SshEngine"]
+
+ALIVE_S = 30.0
+"""A connection over which nothing comes for so long is dead."""
+AT_ONCE = 8
+_SILENT_PARTS = 3
+_FAILED = 255
+
+
+class SshEngine(CommandEngine):
+    """One process of ``ssh`` for each worker.
+
+    Args:
+        hosts: names that ``ssh`` understands, aliases of its configuration included.
+        python: the interpreter at the hosts; None: the path that it has here.
+        args: further options of ``ssh``, such as ``["-F", "file"]`` or ``["-p", "2222"]``.
+    """
+
+    def __init__(self, hosts: Sequence[str] = (), *, python: str | None = None, args: Sequence[str] = ()) -> None:
+        if isinstance(hosts, str) or not hosts:
+            raise EngineError('on="ssh" needs hosts=[...]: names that `ssh NAME` reaches without a password')
+        for host in hosts:
+            if not host or host.startswith("-"):  # ssh would take it for an option
+                raise EngineError(f"not a host's name: {host!r}")
+        super().__init__()
+        self._spread = Spread(hosts)
+        self._python = python
+        self._arguments = tuple(args)
+
+    def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
+        self._spread.place([spec.rank for spec in specs])
+        super().start(specs, watcher)
+
+    def command(self, spec: WorkerSpec) -> Sequence[str]:
+        command = list(spec.command)
+        if self._python is not None:
+            command[0] = self._python
+        # sshd lets few variables through, and a worker must find farcall before it reads its spec.
+        given = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+        command = ["env", f"LOCAL_RANK={self._spread.local_rank(spec.rank)}", *given, *command]
+        options = {
+            "BatchMode": "yes",  # nobody is there to type a password
+            "ConnectTimeout": str(max(1, round(spec.start_timeout_s))),
+            "ServerAliveInterval": str(round(ALIVE_S / _SILENT_PARTS)),
+            "ServerAliveCountMax": str(_SILENT_PARTS),
+            # Of the user's configuration, what is meant for one connection and a terminal.
+            "ClearAllForwardings": "yes",
+            "ControlMaster": "no",
+            "RemoteCommand": "none",
+            "RequestTTY": "no",
+        }
+        # ssh takes the first word on an option: the user's own come first. `exec`, so that the worker leads its group.
+        wait_s = self._spread.local_rank(spec.rank) // AT_ONCE if spec.life == 0 else 0
+        return (
+            *(("sh", "-c", f'sleep {wait_s}; exec "$@"', "sh") if wait_s else ()),
+            "ssh",
+            *self._arguments,
+            *(f"-o{name}={value}" for name, value in options.items()),
+            self._spread.host(spec.rank),
+            f"exec {shlex.join(command)}",
+        )
+
+    def running_detail(self, spec: WorkerSpec) -> str:
+        return f"ssh {self._spread.host(spec.rank)}"
+
+    def ended(self, spec: WorkerSpec, exit_code: int) -> ProcessState:
+        if exit_code == _FAILED:
+            host = self._spread.host(spec.rank)
+            return ProcessState("ended", f"ssh {host}: the worker was killed, or the connection failed or was lost")
+        return super().ended(spec, exit_code)

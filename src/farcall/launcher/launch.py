@@ -1,0 +1,123 @@
+"""`farcall.launch`: workers from one program. Checks what it is asked for, finds the engine and makes the cluster."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from farcall.launcher.cluster import Cluster
+from farcall.launcher.engine import Engine
+from farcall.launcher.lives import Restarts
+from farcall.options import RpcBackendOptions
+from farcall.rpc.handles import Worker
+
+__all__ = ["ENGINES", "engine_class", "find_engine", "launch"]
+
+ENGINES = {
+    "local": "farcall.launcher.local:LocalEngine",
+    "ssh": "farcall.launcher.engines.ssh:SshEngine",
+    "slurm": "farcall.launcher.engines.slurm:SlurmEngine",
+    "ray": "farcall.launcher.engines.ray:RayEngine",
+    "kubernetes": "farcall.launcher.engines.kubernetes:KubernetesEngine",
+}
+
+
+def launch(
+    workers: int,
+    *,
+    on: str | Engine = "local",
+    quorum: int | None = None,
+    restart: Literal["never", "on-failure"] = "never",
+    max_restarts: int = 3,
+    backoff_s: float = 0.5,
+    on_start: Callable[[Worker], object] | None = None,
+    start_timeout: float = 120.0,
+    quiet: bool = False,
+    logs: str | os.PathLike[str] | None = None,
+    ship: bool = False,
+    directory: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    options: RpcBackendOptions | None = None,
+    **engine_options: Any,
+) -> Cluster:
+    """Start ``workers`` processes and return when they answer; this program is a member, too.
+
+    They are called worker0, worker1, ...; leaving ``with``, or the end of this program, whatever its cause, ends them.
+
+    Args:
+        workers: how many.
+        on: ``"local"``, ``"ssh"``, ``"slurm"``, ``"ray"``, ``"kubernetes"``, or an engine of your own.
+        quorum: return when so many answer; the others may come later. Default: all.
+        restart: ``"on-failure"``: a worker that dies or ends with an exit code other than 0 is started again, with its
+            name and rank.
+        max_restarts: how often, for each worker.
+        backoff_s: the pause before the first restart of a worker; each further one is twice as long.
+        on_start: called with each worker as it comes, also after a restart, before it counts as running: the place to
+            put its state back.
+        start_timeout: seconds that a worker may take from its start to its first answer.
+        quiet: keep what workers write in files, one for each, in ``logs``, and show nothing.
+        logs: the folder for those files; by default a new one in the directory for temporary files.
+        ship: send the working directory along, but for what ``.gitignore`` names; without it workers use the
+            directory of the same path.
+        directory: the working directory of workers; by default that of this program.
+        environment: variables for the workers, beside those that the engine passes on.
+        options: `RpcBackendOptions` of this program and its workers; ``rpc_timeout`` is the default for calls.
+        **engine_options: of the engine, see docs/launching.md.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"launch starts at least one worker, not {workers!r}")
+    if quorum is not None and not 1 <= quorum <= workers:
+        raise ValueError(f"quorum must be from 1 to {workers}, the number of workers, not {quorum!r}")
+    if restart not in ("never", "on-failure"):
+        raise ValueError(f'restart must be "never" or "on-failure", not {restart!r}')
+    engine = find_engine(on, engine_options)
+    try:
+        cluster = Cluster(
+            engine,
+            restarts=Restarts(max_restarts if restart == "on-failure" else 0, backoff_s),
+            on_start=on_start,
+            start_timeout_s=start_timeout,
+            logs=_log_folder(logs) if quiet or logs is not None else None,
+            shows=not quiet,
+            ship=ship,
+            directory=os.path.abspath(directory or os.getcwd()),
+            environment=dict(environment or {}),
+            options=options or RpcBackendOptions(),
+        )
+    except BaseException:
+        engine.close()
+        raise
+    try:
+        cluster.grow(workers, quorum=quorum)
+    except BaseException:
+        cluster.shutdown(graceful=False)
+        raise
+    return cluster
+
+
+def find_engine(on: str | Engine, options: dict[str, Any]) -> Engine:
+    """The engine of that name, with these options."""
+    if not isinstance(on, str):
+        if options:
+            raise TypeError(f"launch has no argument {', '.join(options)}: give it to the engine")
+        return on
+    made: Engine = engine_class(on)(**options)
+    return made
+
+
+def engine_class(on: str) -> Any:
+    """The class of the engine of that name."""
+    if on not in ENGINES:
+        raise ValueError(f"on must be one of {', '.join(map(repr, ENGINES))}, or an engine, not {on!r}")
+    module, name = ENGINES[on].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _log_folder(chosen: str | os.PathLike[str] | None) -> str:
+    if chosen is None:
+        return tempfile.mkdtemp(prefix="farcall-logs-")
+    os.makedirs(chosen, exist_ok=True)
+    return os.path.abspath(chosen)

@@ -1,0 +1,109 @@
+"""The life of a worker: what becomes of it when its process, its membership or its user says something. Sans-I/O.
+
+    state         event       next state
+    starting      joined      preparing
+    starting      failed      backing off, or dead: the first process of a worker is not tried again
+    preparing     prepared    running: its files were sent, and the user's ``on_start`` returned
+    preparing     failed      backing off, or dead
+    running       failed      backing off, or dead
+    running       finished    ended: its process ended with exit code 0
+    backing off   due         starting: another process, one life later, with the same name and rank
+    any of these  removed     ended
+    dead, ended   any         the same
+
+"Backing off" where restarts are left, "dead" where none is. *Replaced* is what one life is once the next has begun.
+Events name the life that they are about: news of an earlier one change nothing. The table is `NEXT`, which runs.
+
+Knows no clock (it is told the time), no engine, no member.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Event", "Life", "Restarts", "State"]
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    PREPARING = "preparing"
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    DEAD = "dead"
+    ENDED = "ended"
+
+
+class Event(StrEnum):
+    JOINED = "joined"
+    PREPARED = "prepared"
+    FAILED = "failed"
+    FINISHED = "finished"
+    DUE = "due"
+    REMOVED = "removed"
+
+
+FINAL = frozenset({State.DEAD, State.ENDED})
+
+NEXT: dict[tuple[State, Event], State] = {
+    (State.STARTING, Event.JOINED): State.PREPARING,
+    (State.STARTING, Event.FAILED): State.BACKING_OFF,
+    (State.PREPARING, Event.PREPARED): State.RUNNING,
+    (State.PREPARING, Event.FAILED): State.BACKING_OFF,
+    (State.RUNNING, Event.FAILED): State.BACKING_OFF,
+    (State.RUNNING, Event.FINISHED): State.ENDED,
+    (State.BACKING_OFF, Event.DUE): State.STARTING,
+    **{(state, Event.REMOVED): State.ENDED for state in State if state not in FINAL},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Restarts:
+    """How often a worker that failed is started again, and after which pause."""
+
+    most: int = 0
+    first_pause_s: float = 0.0
+    longest_pause_s: float = 30.0
+
+    def pause_s(self, restarts: int) -> float:
+        """Before the restart after ``restarts`` others: each pause is twice as long as the one before."""
+        return min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(restarts, 60))
+
+
+class Life:
+    """One worker's states, one life after the other."""
+
+    def __init__(self, restarts: Restarts) -> None:
+        self._restarts = restarts
+        self.has_run: bool = False
+        """In any of its lives."""
+        self.number: int = 0
+        """The life it is in: how often it was started again."""
+        self.state: State = State.STARTING
+        self.due_at: float | None = None
+        """When it is to be started again, while it is backing off."""
+        self.why: str = ""
+        """Of the last failure, for people."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in FINAL
+
+    def handle(self, event: Event, life: int, now: float, why: str = "") -> bool:
+        """Something happened in ``life``; whether that changed the state."""
+        following = NEXT.get((self.state, event))
+        if following is None or life != self.number:
+            return False
+        if event is Event.FAILED:
+            self.why = why
+            if not self.has_run or self.number >= self._restarts.most:
+                following = State.DEAD
+            else:
+                self.due_at = now + self._restarts.pause_s(self.number)
+        elif event is Event.DUE:
+            self.number += 1
+        if following is not State.BACKING_OFF:
+            self.due_at = None
+        self.has_run |= following is State.RUNNING
+        self.state = following
+        return True

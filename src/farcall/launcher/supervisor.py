@@ -1,0 +1,322 @@
+"""The supervisor: the workers of one cluster, from their start through an engine to their end.
+
+Owns the lives of all workers (`lives.py`), the engine, and the thread that acts: it starts and ends processes as the
+lives say, and tells whoever waits. What an engine and the membership say arrives from their threads and is handled on
+this one, in order.
+
+    what is heard                                       event
+    the member joined                                   joined; then it is prepared, on a thread of its own
+    preparing it returned / raised                      prepared / failed, and its process is ended
+    its process ended with 0 while it ran               finished
+    its process ended otherwise                         failed
+    the member is dead                                  failed, and its process is ended
+    it has not joined ``start_timeout_s`` after it was started      failed, and its process is ended
+
+Thread rules
+- ``_lock`` guards the table of workers; its condition is notified at each change. The engine is called without it, by
+  the supervisor's thread alone until `close`, which ends that thread first.
+- Nothing here calls the user's code but ``prepare``, each time on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Protocol
+
+from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
+from farcall.launcher.lives import Event, Life, Restarts, State
+from farcall.runtime.membership.events import MemberEvent
+
+__all__ = ["Crew", "Supervised", "Supervisor"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+LAST_LINES = 40
+"""Kept of each worker: enough for a traceback."""
+END_S = 3.0
+"""How long a worker that was told to end has for it."""
+_TICK_S = 0.2
+_NEVER_STARTED = ProcessState("queued")
+
+
+class Crew(Protocol):
+    """What the supervisor needs of the cluster it works for."""
+
+    def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
+        """All that a new process has to be told."""
+
+    def prepare(self, name: str) -> None:
+        """A member is there: bring it into its state. May block, may raise."""
+
+    def dismiss(self, name: str) -> None:
+        """Ask the worker to end in good order. Must neither block nor raise."""
+
+    def show(self, spec: WorkerSpec, data: bytes) -> None:
+        """A worker wrote this; empty: it will write no more."""
+
+    def tick(self) -> None:
+        """Every moment, on the supervisor's thread."""
+
+
+class Supervised:
+    """One worker, as the supervisor knows it. Changed under the supervisor's lock."""
+
+    def __init__(self, name: str, rank: int, restarts: Restarts) -> None:
+        self.name = name
+        self.rank = rank
+        self.life = Life(restarts)
+        self.spec: WorkerSpec | None = None
+        self.process: ProcessState = _NEVER_STARTED
+        self.incarnation: str | None = None
+        self.last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self.late_at: float | None = None
+        self.has_left: bool = False
+        self.error: BaseException | None = None
+        """What preparing it raised."""
+
+    @property
+    def state(self) -> State:
+        return self.life.state
+
+    def account(self) -> str:
+        """What is known of it, in a line or with its last lines."""
+        if self.state not in (State.STARTING, State.DEAD):
+            return str(self.state)
+        said = self.life.why if self.state is State.DEAD else str(self.process)
+        lines = b"".join(self.last_lines).decode(errors="replace").rstrip()
+        return f"{said}; its last lines:\n{lines}" if lines else said
+
+
+class Supervisor:
+    """The workers of a cluster. Its thread runs from the constructor to `close`."""
+
+    def __init__(self, engine: Engine, crew: Crew, restarts: Restarts, start_timeout_s: float) -> None:
+        self._engine = engine
+        self._crew = crew
+        self._restarts = restarts
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Condition()
+        self._workers: dict[str, Supervised] = {}
+        self._condemned: dict[WorkerSpec, float] = {}  # processes that have until then to end
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="farcall-supervisor", daemon=True)
+        self._thread.start()
+
+    # What the cluster asks for.
+
+    def add(self, workers: Iterable[tuple[str, int]]) -> list[Supervised]:
+        """Start these, by name and rank."""
+        with self._lock:
+            added = [Supervised(name, rank, self._restarts) for name, rank in workers]
+            self._workers.update((worker.name, worker) for worker in added)
+        self._inbox.put(lambda: self._start(added))
+        return added
+
+    def remove(self, names: Iterable[str]) -> None:
+        """End these; they do not come back."""
+        with self._lock:
+            removed = [self._workers[name] for name in names]
+            for worker in removed:
+                self._remove(worker)
+            self._lock.notify_all()
+        self._inbox.put(lambda: None)
+
+    def workers(self) -> list[Supervised]:
+        """All that have not ended for good, and all that died, by rank."""
+        with self._lock:
+            return sorted(self._workers.values(), key=lambda worker: worker.rank)
+
+    def wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait for ``is_done``, called under the lock at each change; False after ``timeout_s``."""
+        with self._lock:
+            done = self._lock.wait_for(lambda: self._failure is not None or is_done(), timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return done
+
+    def close(self, patient: bool) -> None:
+        """End all workers; ``patient``: they may end by themselves first. Returns when no process is left."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            for worker in self._workers.values():
+                self._remove(worker)
+        self._inbox.put(lambda: None)
+        try:
+            if patient:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._failure is not None or self._all_gone(), END_S)
+        finally:
+            self._inbox.put(self._stop)
+            self._thread.join(END_S)
+            self._engine.close()
+
+    def _all_gone(self) -> bool:
+        return all(worker.process.phase == "ended" for worker in self._workers.values() if worker.spec is not None)
+
+    # What is heard, from any thread.
+
+    def on_state(self, spec: WorkerSpec, state: ProcessState) -> None:
+        self._inbox.put(lambda: self._on_process(spec, state))
+
+    def on_output(self, spec: WorkerSpec, data: bytes) -> None:
+        with self._lock:
+            worker = self._workers.get(spec.name)
+            if worker is not None and worker.spec is spec:
+                lines = data.splitlines(keepends=True)
+                if worker.last_lines and not worker.last_lines[-1].endswith(b"\n"):
+                    lines[0] = worker.last_lines.pop() + lines[0]
+                worker.last_lines.extend(lines)
+        self._crew.show(spec, data)
+
+    def on_member(self, event: MemberEvent) -> None:
+        self._inbox.put(lambda: self._on_member(event))
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    handle = self._inbox.get(timeout=_TICK_S)
+                except Empty:
+                    pass
+                else:
+                    if handle == self._stop:
+                        return
+                    handle()
+                self._look_at_clock()
+                self._crew.tick()
+        except BaseException as error:
+            logger.exception("the supervisor of the workers failed")
+            with self._lock:
+                self._failure = error
+                self._lock.notify_all()
+
+    def _stop(self) -> None:
+        """A mark in the inbox: the thread ends there."""
+
+    def _start(self, workers: Sequence[Supervised]) -> None:
+        now = monotonic()
+        with self._lock:
+            started = [worker for worker in workers if worker.state is State.STARTING]
+            for worker in started:
+                worker.spec = self._crew.make_spec(worker.name, worker.rank, worker.life.number)
+                worker.process = _NEVER_STARTED
+                worker.incarnation = None
+                worker.last_lines.clear()
+                worker.late_at = now + self._start_timeout_s
+                worker.has_left = False
+            specs = [worker.spec for worker in started if worker.spec is not None]
+        try:
+            self._engine.start(specs, self)
+        except (EngineError, OSError) as error:
+            for spec in specs:
+                self._on_process(spec, ProcessState("ended", str(error)))
+
+    def _on_process(self, spec: WorkerSpec, state: ProcessState) -> None:
+        with self._lock:
+            worker = self._workers.get(spec.name)
+            if worker is not None and worker.spec is spec:
+                worker.process = state
+                if state.phase == "ended":
+                    # Where the engine knows no exit code, a member that said goodbye has ended well.
+                    ended_well = worker.has_left if state.exit_code is None else state.exit_code == 0
+                    is_done = worker.state is State.RUNNING and ended_well
+                    self._tell(worker, Event.FINISHED if is_done else Event.FAILED, str(state))
+            if state.phase == "ended":
+                self._condemned.pop(spec, None)
+            self._lock.notify_all()
+        if state.phase == "ended":
+            self._crew.show(spec, b"")
+
+    def _on_member(self, event: MemberEvent) -> None:
+        with self._lock:
+            worker = self._workers.get(event.worker.name)
+            if worker is None:
+                return
+            if event.kind == "joined" and worker.state is State.STARTING:
+                worker.incarnation = event.incarnation
+                worker.late_at = None
+                self._tell(worker, Event.JOINED)
+                name, arguments = f"farcall-prepare-{worker.name}", (worker, worker.life.number)
+                threading.Thread(target=self._prepare, args=arguments, name=name, daemon=True).start()
+            elif event.kind == "left" and worker.incarnation == event.incarnation:
+                worker.has_left = True
+                self._condemn(worker, END_S)  # a process that is no member has nothing left to do
+            elif event.kind == "dead" and worker.incarnation == event.incarnation:
+                self._tell(worker, Event.FAILED, event.why or "was lost")
+                self._condemn(worker, 0.0)
+
+    def _prepare(self, worker: Supervised, life: int) -> None:
+        try:
+            self._crew.prepare(worker.name)
+        except BaseException as error:
+            failure = error
+            self._inbox.put(lambda: self._on_prepared(worker, life, failure))
+        else:
+            self._inbox.put(lambda: self._on_prepared(worker, life, None))
+
+    def _on_prepared(self, worker: Supervised, life: int, error: BaseException | None) -> None:
+        with self._lock:
+            if worker.life.number != life:
+                return
+            if error is None:
+                self._tell(worker, Event.PREPARED)
+            elif worker.state is State.PREPARING:
+                worker.error = error
+                self._tell(worker, Event.FAILED, f"{type(error).__name__}: {error}")
+                self._condemn(worker, 0.0)
+
+    def _look_at_clock(self) -> None:
+        """Start those whose pause is over; give up those that are late; kill those that were to end."""
+        now = monotonic()
+        with self._lock:
+            for worker in self._workers.values():
+                if worker.late_at is not None and now >= worker.late_at and worker.state is State.STARTING:
+                    why = f"did not join within {self._start_timeout_s:g} s: {worker.process}"
+                    self._tell(worker, Event.FAILED, why)
+                    self._condemn(worker, 0.0)
+            hopeless = [spec for spec, until in self._condemned.items() if now >= until]
+            for spec in hopeless:
+                del self._condemned[spec]
+            due = [one for one in self._workers.values() if one.life.due_at is not None and now >= one.life.due_at]
+            for worker in due:
+                self._tell(worker, Event.DUE)
+        if hopeless:
+            self._engine.end(hopeless)
+        if due:
+            self._start(due)
+
+    # Under the lock.
+
+    def _tell(self, worker: Supervised, event: Event, why: str = "") -> None:
+        before = worker.state
+        if worker.life.handle(event, worker.life.number, monotonic(), why):
+            logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
+            if worker.state is State.BACKING_OFF:
+                again = f"{worker.life.number + 1} of {self._restarts.most}"
+                logger.warning("%s failed and is started again (%s): %s", worker.name, again, why)
+            self._lock.notify_all()
+
+    def _remove(self, worker: Supervised) -> None:
+        """End it, by itself if it can."""
+        is_member = worker.state in (State.PREPARING, State.RUNNING)
+        self._tell(worker, Event.REMOVED)
+        self._condemn(worker, END_S if is_member else 0.0)
+        if is_member:
+            self._crew.dismiss(worker.name)
+
+    def _condemn(self, worker: Supervised, patience_s: float) -> None:
+        """Have its process ended, unless it does so by itself in time."""
+        if worker.spec is not None and worker.process.phase != "ended":
+            until = monotonic() + patience_s
+            self._condemned[worker.spec] = min(until, self._condemned.get(worker.spec, until))

@@ -1,0 +1,139 @@
+"""The process of a worker: ``python -m farcall.launcher.worker``.
+
+    1  its spec        one line of standard input, or `ENV_SPEC` (see `engine.py`); nothing is imported before that
+    2  its lifeline    what was standard input, if the spec came from there; that is empty from now on
+    3  its place       environment, working directory, ``sys.path``
+    4  its work        joins the driver's group and serves until the driver ends it or is gone; or runs a program
+
+A start that fails writes its traceback to stderr and ends with `START_FAILED`: that is what the driver raises.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+
+from farcall.launcher.engine import ENV_SPEC, MAX_SPEC_BYTES, WorkerSpec
+from farcall.launcher.lifeline import hold
+
+__all__ = ["DRIVER", "START_FAILED", "end_worker", "main", "run_worker"]
+
+DRIVER = "driver"
+"""The name of the member that launched the others."""
+START_FAILED = 82
+"""The exit code of a worker that could not start."""
+END_S = 2.0
+"""How long a worker that was told to end waits for its calls."""
+_end = threading.Event()
+
+
+def read_spec() -> WorkerSpec:
+    """This process' spec, out of the environment or standard input; its lifeline is held from here on."""
+    in_environment = os.environ.pop(ENV_SPEC, None)
+    if in_environment is not None:
+        return WorkerSpec.decode(in_environment.encode())
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1 << 16)
+        line += piece
+        if not piece or len(line) > MAX_SPEC_BYTES:
+            raise SystemExit("farcall: this is the process of a worker; farcall.launch starts it")
+    spec = WorkerSpec.decode(line)
+    # Functions that read standard input find its end, not the lifeline.
+    hold(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return spec
+
+
+def take_place(spec: WorkerSpec) -> None:
+    """Environment, working directory and path of the driver, as far as they are here, too."""
+    os.environ.update(spec.environment)
+    os.environ.update(RANK=str(spec.rank), FARCALL_RESTARTS=str(spec.life))
+    if spec.directory is not None:
+        try:
+            os.chdir(spec.directory)
+        except OSError as error:
+            raise RuntimeError(
+                f"{spec.name}: no working directory {spec.directory} here ({error.strerror}): "
+                "launch(directory=...) names another one, launch(ship=True) brings this one along"
+            ) from None
+    first = spec.path[:1]
+    sys.path[:] = [
+        *first,
+        *(entry for entry in sys.path if entry not in first),
+        *(entry for entry in spec.path[1:] if entry not in sys.path and os.path.exists(entry)),
+    ]
+
+
+def serve(spec: WorkerSpec) -> None:
+    """Be a member until the driver ends this worker, or is gone."""
+    import pickle
+
+    import farcall
+    from farcall.errors import RpcError
+
+    options: farcall.RpcBackendOptions = pickle.loads(spec.options) if spec.options else farcall.RpcBackendOptions()
+    options = options.replace(
+        init_method=spec.meet,
+        secret=spec.secret,
+        secret_file=None,
+        advertise=None,  # the driver's is not ours; that of this process' environment is
+        start_timeout_s=spec.start_timeout_s,
+    )
+    farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options)
+    farcall.on_member(_look_for_driver)
+    if DRIVER not in (member.name for member in farcall.members()):
+        _end.set()  # it went between our joining and our listening
+    _end.wait()
+    try:
+        farcall.shutdown(timeout=END_S)
+    except RpcError:
+        farcall.shutdown(graceful=False)  # somebody's call takes longer; the driver wants us gone
+
+
+def end_worker() -> None:
+    """Called by the driver: have this worker end in good order."""
+    _end.set()
+
+
+def _look_for_driver(event: object) -> None:
+    worker, kind = event.worker, event.kind  # type: ignore[attr-defined]
+    if worker.name == DRIVER and kind in ("left", "dead"):
+        _end.set()
+
+
+def run_worker(spec: WorkerSpec) -> None:
+    """All that comes after the spec."""
+    import traceback
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # it is a pipe, and somebody looks at it live
+    try:
+        take_place(spec)
+        if spec.program:
+            from farcall.compat.program import run_program
+
+            run_program(spec.program)
+            return
+        serve(spec)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.exit(START_FAILED)
+
+
+def main() -> None:
+    """The entry point."""
+    run_worker(read_spec())
+
+
+if __name__ == "__main__":
+    # As the module of its name: what the driver calls here must find the same event.
+    from farcall.launcher.worker import main as run
+
+    run()

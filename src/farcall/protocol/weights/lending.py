@@ -1,0 +1,141 @@
+"""Versions that a member lends to others, and when the memory of one may be used again.
+
+A version is lent from the moment it is sent until its borrower says that it reads the lender's memory no more, or dies.
+A borrower that has not answered for the last version is sent none: it gets the newest one when it answers. So one that
+is stopped holds on to few versions, whatever is pushed meanwhile.
+
+    version      event                                    becomes
+    kept         ``keep`` newer ones were pushed          superseded
+    superseded   nobody borrows it (any more)             `Freed`: its memory may be filled again
+    any          a borrower dies                          `Stranded`: freed as usual, but its memory is never filled
+                                                          again, since that process may live on and read it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+import msgspec
+
+from farcall.protocol.weights.messages import How
+
+__all__ = ["Freed", "Lend", "Lender", "Stranded"]
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """Send this version to this member."""
+
+    member: int
+    number: int
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Nobody reads this version any more."""
+
+    number: int
+
+
+class Stranded(msgspec.Struct, frozen=True):
+    """Somebody out of reach may read this version for good."""
+
+    number: int
+
+
+Lending: TypeAlias = Lend | Freed | Stranded
+
+
+class Lender:
+    """The versions of one name that one member lends.
+
+    Mutable: the borrowers of each version; the version that each member has not answered for, and the last one it got.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        # Of each version, how often each member has borrowed it: it says once for each that it reads it no more.
+        self._borrowers: dict[int, Counter[int]] = {}
+        self._unanswered: dict[int, int] = {}
+        self._serials: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        self.taken: dict[int, tuple[int, How]] = {}
+        """The last version that each subscriber has answered for, and how."""
+        self.newest: int = 0
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that are kept or borrowed, oldest first."""
+        return sorted(self._borrowers)
+
+    @property
+    def subscribers(self) -> list[int]:
+        """The members that get each new version."""
+        return list(self._last)
+
+    def push(self, number: int) -> list[Lending]:
+        """There is a new version."""
+        self._borrowers[number] = Counter()
+        self.newest = max(self.newest, number)
+        effects: list[Lending] = []
+        for member in self._last:
+            effects += self._lend(member)
+        return effects + self._sweep()
+
+    def want(self, member: int, wanted: bool, serial: int) -> list[Lending]:
+        """A member wants versions from now on, or no more; those it has are answered for one by one."""
+        if serial <= self._serials.get(member, -1):
+            return []
+        self._serials[member] = serial
+        if not wanted:
+            self._last.pop(member, None)
+            self.taken.pop(member, None)
+            return []
+        self._last.setdefault(member, 0)
+        return self._lend(member)
+
+    def take(self, member: int, number: int, how: How) -> list[Lending]:
+        """A member says what became of a version."""
+        if self._unanswered.get(member) == number:
+            del self._unanswered[member]
+        if member in self._last and how != "dropped" and number >= self.taken.get(member, (0, how))[0]:
+            self.taken[member] = (number, how)
+        borrowers = self._borrowers.get(number)
+        if how != "mapped" and borrowers is not None:
+            borrowers[member] -= 1
+            if borrowers[member] <= 0:
+                del borrowers[member]
+        return self._lend(member) + self._sweep()
+
+    def lose(self, member: int) -> list[Lending]:
+        """A member is gone."""
+        self._last.pop(member, None)
+        self._serials.pop(member, None)
+        self.taken.pop(member, None)
+        self._unanswered.pop(member, None)
+        effects: list[Lending] = []
+        for number, borrowers in self._borrowers.items():
+            if member in borrowers:
+                del borrowers[member]
+                effects.append(Stranded(number))
+        return effects + self._sweep()
+
+    def close(self) -> list[Lending]:
+        """Lend nothing more, and keep nothing."""
+        self._keep = 0
+        self._last.clear()
+        return self._sweep()
+
+    def _lend(self, member: int) -> list[Lending]:
+        last = self._last.get(member)
+        if last is None or member in self._unanswered or last >= self.newest or self.newest not in self._borrowers:
+            return []
+        self._last[member] = self._unanswered[member] = self.newest
+        self._borrowers[self.newest][member] += 1
+        return [Lend(member, self.newest)]
+
+    def _sweep(self) -> list[Lending]:
+        kept = sorted(self._borrowers)[-self._keep :] if self._keep else []
+        over = [number for number, borrowers in self._borrowers.items() if not borrowers and number not in kept]
+        for number in over:
+            del self._borrowers[number]
+        return [Freed(number) for number in over]

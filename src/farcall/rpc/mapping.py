@@ -1,0 +1,270 @@
+"""One function over many items on many workers, which may come and go meanwhile.
+
+Owns no thread: all of it runs on the thread that asks for the next result, which the calls' futures wake. Public as
+`farcall.map`; `farcall.launch` maps over the workers that it watches (`Roster`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from farcall.errors import PeerDead, RpcError, UnknownWorker
+from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.combine import Tell
+from farcall.rpc.future import Future, call_async
+from farcall.rpc.handles import Worker, handle_of
+from farcall.rpc.outcome import waiting_here
+from farcall.rpc.retry import Retry, check_retry
+from farcall.runtime.calls.pending import name_of
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node import current_runtime
+
+__all__ = ["Roster", "map", "map_over"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def map(
+    func: Callable[[S], T],
+    items: Iterable[S],
+    *,
+    workers: Iterable[Worker | str],
+    in_flight: int = 4,
+    ordered: bool = True,
+    timeout: float | None = UNSET_TIMEOUT,
+    retry: Retry | None = None,
+    progress: bool = False,
+) -> Generator[T, None, None]:
+    """``func(item)`` for each of ``items``, on ``workers``; yields the results.
+
+    Items are taken as workers become free, so ``items`` may be endless. Leaving the loop cancels what is under way.
+
+    Args:
+        workers: handles or names; each has at most ``in_flight`` items at a time.
+        ordered: results in the order of the items; otherwise as they come.
+        timeout: seconds for each item; None for no limit; by default that of the options.
+        retry: if ``func`` may run twice for an item: where the network failed it, do the item again, on another worker
+            if its own is dead. By default the error is raised.
+        progress: show a bar on the terminal (needs ``rich``: ``pip install 'farcall[cli]'``).
+    """
+    if in_flight < 1:
+        raise ValueError(f"in_flight must be at least 1, not {in_flight!r}")
+    if retry is not None:
+        check_retry(retry)
+    handles = [one if isinstance(one, Worker) else handle_of(None, one) for one in workers]
+    if not handles:
+        raise ValueError("map needs at least one worker")
+    found = _Map(func, iter(items), _Fixed(handles), in_flight=in_flight, timeout=timeout, retry=retry)
+    return found.results(ordered, progress, _length(items))
+
+
+def map_over(
+    roster: Roster,
+    func: Callable[[S], T],
+    items: Iterable[S],
+    *,
+    in_flight: int,
+    ordered: bool,
+    timeout: float | None,
+    retry: Retry | None,
+    progress: bool,
+) -> Generator[T, None, None]:
+    """`map` over workers that come and go while it runs."""
+    if in_flight < 1:
+        raise ValueError(f"in_flight must be at least 1, not {in_flight!r}")
+    found = _Map(func, iter(items), roster, in_flight=in_flight, timeout=timeout, retry=retry)
+    return found.results(ordered, progress, _length(items))
+
+
+class Roster(Protocol):
+    """The workers of a `map`."""
+
+    look_s: float | None
+    """How long a map waits for results before it looks again who is there; None: always the same are."""
+
+    def now(self) -> Mapping[Hashable, Worker]:
+        """Who can be called. A worker that comes back has another key."""
+
+    def wait(self) -> bool:
+        """Nobody is there: wait a moment for somebody; False: none will come."""
+
+
+class _Fixed:
+    look_s: float | None = None
+
+    def __init__(self, handles: list[Worker]) -> None:
+        self._handles: dict[Hashable, Worker] = dict(enumerate(handles))
+
+    def now(self) -> Mapping[Hashable, Worker]:
+        return self._handles
+
+    def wait(self) -> bool:
+        return False
+
+
+class _Map:
+    """One `map`, at work. All of it runs on the thread that asks for the next result."""
+
+    def __init__(
+        self,
+        func: Callable[[Any], Any],
+        items: Iterator[Any],
+        roster: Roster,
+        *,
+        in_flight: int,
+        timeout: float | None,
+        retry: Retry | None,
+    ) -> None:
+        self._func = func
+        self._items = items
+        self._timeout = timeout
+        self._retry = retry
+        self._roster = roster
+        self._in_flight = in_flight
+        self._known: dict[Hashable, Worker] = {}
+        self._free: deque[Hashable] = deque()
+        self._again: deque[tuple[int, Any, int]] = deque()  # number, item, attempt
+        self._running: dict[Future[Any], tuple[int, Any, int, Hashable]] = {}
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
+        self._dead: set[Hashable] = set()
+        self._numbers = count()
+        self._exhausted = False
+        self._last_error: RpcError | None = None
+        self._recruit()
+
+    def _recruit(self) -> None:
+        """Take in the workers that have come."""
+        if self._known and self._roster.look_s is None:
+            return
+        present = self._roster.now()
+        fresh = [key for key in present if key not in self._known]
+        self._known.update((key, present[key]) for key in fresh)
+        self._free.extend(fresh * self._in_flight)  # round robin: one item each, then the second
+
+    @property
+    def _most_ahead(self) -> int:
+        return 2 * self._in_flight * max(1, len(self._known) - len(self._dead))
+
+    def results(self, ordered: bool, progress: bool, total: int | None) -> Generator[Any, None, None]:
+        ready: dict[int, Any] = {}
+        given = 0
+        with ExitStack() as shown:
+            advance = shown.enter_context(_bar(self._func, total)) if progress else None
+            try:
+                while True:
+                    self._recruit()
+                    # An item that takes long must not have the results of all later ones pile up behind it.
+                    # One that is done again may be what they wait for.
+                    while self._free and (self._again or len(ready) + len(self._running) < self._most_ahead):
+                        if not self._start_one():
+                            break
+                    if not self._running:
+                        if self._exhausted and not self._again:
+                            return
+                        self._wait_for_workers()
+                        continue
+                    number, value = self._next_result()
+                    if number < 0:
+                        continue
+                    if advance is not None:
+                        advance()
+                    if not ordered:
+                        yield value
+                        continue
+                    ready[number] = value
+                    while given in ready:
+                        yield ready.pop(given)
+                        given += 1
+            finally:
+                for future in self._running:
+                    future.cancel()
+
+    def _start_one(self) -> bool:
+        """Give an item to a free worker; False: there is none left."""
+        if self._again:
+            number, item, attempt = self._again.popleft()
+        else:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._exhausted = True
+                return False
+            number, attempt = next(self._numbers), 1
+        key = self._free.popleft()
+        to = self._known[key]
+        node = to._node or current_runtime()
+        timeout = to._timeout if self._timeout == UNSET_TIMEOUT else self._timeout
+        try:
+            future = call_async(node, to.name, self._func, (item,), None, timeout)
+        except UnknownWorker as error:
+            self._failed(error, number, item, attempt, key)
+            return True
+        self._running[future] = (number, item, attempt, key)
+        future.when_done(Tell(self._done.put, future))
+        return True
+
+    def _next_result(self) -> tuple[int, Any]:
+        """The number and result of the item that is done next; a negative number: it is to be done again."""
+        with waiting_here():
+            try:
+                future = self._done.get(timeout=self._roster.look_s)  # bounded by the timeouts of the calls
+            except Empty:
+                return -1, None
+        number, item, attempt, key = self._running.pop(future)
+        try:
+            value = future.wait()
+        except RpcError as error:
+            self._failed(error, number, item, attempt, key)
+            return -1, None
+        if key not in self._dead:
+            self._free.append(key)
+        return number, value
+
+    def _failed(self, error: RpcError, number: int, item: Any, attempt: int, key: Hashable) -> None:
+        """Have the item done again, or raise ``error``."""
+        retry = self._retry
+        unknown = isinstance(error, UnknownWorker)  # it was not called at all
+        pause_s = None if retry is None else 0.0 if unknown else retry.pause_s(attempt, error, NEVER)
+        if retry is None or pause_s is None or attempt >= retry.attempts:
+            raise error
+        if unknown or isinstance(error, PeerDead):
+            self._dead.add(key)
+            self._free = deque(one for one in self._free if one not in self._dead)
+            self._last_error = error
+        else:
+            with waiting_here():
+                Gate().wait(pause_s)
+            self._free.append(key)
+        self._again.append((number, item, attempt if unknown else attempt + 1))
+
+    def _wait_for_workers(self) -> None:
+        """Nobody is there, and items are left, as far as is known."""
+        with waiting_here():
+            more = self._roster.wait()
+        self._recruit()
+        if not self._free and not more:
+            raise self._last_error or UnknownWorker("map found no worker that runs")
+
+
+@contextmanager
+def _bar(func: Callable[..., Any], total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal; what it gives is called once for each item."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError as error:
+        raise ImportError("progress=True needs rich: pip install 'farcall[cli]'") from error
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as shown:
+        task = shown.add_task(name_of(func), total=total)
+        yield lambda: shown.advance(task)
+
+
+def _length(items: Iterable[Any]) -> int | None:
+    return len(items) if isinstance(items, Sized) else None

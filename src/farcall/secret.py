@@ -1,0 +1,85 @@
+"""The secret that every member of a cluster proves: given as a value, or in a file that is read again when it changes.
+
+A file has one secret, or two while the secret is being changed, one to a line. A process proves the first of them and
+lets in whoever proves either. So no member is ever shut out if every file goes through these states, all of them
+through one before any goes to the next:
+
+    old     before
+    old new everybody proves the old one, and knows the new one
+    new old everybody proves the new one, and those who have not changed yet are let in
+    new     after: the old one opens nothing any more
+
+A file that cannot be used is left alone, with a warning, and what it said before holds. Knows nothing of proofs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from farcall.private_files import Fingerprint, fingerprint
+
+__all__ = ["MIN_SECRET_BYTES", "Secret", "check_secret"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+MIN_SECRET_BYTES = 16
+_MAX_FILE_BYTES = 4096
+_MOST = 2
+
+
+class Secret:
+    """What one process knows of it. Mutable: what the file said last. For any thread."""
+
+    __slots__ = ("_lock", "_seen", "_values", "path")
+
+    def __init__(self, value: bytes = b"", *, path: str = "") -> None:
+        """``value``, or what is in the file ``path``; raises ``ValueError`` where that cannot be used."""
+        self.path: str = path
+        self._lock = threading.Lock()
+        self._seen: Fingerprint = fingerprint([path]) if path else ()
+        self._values: tuple[bytes, ...] = _read(path) if path else (value,)
+
+    @property
+    def values(self) -> tuple[bytes, ...]:
+        """Those that are good now; the first is the one to prove."""
+        if not self.path:
+            return self._values
+        with self._lock:
+            seen = fingerprint([self.path])
+            if seen != self._seen:
+                self._seen = seen
+                try:
+                    self._values = _read(self.path)
+                    logger.info("the file of the secret was read again: %d in it", len(self._values))
+                except ValueError as error:
+                    logger.warning("the secret stays as it was: %s", error)
+            return self._values
+
+
+def _read(path: str) -> tuple[bytes, ...]:
+    try:
+        with open(path, "rb") as file:
+            # Not whether others may read it: secrets that containers are given often are readable to all in there.
+            if os.fstat(file.fileno()).st_mode & 0o022:
+                raise ValueError(f"others than its owner may write to {path} (chmod 600)")
+            content = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise ValueError(f"the secret's file cannot be read: {error}") from error
+    found = tuple(line.rstrip(b"\r") for line in content.split(b"\n") if line.rstrip(b"\r"))
+    if not 1 <= len(found) <= _MOST:
+        raise ValueError(f"{path} has {len(found)} lines: write one secret, or two while you change it, one to a line")
+    for one in found:
+        check_secret(one, path)
+    return found
+
+
+def check_secret(value: bytes, where: str) -> None:
+    """Raise ``ValueError`` for a secret that is too short; ``where`` names its place."""
+    if len(value) < MIN_SECRET_BYTES:
+        # The value stays out of the text: errors end up in logs.
+        raise ValueError(
+            f"{where}: a secret must be at least {MIN_SECRET_BYTES} bytes long, this one has {len(value)}: "
+            "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
+        )

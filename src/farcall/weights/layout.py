@@ -1,0 +1,209 @@
+"""What a program publishes, taken apart: its tensors, its other values, and the storages that tensors lie in.
+
+A storage is the unit of copying. Tensors that share memory (tied ones, views of one another) share a storage, and lie
+in it as they do in the program's memory; all others are packed. Two that lie apart in one buffer are apart here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from farcall.channel.host_memory import address_of
+from farcall.weights.checksums import checksum, copy_with_checksum
+from farcall.weights.manifest import Path
+
+__all__ = ["Leaves", "StoragePlan", "copy_memory", "name_of", "plan_storages", "take_apart", "typed"]
+
+
+def name_of(path: Path) -> str:
+    """What people call the value at ``path``, as torch does: its keys, joined by dots."""
+    return ".".join(map(str, path))
+
+
+class Leaves(NamedTuple):
+    """A nested value, taken apart."""
+
+    tensors: dict[Path, torch.Tensor]
+    values: dict[Path, Any]
+    containers: dict[Path, Literal["dict", "list", "tuple"]]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return {name_of(path) for path in self.tensors}
+
+
+def take_apart(source: Any) -> Leaves:
+    """The leaves of a module, a state dict, or dicts and lists inside each other."""
+    leaves = Leaves({}, {}, {})
+    _walk(source.state_dict() if isinstance(source, torch.nn.Module) else source, (), leaves)
+    if len(leaves.names) < len(leaves.tensors):
+        raise ValueError("two tensors have the same name: keys with dots in them, and nested ones, must not meet")
+    return leaves
+
+
+def _walk(value: Any, path: Path, leaves: Leaves) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise TypeError(f"{name_of(path)} is a {value.layout} tensor on {value.device}: only dense ones can travel")
+        leaves.tensors[path] = value.detach()
+    elif isinstance(value, Mapping):
+        leaves.containers[path] = "dict"
+        for key, item in value.items():
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise TypeError(f"the key {key!r} below {name_of(path)!r} is neither a text nor a number")
+            _walk(item, (*path, key), leaves)
+    elif type(value) in (list, tuple) and _has_tensors(value):
+        leaves.containers[path] = "list" if isinstance(value, list) else "tuple"
+        for index, item in enumerate(value):
+            _walk(item, (*path, index), leaves)
+    elif not path:
+        raise TypeError(f"a module or a dict of tensors can be published, not a {type(value).__name__}")
+    else:
+        leaves.values[path] = value
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_tensors, value))
+
+
+class StoragePlan(NamedTuple):
+    """One storage: the tensors in it, and how their memory becomes its bytes."""
+
+    members: dict[Path, tuple[tuple[int, ...], int]]
+    """Of each tensor its strides and its offset, in elements."""
+    source: torch.Tensor
+    """What is copied: a tensor of one dimension if several views lie in it."""
+    dtype: torch.dtype
+    size_bytes: int
+
+    def fill(self, view: memoryview) -> int:
+        """Copy the program's values into ``view``, of the right size; return their checksum."""
+        source = self.source
+        if source.device.type == "cpu" and source.dtype == self.dtype and _is_plain(source):
+            return copy_with_checksum(address_of(view), source.data_ptr(), self.size_bytes)
+        strides = _packed_strides(source)
+        target = torch.frombuffer(view, dtype=self.dtype, count=source.numel())
+        target.as_strided(source.shape, strides).copy_(source)
+        return checksum(view)
+
+
+def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:
+    """The storages of ``tensors``, in their order; floating-point ones are to be of ``dtype``, if one is given."""
+    plans = []
+    for group in _groups(tensors):
+        paths = list(group)
+        first = tensors[paths[0]]
+        views = [tensors[path] for path in paths]
+        if all(_placement(view) == _placement(first) for view in views):
+            wanted = _wanted(first.dtype, dtype)
+            size = first.numel() * wanted.itemsize
+            members = dict.fromkeys(paths, (_packed_strides(first), 0))
+            plans.append(StoragePlan(members, first, wanted, size))
+            continue
+        if any(view.dtype != first.dtype for view in views):
+            # Views of one memory under several dtypes: its bytes travel as they are.
+            unit = max(view.dtype.itemsize for view in views)
+            begin = min(_extent(view)[0] for view in views) // unit * unit
+            end = max(_extent(view)[1] for view in views)
+            source = _bytes_of(first, begin, end)
+            placed = {
+                path: (view.stride(), (_extent(view)[0] - begin) // view.dtype.itemsize)
+                for path, view in zip(paths, views, strict=True)
+            }
+            plans.append(StoragePlan(placed, source, torch.uint8, end - begin))
+            continue
+        start = min(_offset(view) for view in views)
+        last = max(_extent(view)[1] for view in views) // first.dtype.itemsize
+        source = torch.as_strided(first, (last - start,), (1,), start)
+        wanted = _wanted(first.dtype, dtype)
+        placed = {path: (view.stride(), _offset(view) - start) for path, view in zip(paths, views, strict=True)}
+        plans.append(StoragePlan(placed, source, wanted, (last - start) * wanted.itemsize))
+    return plans
+
+
+def _groups(tensors: Mapping[Path, torch.Tensor]) -> Iterator[list[Path]]:
+    """Tensors that overlap, together; in the order of the first of each."""
+    order = {path: index for index, path in enumerate(tensors)}
+    by_storage: dict[tuple[str, int], list[Path]] = {}
+    for path, tensor in tensors.items():
+        # Empty tensors have no memory to share.
+        address = tensor.untyped_storage().data_ptr() if tensor.numel() else -1 - order[path]
+        by_storage.setdefault((str(tensor.device), address), []).append(path)
+    groups: list[list[Path]] = []
+    for paths in by_storage.values():
+        end = -1
+        for path in sorted(paths, key=lambda path: _extent(tensors[path])):
+            begin, its_end = _extent(tensors[path])
+            if begin < end:
+                groups[-1].append(path)
+            else:
+                groups.append([path])
+            end = max(end, its_end) if begin < end else its_end
+    return iter(sorted(groups, key=lambda group: min(order[path] for path in group)))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor lies in: from, to."""
+    begin = _offset(tensor) * tensor.dtype.itemsize
+    if not tensor.numel():
+        return begin, begin
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.dtype.itemsize
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
+def _placement(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), begin, (end - begin,))  # type: ignore[call-overload,no-any-return]
+
+
+def _wanted(dtype: torch.dtype, cast_to: torch.dtype | None) -> torch.dtype:
+    return cast_to if cast_to is not None and dtype.is_floating_point else dtype
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Is its memory what a packed copy of it would be?"""
+    packed = tensor.is_contiguous() or tensor.stride() == _packed_strides(tensor)
+    return packed and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a copy without gaps, whose dimensions are in the same order."""
+    dims = list(range(tensor.ndim - 1, -1, -1))
+    if not tensor.is_contiguous():
+        dims = sorted(dims, key=tensor.stride)
+    strides = [0] * tensor.ndim
+    stride = 1
+    for dim in dims:
+        strides[dim] = stride
+        stride *= max(tensor.shape[dim], 1)
+    return tuple(strides)
+
+
+def typed(
+    view: memoryview, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
+) -> torch.Tensor:
+    """The tensor that lies in ``view``, without a copy."""
+    whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // dtype.itemsize)
+    return whole.as_strided(tuple(shape), tuple(strides), offset)
+
+
+def copy_memory(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes from one address to another; other threads run meanwhile."""
+    ctypes.memmove(target, source, size_bytes)

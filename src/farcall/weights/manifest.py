@@ -1,0 +1,109 @@
+"""The manifest of a version: everything about it but its bytes.
+
+Written by the publisher, read by every subscriber, which trusts it no further than `check` goes: no tensor lies outside
+its storage, no storage outside its content. Values that are no tensors are flat or pickled (`serialize`), and only read
+when the program asks for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+
+from farcall.errors import SerializationError
+
+__all__ = ["Content", "Manifest", "Path", "Storage", "TensorPlace", "decode_manifest", "encode_manifest"]
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to a value, from the outermost container."""
+
+
+class Content(msgspec.Struct, array_like=True, frozen=True):
+    """What a block holds from one filling to the next. Never changes."""
+
+    owner: int  # its incarnation
+    block_id: int
+    fill: int
+    size_bytes: int
+
+
+class Storage(msgspec.Struct, array_like=True, frozen=True):
+    """A range of a content that one tensor lies in, or several that overlap."""
+
+    content: int  # its place in the manifest's list
+    offset: int
+    size_bytes: int
+    checksum: int
+
+
+class TensorPlace(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: int  # its place in the manifest's list
+    offset: int  # in elements, inside of the storage
+
+
+class Manifest(msgspec.Struct, array_like=True, frozen=True):
+    """A version without its bytes."""
+
+    contents: list[Content]
+    storages: list[Storage]
+    tensors: list[TensorPlace]
+    containers: list[tuple[Path, Literal["dict", "list", "tuple"]]]
+    value_paths: list[Path]
+    values: bytes  # of `serialize`: a list, in the order of the paths
+    value_buffers: list[bytes]
+
+    @property
+    def size_bytes(self) -> int:
+        """What its tensors take."""
+        return sum(storage.size_bytes for storage in self.storages)
+
+    def dtype_of(self, place: TensorPlace) -> torch.dtype:
+        """The dtype of a tensor in it."""
+        dtype = getattr(torch, place.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise SerializationError(f"{place.name} has the dtype {place.dtype!r}, which this torch does not know")
+        return dtype
+
+    def check(self) -> None:
+        """Raise unless everything lies where it can lie."""
+        for storage in self.storages:
+            if not storage.size_bytes:
+                continue  # of an empty tensor: it lies nowhere
+            content = self.contents[storage.content] if 0 <= storage.content < len(self.contents) else None
+            if content is None or storage.offset < 0 or storage.size_bytes < 0:
+                raise SerializationError("a storage of a version lies nowhere")
+            if storage.offset + storage.size_bytes > content.size_bytes:
+                raise SerializationError("a storage of a version lies outside of its block")
+        for place in self.tensors:
+            if not 0 <= place.storage < len(self.storages) or len(place.shape) != len(place.strides):
+                raise SerializationError(f"{place.name} lies nowhere")
+            if min((0, place.offset, *place.shape, *place.strides)) < 0:
+                raise SerializationError(f"{place.name} has a shape that makes no sense")
+            if 0 not in place.shape:
+                last = sum((extent - 1) * stride for extent, stride in zip(place.shape, place.strides, strict=True))
+                size = (place.offset + last + 1) * self.dtype_of(place).itemsize
+                if size > self.storages[place.storage].size_bytes:
+                    raise SerializationError(f"{place.name} lies outside of its storage")
+
+
+_decoder: Any = msgspec.msgpack.Decoder(Manifest)
+encode_manifest: Any = msgspec.msgpack.Encoder().encode
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in ``data``, checked; or ``SerializationError``."""
+    try:
+        manifest: Manifest = _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise SerializationError(f"a manifest of {len(data)} bytes cannot be read: {error}") from error
+    manifest.check()
+    return manifest

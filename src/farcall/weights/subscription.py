@@ -1,0 +1,246 @@
+"""Subscriptions: the versions of a name at this node, and what programs do with them.
+
+`NameVersions` is one per node and name: it drives the machine (`protocol/weights/subscriber.py`) and has the memory of
+each version. `Subscription` is what a program holds; several may share one `NameVersions`.
+
+Locks: the machine and the table of versions are used under the node's lock (`node.py`), which is never held while
+something is sent, copied or waited for. A version that is being read is *held*: the machine keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from farcall.channel.host_memory import leased
+from farcall.errors import Delivery, RpcTimeout
+from farcall.ids import WorkerInfo
+from farcall.protocol.weights.messages import Key
+from farcall.protocol.weights.subscriber import Held, LetGo, SubscriberMachine, SubscriberState
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.rpc.outcome import LoopGate
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
+from farcall.weights.loading import Slices, load
+from farcall.weights.version import HeldVersion, Version
+
+if TYPE_CHECKING:
+    from farcall.weights.node import Weights
+
+__all__ = ["NameVersions", "Subscription"]
+
+
+class NameVersions:
+    """The versions of one name at this node. Mutable, under the node's lock: the machine, the versions, who waits."""
+
+    def __init__(self, weights: Weights, name: str, serials: Iterator[int]) -> None:
+        self.weights: Weights = weights
+        self.name: str = name
+        self.machine: SubscriberMachine = SubscriberMachine(name, serials)
+        self.versions: dict[Key, HeldVersion] = {}
+        self.arrived: int = 0
+        """How many have become the newest one."""
+        self.users: int = 0
+        """How many subscriptions there are."""
+        self._gates: dict[Gate | LoopGate, None] = {}
+
+    def tell(self) -> None:
+        """Wake all who wait: there is news. From any thread, without a lock."""
+        for gate in list(self._gates):
+            gate.open()
+
+    @contextmanager
+    def news_opens(self, gate: Gate | LoopGate) -> Iterator[None]:
+        """Have ``gate`` opened by news that come while the block runs."""
+        self._gates[gate] = None
+        try:
+            yield
+        finally:
+            del self._gates[gate]
+
+    def newest(self) -> HeldVersion | None:
+        """The newest version that is ready."""
+        key = self.machine.newest
+        return None if key is None else self.versions.get(key)
+
+    @contextmanager
+    def reading(self, version: Version | None) -> Iterator[HeldVersion]:
+        """Hold a version, the newest one if none is named, while the block runs."""
+        with self.weights.lock:
+            held = self._find(version)
+            self.machine.handle(Held(held.key))
+        try:
+            yield held
+        finally:
+            self.weights.subscriber_event(self, LetGo(held.key))
+
+    def _find(self, version: Version | None) -> HeldVersion:
+        self.weights.check_running()
+        ready = [self.versions[key] for key in self.machine.ready]
+        found = [held for held in ready if version is None or held.version == version]
+        if not found:
+            what = "no version" if version is None else f"no version {version}"
+            kept = f"; there are {', '.join(str(held.version) for held in ready)}" if ready else ""
+            raise LookupError(f"{what} of {self.name!r} is here{kept}: wait(...) for one first")
+        return found[-1]
+
+    def views(self, held: HeldVersion) -> list[memoryview]:
+        """Views of the blocks of a version, which hold it until the last tensor over them has died."""
+        views = []
+        for block in held.blocks:
+            # A mapping of its own, copy on write: a program that writes to these tensors harms nobody else.
+            view, lease = leased(block.private_view(), self.weights.on_view_death, (self, held.key))
+            with self.weights.lock:
+                self.machine.handle(Held(held.key))
+            self.weights.leases[id(lease)] = lease
+            views.append(view)
+        return views
+
+
+class Subscription:
+    """The versions of a name, as a program reads them; see `farcall.subscribe`."""
+
+    def __init__(self, versions: NameVersions) -> None:
+        self._versions = versions
+        self._is_open = True
+
+    @property
+    def name(self) -> str:
+        """What is subscribed to."""
+        return self._versions.name
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that can be read here; None: there is none yet."""
+        held = self._versions.newest()
+        return None if held is None else held.version
+
+    @property
+    def versions(self) -> list[Version]:
+        """All versions that can be read here, the newest last."""
+        with self._versions.weights.lock:
+            return [self._versions.versions[key].version for key in self._versions.machine.ready]
+
+    @property
+    def publisher(self) -> WorkerInfo | None:
+        """Who publishes the name; None: nobody does, or whoever did is gone."""
+        machine = self._versions.machine
+        claim = machine.claim
+        if claim is None or machine.state is not SubscriberState.SUBSCRIBED:
+            return None
+        peer = self._versions.weights.peer(claim.publisher)
+        return None if peer is None else peer.info
+
+    def wait(self, newer_than: Version | None = None, timeout: float | None = UNSET_TIMEOUT) -> Version:
+        """Return the newest version as soon as it is newer than ``newer_than``; without that, as soon as there is one.
+
+        ``timeout``: seconds; None for no limit; by default that of calls. Raises `RpcTimeout`.
+        """
+        deadline, timeout_s = self._deadline(timeout)
+        versions = self._versions
+        found = self._newer(newer_than)
+        if found is None:
+            gate = Gate()
+            with versions.weights.node.calls.waiting(), versions.news_opens(gate):
+                while (found := self._newer(newer_than)) is None:
+                    if not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
+                        raise self._too_late(newer_than, timeout_s)
+        return found
+
+    async def _next(self, newer_than: Version | None) -> Version:
+        loop = asyncio.get_running_loop()
+        while True:
+            gate = LoopGate(loop)
+            with self._versions.news_opens(gate):
+                found = self._newer(newer_than)
+                if found is not None:
+                    return found
+                await gate.passed
+
+    def __aiter__(self) -> AsyncIterator[Version]:
+        """Each newest version as it becomes ready, the present one first; those between two looks are left out."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Version]:
+        version: Version | None = None
+        while True:
+            version = await self._next(version)
+            yield version
+
+    def get(self, version: Version | None = None) -> Any:
+        """The tensors of a version, the newest one if none is named, nested as they were published; without a copy.
+
+        They lie in memory that is shared with the publisher, copy on write: to write to one changes nothing but what
+        this process sees through it. While one of them lives, the version stays; clone what is to be kept for long.
+        """
+        with self._versions.reading(version) as held:
+            return held.nested(held.tensors(self._versions.views(held)))
+
+    def load_into(self, target: Any, *, slices: Slices | None = None, version: Version | None = None) -> Version:
+        """Copy a version into the tensors of ``target``, in place: all of one version, or nothing; return which.
+
+        ``target`` is a module, or dicts of tensors; each of its tensors must be in the version, with its shape, or that
+        of its ``slices`` (``{"mlp.up.weight": (slice(0, 2048), slice(None))}``). Floating-point dtypes are converted.
+        """
+        with self._versions.reading(version) as held:
+            load(held, target, slices)
+            return held.version
+
+    def verify(self, version: Version | None = None) -> Version:
+        """Compare all bytes of a version with the checksums of its push; `CorruptWeights` names the tensor."""
+        with self._versions.reading(version) as held:
+            held.verify()
+            return held.version
+
+    def close(self) -> None:
+        """Want no more versions. Tensors of `get` stay as they are."""
+        if self._is_open:
+            self._is_open = False
+            self._versions.weights.end_subscription(self._versions)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self._versions.weights.end_subscription_later(self._versions)
+
+    def __repr__(self) -> str:
+        who = self.publisher
+        by = f"published by {who.name}" if who is not None else "without a publisher"
+        return f"<Subscription to {self.name!r}: version {self.version}, {by}>"
+
+    def _newer(self, newer_than: Version | None) -> Version | None:
+        """The newest version, if it is one to return; raises where no more can come."""
+        versions = self._versions
+        versions.weights.check_running()
+        if not self._is_open:
+            raise RuntimeError(f"the subscription to {self.name!r} is closed")
+        held = versions.newest()
+        if held is None or (newer_than is not None and held.version <= newer_than):
+            return None
+        return held.version
+
+    def _deadline(self, timeout: float | None) -> tuple[float, float]:
+        if timeout == UNSET_TIMEOUT:
+            timeout_s = self._versions.weights.node.timeout_s or NEVER
+        else:
+            timeout_s = check_timeout(timeout)
+        return monotonic() + timeout_s, timeout_s
+
+    def _too_late(self, newer_than: Version | None, timeout_s: float) -> RpcTimeout:
+        what = f"no version of {self.name!r}" + ("" if newer_than is None else f" newer than {newer_than}")
+        who = self.publisher
+        if who is not None:
+            why = f"{who.name} publishes it, and has pushed none that arrived here"
+        elif self._versions.machine.claim is None:
+            why = "nobody has published it"
+        else:
+            why = "its publisher is gone, and no other has taken over"
+        return RpcTimeout(f"{what} came within {timeout_s:g} s: {why}", Delivery.NOT_SENT)

@@ -1,0 +1,189 @@
+"""Objects whose calls run one at a time. Nodes of one process, so that a test can look into the object."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import torch
+from tests.kit.team import team
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
+
+import farcall
+from farcall.errors import RpcError
+
+made: list[Actor] = []
+
+
+class Actor:
+    """Notes who is inside, and in which order calls begin."""
+
+    def __init__(self) -> None:
+        self._inside = threading.Lock()
+        self.gate = threading.Event()
+        self.begun: list[object] = []
+        self.at_once = 0
+        self.me: farcall.RRef[Actor] | None = None
+        made.append(self)
+
+    def _note(self, what: object) -> None:
+        if not self._inside.acquire(blocking=False):
+            self.at_once += 1
+            return
+        self.begun.append(what)
+        sum(range(300))
+        self._inside.release()
+
+    def note(self, what: object, weight: object = None) -> object:
+        self._note(what)
+        return what
+
+    async def note_slowly(self, what: object) -> object:
+        self._note(what)
+        for _ in range(3):
+            await asyncio.sleep(0)
+            self._note(("again", what))
+        return what
+
+    def count(self, until: int) -> Iterator[int]:
+        for number in range(until):
+            self._note(("item", number))
+            yield number
+
+    async def count_slowly(self, until: int) -> AsyncIterator[int]:
+        for number in range(until):
+            self._note(("item", number))
+            await asyncio.sleep(0)
+            yield number
+
+    def wait(self) -> None:
+        assert self.gate.wait(LONG_S)
+
+    async def wait_at_ease(self) -> str:
+        while not self.gate.is_set():
+            await asyncio.sleep(0.001)
+        return "opened"
+
+    def open(self) -> None:
+        self.gate.set()
+
+    def seen(self) -> tuple[list[object], int]:
+        return self.begun, self.at_once
+
+    def know(self, me: farcall.RRef[Actor]) -> None:
+        self.me = me
+
+    def ask_myself(self) -> object:
+        assert self.me is not None
+        return self.me.call.note("from within")
+
+    async def ask_myself_at_ease(self) -> object:
+        assert self.me is not None
+        return await self.me.start.note("from within")
+
+
+def use(actor: farcall.RRef[Actor], name: str, count: int) -> None:
+    for future in [actor.start.note((name, number)) for number in range(count)]:
+        future.result(LONG_S)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[farcall.Node]]:
+    made.clear()
+    with team([None] * 3, size=3, rpc_timeout=LONG_S, num_worker_threads=8) as started:
+        yield started
+    started.clear()  # pytest holds what a fixture gave, and the first node holds the store
+    made.clear()
+
+
+@pytest.fixture
+def actor(nodes: list[farcall.Node]) -> farcall.RRef[Actor]:
+    return nodes[0]["w1"].options(serial=True).create(Actor)
+
+
+def of(begun: list[object], caller: str) -> list[int]:
+    return [number for name, number in begun if name == caller]  # type: ignore[misc, attr-defined]
+
+
+def test_calls_run_one_at_a_time_and_in_the_order_of_each_caller(
+    nodes: list[farcall.Node], actor: farcall.RRef[Actor]
+) -> None:
+    tensor = torch.ones(100_000)  # a large call is not passed by the small ones behind it
+    others = [nodes[0][name].start(use, actor, name, 200) for name in ("w1", "w2")]
+    futures = [actor.start.note(("w0", number), tensor if number % 20 == 0 else None) for number in range(200)]
+    futures += [actor.start.note_slowly(("async", number)) for number in range(50)]
+    for future in [*futures, *others]:
+        future.result(LONG_S)
+    begun, at_once = actor.call.seen()
+    assert at_once == 0
+    for caller, count in (("w0", 200), ("w1", 200), ("w2", 200), ("async", 50)):
+        assert of(begun, caller) == list(range(count)), caller
+
+
+def test_without_serial_calls_run_side_by_side(nodes: list[farcall.Node]) -> None:
+    actor = nodes[0]["w1"].create(Actor)
+    waits = actor.start.wait()
+    actor.call.open()
+    waits.result(LONG_S)
+
+
+def test_a_plain_method_keeps_others_out_and_an_async_def_lets_them_in(actor: farcall.RRef[Actor]) -> None:
+    waits = actor.start.wait_at_ease()
+    actor.call.open()  # gets in while the other awaits something
+    assert waits.result(LONG_S) == "opened"
+    made[0].gate.clear()
+    waits_alone = actor.start.wait()
+    behind = actor.start.note("behind")
+    assert not behind.done()
+    assert made[0].begun == []
+    made[0].gate.set()
+    assert behind.result(LONG_S) == "behind"
+    assert waits_alone.done()
+
+
+def test_a_cancelled_call_that_waits_does_not_begin(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
+    waits = actor.start.wait()
+    unwanted, wanted = actor.start.note("unwanted"), actor.start.note("wanted")
+    assert unwanted.cancel()
+    wait_until(lambda: bool(made) and any(request.cancelled for request in nodes[1]._runtime.server.active))
+    made[0].gate.set()
+    waits.result(LONG_S)
+    wanted.result(LONG_S)
+    assert made[0].begun == ["wanted"]
+
+
+def test_a_generator_lets_others_in_after_each_item(actor: farcall.RRef[Actor]) -> None:
+    for items in (actor.stream.count(100), actor.stream.count_slowly(100)):
+        for number in items:
+            assert actor.call.note(number) == number  # would never come if the stream had the object to itself
+    with actor.stream.count(10**9) as endless:
+        assert next(endless) == 0
+    begun, at_once = actor.call.seen()
+    assert at_once == 0
+    assert [what for what in begun if isinstance(what, int)] == [*range(100), *range(100)]
+
+
+def test_a_method_that_waits_for_its_own_object_is_told_at_once(actor: farcall.RRef[Actor]) -> None:
+    actor.call.know(actor)
+    with pytest.raises(RpcError, match=r"ask_myself\(\) waits for note\(\) of its own object"):
+        actor.call.ask_myself()
+    assert actor.call.ask_myself_at_ease() == "from within"
+    made[0].me = None  # a reference from the object to itself would keep it for good
+
+
+def test_the_object_that_is_never_made_fails_its_calls(nodes: list[farcall.Node]) -> None:
+    actor = nodes[0]["w1"].options(serial=True).create(Actor.note, None, None)  # type: ignore[arg-type]
+    futures = [actor.start.note(number) for number in range(5)]
+    for future in futures:
+        with pytest.raises(AttributeError):
+            future.result(LONG_S)
+
+
+def test_handles_say_that_they_make_serial_objects() -> None:
+    handle = farcall.worker("w1").options(serial=True)
+    assert handle != farcall.worker("w1")
+    assert repr(handle) == "farcall.worker('w1', serial=True)"
+    assert handle.options(timeout=2.0) == farcall.worker("w1").options(timeout=2.0, serial=True)

@@ -1,0 +1,244 @@
+"""Workers from one program: called, watched, replaced and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.kit.waiting import wait_until
+
+import farcall
+from farcall.errors import LaunchFailed, NetworkError, UnknownWorker
+from farcall.launcher.engine import ProcessState
+from farcall.launcher.local import LocalEngine
+
+_state: dict[str, object] = {}
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def put(key, value):
+    _state[key] = value
+
+
+def get(key):
+    return _state.get(key)
+
+
+def square_or_die(item):
+    """The first process that meets a marked item dies of it."""
+    number, marker = item
+    if marker is not None:
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def test_calls_names_growth_and_the_end(capsys, tmp_path):
+    with farcall.launch(2, environment={"COLOUR": "blue"}) as cluster:
+        assert [worker.name for worker in cluster.workers] == ["worker0", "worker1"]
+        assert cluster["worker1"].call(os.getenv, "RANK") == cluster[1].call(os.getenv, "RANK") == "1"
+        assert cluster["worker0"].call(os.getenv, "COLOUR") == "blue"
+        assert cluster["worker0"].call(os.getcwd) == os.getcwd()
+        assert [member.name for member in farcall.members()] == ["worker0", "worker1", "driver"]
+        with pytest.raises(UnknownWorker, match="there are worker0, worker1"):
+            cluster["worker7"]
+        cluster["worker0"].call(print, "written there")
+        processes = [worker.call(os.getpid) for worker in cluster]
+
+        assert cluster["worker0"].call(lambda x: x + 1, 1) == 2  # code by value
+        assert list(cluster.map(square_or_die, [(n, None) for n in range(10)])) == [n * n for n in range(10)]
+
+        (added,) = cluster.grow()
+        assert added.name == "worker2"
+        processes.append(added.call(os.getpid))
+        cluster.shrink(["worker0"])
+        assert not is_alive(processes[0])
+        assert cluster.states() == {"worker0": "ended", "worker1": "running", "worker2": "running"}
+        assert [worker.name for worker in cluster] == ["worker1", "worker2"]
+        cluster.wait(timeout=1.0)
+        assert repr(cluster) == "<Cluster: 1 ended, 2 running>"
+    assert not any(is_alive(process) for process in processes)
+    assert "worker0 | written there\n" in capsys.readouterr().out
+    with pytest.raises(farcall.errors.NotInitialized):
+        farcall.members()
+
+
+def test_a_worker_that_dies_comes_back_with_its_state(tmp_path):
+    started = []
+
+    def restore(worker):
+        started.append(worker.name)
+        worker.call(put, "weights", 7)
+
+    with farcall.launch(
+        2, restart="on-failure", max_restarts=2, backoff_s=0.0, on_start=restore, quiet=True, logs=tmp_path
+    ) as cluster:
+        before = cluster["worker1"].call(os.getpid)
+        under_way = cluster["worker1"].start(time.sleep, 600)
+        cluster["worker1"].call(print, "first life")
+        os.kill(before, signal.SIGKILL)
+        with pytest.raises(NetworkError):
+            under_way.result(timeout=60)
+        wait_until(lambda: cluster.states()["worker1"] != "running" or cluster._supervisor.workers()[1].life.number)
+        cluster.wait(timeout=60)
+        assert cluster["worker1"].call(os.getpid) != before
+        assert cluster["worker1"].call(os.getenv, "RANK") == "1"
+        assert cluster["worker1"].call(os.getenv, "FARCALL_RESTARTS") == "1"
+        assert cluster["worker1"].call(get, "weights") == 7
+        assert sorted(started) == ["worker0", "worker1", "worker1"]
+
+        # Items of a worker that dies are done again; the map goes on with those that are there, and that come back.
+        items = [(number, str(tmp_path / "met") if number == 3 else None) for number in range(40)]
+        assert sorted(cluster.map(square_or_die, items, ordered=False)) == [n * n for n in range(40)]
+    assert (tmp_path / "worker1.log").read_text().startswith("first life\n")
+
+
+def test_a_map_waits_for_its_only_worker_to_come_back(tmp_path):
+    with farcall.launch(1, restart="on-failure", backoff_s=0.0, quiet=True, logs=tmp_path) as cluster:
+        items = [(number, str(tmp_path / "met") if number == 0 else None) for number in range(4)]
+        assert list(cluster.map(square_or_die, items)) == [0, 1, 4, 9]
+
+
+def test_without_restarts_the_dead_stay_dead(tmp_path):
+    with farcall.launch(2, quiet=True, logs=tmp_path) as cluster:
+        os.kill(cluster["worker0"].call(os.getpid), signal.SIGKILL)
+        items = [(number, None) for number in range(6)]
+        assert list(cluster.map(square_or_die, items)) == [0, 1, 4, 9, 16, 25]
+        wait_until(lambda: cluster.states()["worker0"] == "dead")
+        assert [worker.name for worker in cluster.workers] == ["worker1"]
+        with pytest.raises(LaunchFailed, match=r"(?s)1 of 2 workers did not start.*worker0 "):
+            cluster.wait(timeout=60)
+
+
+def test_a_start_that_fails_says_what_the_worker_said(tmp_path):
+    with pytest.raises(LaunchFailed) as raised:
+        farcall.launch(1, directory="/nowhere", quiet=True, logs=tmp_path)
+    assert "worker0 ended with exit code 82" in str(raised.value)
+    assert "Traceback (most recent call last)" in str(raised.value)
+    assert "no working directory /nowhere" in raised.value.missing["worker0"]
+    farcall_again_is_possible = farcall.launch(1, quiet=True, logs=tmp_path)
+    farcall_again_is_possible.shutdown()
+
+
+def test_what_on_start_raises_is_the_cause(tmp_path):
+    def refuse(worker):
+        raise ValueError(f"{worker.name} is not welcome")
+
+    with pytest.raises(LaunchFailed, match="ValueError: worker0 is not welcome") as raised:
+        farcall.launch(1, on_start=refuse, quiet=True, logs=tmp_path)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+class HalfAnEngine:
+    """Starts those of even rank only; says of the others that they wait in a queue."""
+
+    driver_host = "127.0.0.1"
+
+    def __init__(self):
+        self._inner = LocalEngine()
+
+    def start(self, specs, watcher):
+        self._inner.start([spec for spec in specs if spec.rank % 2 == 0], watcher)
+        for spec in specs:
+            if spec.rank % 2:
+                watcher.on_state(spec, ProcessState("queued", "queued: Priority"))
+
+    def end(self, specs):
+        self._inner.end(specs)
+
+    def close(self):
+        self._inner.close()
+
+
+def test_a_quorum_is_enough_and_late_ones_are_told_of(tmp_path):
+    with farcall.launch(2, on=HalfAnEngine(), quorum=1, quiet=True, logs=tmp_path) as cluster:
+        assert cluster["worker0"].call(os.getenv, "RANK") == "0"
+        assert cluster.states() == {"worker0": "running", "worker1": "starting"}
+        with pytest.raises(
+            LaunchFailed, match=r"1 of 2 workers did not start within 0\.01 s:\nworker1 queued: Priority"
+        ):
+            cluster.wait(timeout=0.01)
+
+
+def test_wrong_arguments_are_refused():
+    for arguments, text in (
+        ({"workers": 0}, "at least one"),
+        ({"workers": 2, "quorum": 3}, "quorum must be from 1 to 2"),
+        ({"workers": 1, "restart": "always"}, "restart must be"),
+        ({"workers": 1, "on": "abacus"}, "on must be one of 'local'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            farcall.launch(**arguments)
+
+
+PROGRAM = """
+import os, sys, time
+import farcall
+import torch
+
+def forever():  # without letting anybody else have the interpreter
+    x = 3 ** 100_000
+    while True:
+        x ** 200
+
+class Doubler:
+    def __init__(self, factor):
+        self.factor = factor
+    def double(self, x):
+        return self.factor * x
+
+if __name__ == "__main__":
+    with farcall.launch(2) as cluster:
+        assert cluster["worker0"].create(Doubler, 2).rpc_sync().double(21) == 42  # of __main__: by value
+        print("PIDS", *(worker.call(os.getpid) for worker in cluster), flush=True)
+        cluster["worker0"].start(forever)
+        exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("end", ["signal.SIGKILL", "signal.SIGINT", "raise ValueError('mine')", "os._exit(3)"])
+def test_no_worker_outlives_its_driver(end, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    number = getattr(signal, end.removeprefix("signal."), None)
+    driver = subprocess.Popen(
+        [sys.executable, "program.py", end if number is None else "time.sleep(600)"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with driver:
+        assert driver.stdout is not None
+        line = ""
+        while not line.startswith("PIDS"):
+            line = driver.stdout.readline()
+            assert line, driver.communicate()
+        processes = [int(text) for text in line.split()[1:]]
+        if number is not None:
+            driver.send_signal(number)
+        said = driver.communicate(timeout=60)[1]
+    assert driver.returncode != 0
+    if end.startswith("raise"):
+        assert said.rstrip().endswith("ValueError: mine")
+    wait_until(lambda: not any(is_alive(process) for process in processes), "the end of the workers")
+
+
+def test_a_second_launch_in_one_program_is_refused_while_the_first_lives(tmp_path):
+    refused = pytest.raises(farcall.errors.RpcError, match="already initialized")
+    with farcall.launch(1, quiet=True, logs=tmp_path), refused:
+        farcall.launch(1)

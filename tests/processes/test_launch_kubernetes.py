@@ -1,0 +1,83 @@
+"""Workers by the API of Kubernetes, which a small server in this process plays: no cluster was used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.kit.launching import driver, wait_gone
+from tests.kit.rigs.kubernetes import KubernetesRig, kubernetes_api
+from tests.kit.waiting import wait_until
+
+from farcall.launcher.engine import EngineError
+from farcall.launcher.engines.kubernetes import KubernetesEngine
+
+
+def engine_for(rig: KubernetesRig, **options: object) -> KubernetesEngine:
+    return KubernetesEngine(image="farcall:test", namespace="team", python=sys.executable, args=rig.args, **options)
+
+
+@pytest.mark.parametrize("has_job_sets", [False, True], ids=["Job", "JobSet"])
+def test_workers_are_killed_and_started_again(tmp_path: Path, has_job_sets: bool) -> None:
+    with kubernetes_api(has_job_sets=has_job_sets) as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig, resources={"cpu": "1"})
+        try:
+            specs = launched.start(engine, 2)
+            assert [job["kind"] for job in rig.jobs.values()] == ["JobSet" if has_job_sets else "Job"]
+            assert launched.secret not in str([pod.manifest for pod in rig.pods.values()])
+            launched.node["worker0"].call(os.write, 1, b"written by worker0\n")
+            wait_until(lambda: b"written by worker0" in launched.watching.output[specs[0]], "the log was followed")
+            first, second = launched.process_ids(specs)
+            os.kill(second, signal.SIGKILL)
+            assert launched.wait_ended(specs[1]).exit_code == -signal.SIGKILL
+            again = launched.spec(1, life=1)
+            engine.start([again], launched.watching)
+            launched.wait_joined([again])
+            (third,) = launched.process_ids([again])
+            engine.end([again])
+            assert "its pod was deleted" in str(launched.wait_ended(again))
+            wait_gone([third])
+        finally:
+            engine.close()
+        wait_gone([first])
+        assert not rig.jobs
+        assert not rig.secrets
+        assert not rig.pods
+
+
+def test_workers_end_when_their_driver_has_left(tmp_path: Path) -> None:
+    """Nothing of the engine's ends them: they see it themselves."""
+    with kubernetes_api() as rig:
+        with driver(tmp_path) as launched:
+            engine = engine_for(rig)
+            processes = launched.process_ids(launched.start(engine, 2))
+        wait_gone(processes)
+        engine.close()
+
+
+def test_what_the_cluster_says_of_a_pod_is_told(tmp_path: Path) -> None:
+    with kubernetes_api(starts_pods=False) as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig)
+        try:
+            spec = launched.spec(0)
+            engine.start([spec], launched.watching)
+            [pod] = rig.pods.values()
+            waiting = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+            pod.status = {"phase": "Pending", "containerStatuses": [{"name": "worker", "state": waiting}]}
+            states = launched.watching.states[spec]
+            wait_until(lambda: states[-1].detail == "ErrImagePull: no such image", "the image's trouble is told")
+        finally:
+            engine.close()
+        assert launched.watching.is_over(spec)
+
+
+def test_what_the_cluster_refuses_is_raised(tmp_path: Path) -> None:
+    pytest.importorskip("kubernetes_validate", reason="needs the schemas: pip install kubernetes-validate")
+    with kubernetes_api() as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig, pod={"nodeSelector": "not a mapping"})
+        with pytest.raises(EngineError, match="Invalid"):
+            engine.start([launched.spec(0)], launched.watching)
+        engine.close()

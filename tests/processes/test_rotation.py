@@ -1,0 +1,93 @@
+"""The secret is changed while a cluster runs: nobody is shut out meanwhile, and then the old one opens nothing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.kit.ports import tcp_url
+from tests.kit.times import LONG_S, PATIENT
+from tests.kit.waiting import wait_until
+
+import farcall
+from farcall.errors import InitError
+from farcall.observe.observer import Observer
+from farcall.options import ObservingOptions, RpcBackendOptions
+from farcall.runtime.node import runtime_of
+
+OLD, NEW = "the secret of last year", "the secret of this year"
+PHASES = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
+
+
+class Hosts:
+    """The file of each member, as on hosts of their own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.url = tcp_url()
+
+    def put(self, name: str, lines: tuple[str, ...]) -> str:
+        path, partial = self.directory / name, self.directory / f"{name}.new"
+        partial.write_text("\n".join(lines) + "\n")
+        partial.chmod(0o600)
+        partial.rename(path)
+        return str(path)
+
+    def member(self, name: str, rank: int, lines: tuple[str, ...], start_timeout_s: float = LONG_S) -> farcall.Node:
+        options = RpcBackendOptions(
+            init_method=self.url,
+            secret_file=self.put(name, lines),
+            transports=("tcp",),
+            membership=PATIENT,
+            start_timeout_s=start_timeout_s,
+            observing=ObservingOptions(runtime_directory=str(self.directory / "presence")),
+        )
+        return farcall.Node(name, rank, options=options)
+
+
+def name_of(node: farcall.Node) -> str:
+    return runtime_of(node).info.name
+
+
+def call_each_other(nodes: list[farcall.Node]) -> None:
+    for one in nodes:
+        for other in nodes:
+            if one is not other:
+                wait_until(lambda one=one, other=other: name_of(other) in [info.name for info in one.workers()])
+                assert one.rpc_sync(name_of(other), int, ("7",), timeout=LONG_S) == 7
+
+
+def cut(node: farcall.Node) -> None:
+    """Have every connection of ``node`` made again."""
+    for peer in runtime_of(node).others():
+        peer.link.interrupt("the test wants another one")
+
+
+def test_the_secret_of_a_running_cluster_is_changed_and_members_join_in_every_phase(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    with ExitStack() as stack:
+        members = []
+        for rank in range(2):
+            node = hosts.member(f"w{rank}", rank, PHASES[0])
+            node.start()
+            stack.callback(node.shutdown, False)
+            members.append(node)
+        rank = 2
+        for before, after in pairwise(PHASES):
+            for name in ("w0", "w1"):  # one host has the new file, and the other not yet
+                hosts.put(name, after)
+                for lines in (before, after):
+                    with hosts.member(f"late{rank}", rank, lines) as late:
+                        call_each_other([*members, late])
+                    rank += 1
+                cut(members[0])
+                call_each_other(members)
+        with Observer.find(
+            "w0", RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(tmp_path / "presence")))
+        ) as observer:
+            assert observer.snapshots(LONG_S)
+        with pytest.raises(InitError):
+            hosts.member("expired", rank, PHASES[0], start_timeout_s=2.0).start()
+        call_each_other(members)

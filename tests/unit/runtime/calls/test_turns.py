@@ -1,0 +1,212 @@
+"""The mailbox of an object: whose turn it is. One thread plays all parts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from farcall.runtime.calls.executor import UNKNOWN_S, Task
+from farcall.runtime.calls.turns import Turns
+
+
+class Call:
+    """A request that notes what happens to it."""
+
+    expected_s = UNKNOWN_S
+
+    def __init__(self, log: list[str], name: str, work: Callable[[], None] = lambda: None) -> None:
+        self._log = log
+        self._name = name
+        self._work = work
+
+    def run(self, more: bool) -> None:
+        self._log.append(self._name)
+        self._work()
+
+    def drop(self) -> None:
+        self._log.append(f"dropped {self._name}")
+
+
+def a_mailbox() -> tuple[Turns, list[Task], list[str]]:
+    submitted: list[Task] = []
+    turns = Turns(submitted.append)
+    return turns, submitted, []
+
+
+def run_all(submitted: list[Task]) -> None:
+    while submitted:
+        submitted.pop(0).run(False)
+
+
+def test_nothing_runs_before_the_object_is_there() -> None:
+    turns, submitted, log = a_mailbox()
+    assert not turns.enter(Call(log, "a"))
+    assert not turns.enter(Call(log, "b"))
+    assert not submitted
+    turns.begin()
+    assert submitted == [turns]  # once: the second has its turn after the first
+    run_all(submitted)
+    assert log == ["a", "b"]
+
+
+def test_a_free_mailbox_is_run_by_whoever_brought_the_request() -> None:
+    turns, submitted, log = a_mailbox()
+    turns.begin()
+    assert turns.enter(Call(log, "a"))
+    assert not turns.enter(Call(log, "b"))
+    assert not submitted
+    turns.run(False)
+    assert (log, submitted) == (["a"], [turns])
+    run_all(submitted)
+    assert log == ["a", "b"]
+    assert turns.enter(Call(log, "c"))
+
+
+def test_requests_that_come_while_one_runs_wait() -> None:
+    turns, submitted, log = a_mailbox()
+    turns.begin()
+
+    def bring_another() -> None:
+        assert not turns.enter(Call(log, "b"))
+        log.append("end of a")
+
+    assert turns.enter(Call(log, "a", bring_another))
+    turns.run(False)
+    run_all(submitted)
+    assert log == ["a", "end of a", "b"]
+
+
+def test_an_end_drops_all_that_wait_without_recursion() -> None:
+    turns, submitted, log = a_mailbox()
+    for number in range(5000):
+        turns.enter(Call(log, str(number)))
+    turns.begin()
+    submitted.pop().drop()
+    assert log == [f"dropped {number}" for number in range(5000)]
+    assert turns.enter(Call(log, "later"))
+
+
+def test_an_iterator_has_a_turn_for_each_item() -> None:
+    turns, submitted, log = a_mailbox()
+    turns.begin()
+
+    def count() -> Any:
+        try:
+            for number in range(10):
+                assert not turns.enter(Call(log, f"after {number}"))  # within a turn: others wait
+                yield number
+        finally:
+            log.append("closed")
+
+    items = turns.items(count(), nullcontext)
+    for number in range(3):
+        assert next(items) == number
+        run_all(submitted)
+    assert log == ["after 0", "after 1", "after 2"]
+    items.close()  # type: ignore[attr-defined]
+    assert log[-1] == "closed"
+    assert turns.enter(Call(log, "later"))
+
+
+async def _in_turns(seed: int) -> None:
+    """Coroutines and requests at one object: no two steps at once, first steps in order, nobody left behind."""
+    rng = random.Random(seed)
+    loop = asyncio.get_running_loop()
+    turns, log = Turns(lambda task: loop.call_soon(lambda: task.run(False)) and None), []
+    turns.begin()
+    inside = 0
+    began: list[int] = []
+    tasks: list[asyncio.Task[Any]] = []
+
+    def enter() -> None:
+        nonlocal inside
+        inside += 1
+        assert inside == 1
+
+    def leave() -> None:
+        nonlocal inside
+        inside -= 1
+
+    async def method(number: int, steps: int) -> int:
+        began.append(number)
+        try:
+            for _ in range(steps):
+                enter()
+                leave()
+                await asyncio.sleep(rng.choice((0, 0, 0.0001)))
+        except asyncio.CancelledError:
+            enter()
+            leave()
+            raise
+        return number
+
+    def request(number: int) -> Call:
+        kind = rng.randrange(2)
+
+        def plain() -> None:
+            enter()
+            began.append(number)
+            leave()
+
+        def coroutine() -> None:
+            tasks.append(loop.create_task(turns.steps(method(number, rng.randrange(4)), within=True)))
+
+        return Call(log, str(number), coroutine if kind else plain)
+
+    for number in range(60):
+        if turns.enter(request(number)):
+            turns.run(False)
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+        if tasks and rng.random() < 0.1:
+            rng.choice(tasks).cancel()
+    while len(log) < 60 or not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+    cancelled_unbegun = set(range(60)) - set(began)
+    assert began == sorted(began), "first steps are in order"
+    assert all(task.cancelled() for task in tasks if task.cancelled() or task.exception())
+    assert len(cancelled_unbegun) <= sum(task.cancelled() for task in tasks)
+    assert turns.enter(Call(log, "later")), "the turn is free in the end"
+
+
+def test_coroutines_and_requests_never_run_at_once_and_begin_in_order() -> None:
+    for seed in range(30):
+        asyncio.run(asyncio.wait_for(_in_turns(seed), 60))
+
+
+def test_a_cancelled_coroutine_that_waits_for_its_turn_hears_of_it_in_its_turn() -> None:
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        turns, log = Turns(lambda task: task.run(False)), []
+        turns.begin()
+        event = asyncio.Event()
+
+        async def method() -> None:
+            log.append("begun")
+            try:
+                await event.wait()
+            finally:
+                log.append("ended")
+
+        tasks: list[asyncio.Task[None]] = []
+        first = Call(log, "a", lambda: tasks.append(loop.create_task(turns.steps(method(), within=True))))
+        assert turns.enter(first)
+        turns.run(False)
+        await asyncio.sleep(0)
+        assert log == ["a", "begun"]
+        long = Call(log, "long")
+        assert turns.enter(long)  # holds the turn: nobody runs it yet
+        event.set()
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert log == ["a", "begun"]
+        turns.run(False)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert log == ["a", "begun", "long", "ended"]
+
+    asyncio.run(asyncio.wait_for(play(), 60))

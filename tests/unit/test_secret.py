@@ -1,0 +1,65 @@
+"""The secret's file is read again when it changes, and never believed when it cannot be used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from farcall.secret import Secret
+
+OLD, NEW = b"the secret of last year", b"the secret of this year"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "secret"
+    put(found, OLD)
+    return found
+
+
+def put(path: Path, *lines: bytes) -> None:
+    partial = path.with_suffix(".new")
+    partial.write_bytes(b"".join(line + b"\n" for line in lines))
+    partial.chmod(0o600)
+    partial.rename(path)
+
+
+def test_a_value_stays_as_it_is() -> None:
+    assert Secret(OLD).values == (OLD,)
+
+
+def test_the_file_is_read_again_when_it_changes(path: Path) -> None:
+    secret = Secret(path=str(path))
+    for lines in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,)):
+        put(path, *lines)
+        assert secret.values == lines
+    path.write_bytes(OLD + b"\r\n" + NEW + b"\r\n\n")
+    assert secret.values == (OLD, NEW)
+
+
+def test_a_file_that_cannot_be_used_changes_nothing_and_is_told_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "farcall")
+    secret = Secret(path=str(path))
+    for lines in ((b"short",), (), (OLD, NEW, b"one secret too many, though long")):
+        put(path, *lines)
+        caplog.clear()
+        assert secret.values == secret.values == (OLD,)
+        assert len(caplog.records) == 1
+        assert "short" not in caplog.text.replace("shorter", "")
+    os.unlink(path)
+    assert secret.values == (OLD,)
+    put(path, NEW)
+    assert secret.values == (NEW,)
+
+
+@pytest.mark.parametrize(("content", "text"), [(b"", "0 lines"), (b"short", "at least 16"), (b"x" * 20, "may write")])
+def test_what_cannot_be_used_is_refused_at_first(path: Path, content: bytes, text: str) -> None:
+    path.write_bytes(content)
+    path.chmod(0o622 if text == "may write" else 0o600)
+    with pytest.raises(ValueError, match=text):
+        Secret(path=str(path))
