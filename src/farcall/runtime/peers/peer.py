@@ -40,14 +40,14 @@ from farcall.protocol.member import incarnation_text
 from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.reader import reading
+from farcall.runtime.io.reader import in_event_loop, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SharedMemorySender
-from farcall.serialize import has_devices, withdraw_lent
+from farcall.serialize import has_devices, withdraw, withdraw_lent
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -258,7 +258,14 @@ class RemotePeer(Peer):
                 # No room in shared memory, or none yet. A letter goes again if it is lost, perhaps long after this
                 # returns, and the maker of a stream's items relies on shared memory's copy.
                 pieces = [bytes(piece) for piece in pieces]
-            self._send_pieces(pieces, deadline, kind == REQUEST, instead)
+            # The I/O thread waits for no peer, and a running event loop for nobody: a worker does. But calls of an
+            # object that is called in order must not pass each other.
+            if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):
+                if kind == REQUEST:
+                    pieces = [bytes(piece) for piece in pieces]  # the tensors are their sender's when we return
+                self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
+            else:
+                self.link.outgoing.send_pieces(pieces, deadline, instead)
         except BaseException as error:
             unsent = not frame.handed_over or getattr(error, "delivery", None) is Delivery.NOT_SENT
             if unsent and lending is not None:
@@ -267,14 +274,22 @@ class RemotePeer(Peer):
         if awaited is not None:
             self.link.incoming.help_until(awaited, deadline)
 
-    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, instead: Instead | None) -> None:
-        """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
-        if self.link.on_io_thread():
-            if is_request:
-                pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
-            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, instead))
-        else:
+    def _write(
+        self,
+        frame: Frame,
+        pieces: Sequence[Piece],
+        deadline: float,
+        instead: Instead | None,
+        buffers: Sequence[memoryview | Ticket],
+    ) -> None:
+        """On a worker: write a frame with large pieces, or take back what went with it."""
+        try:
             self.link.outgoing.send_pieces(pieces, deadline, instead)
+        except BaseException as error:
+            if getattr(error, "delivery", None) is Delivery.NOT_SENT and self.lending is not None:
+                self.lending.take_back(buffers)
+            withdraw(frame)
+            raise
 
     def flush(self) -> None:
         self.link.outgoing.flush()
