@@ -180,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             with self.rig.lock:
                 pods = [pod.as_told() for pod in self.rig.pods.values()]
             self._answer({"items": [pod for pod in pods if pod["metadata"]["labels"][label] == wanted]})
+        elif self.path.startswith("/version"):
+            self._answer({"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
         elif self.path.startswith("/apis/jobset") and self.rig.has_job_sets:
             self._answer({"kind": "APIResourceList"})
         else:
@@ -188,6 +190,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         kind, _, _ = self._parts()
         given = json.loads(self._body())
+        if given["kind"] == "SelfSubjectAccessReview":
+            asked = given["spec"]["resourceAttributes"]
+            may = (asked["verb"], asked["resource"]) != ("delete", "pods")
+            self._answer({**given, "status": {"allowed": may}}, 201)
+            return
         try:
             self._answer(self.rig.create(kind, given), 201)
         except Exception as error:

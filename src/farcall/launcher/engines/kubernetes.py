@@ -94,7 +94,10 @@ class Kubectl:
         """That of this pod, or of kubectl's context."""
         if _OWN_NAMESPACE.exists():
             return _OWN_NAMESPACE.read_text().strip()
-        return self.ask("config", "view", "--minify", "--output=jsonpath={..namespace}").strip() or "default"
+        try:
+            return self.ask("config", "view", "--minify", "--output=jsonpath={..namespace}").strip() or "default"
+        except EngineError:
+            return "default"  # no context: a server by its address
 
     def has_job_sets(self) -> bool:
         try:
