@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from farcall.runtime.calls.scope import CurrentCall as CurrentCall
     from farcall.runtime.calls.scope import current_call as current_call
     from farcall.runtime.membership.events import MemberEvent as MemberEvent
+    from farcall.weights.parts import Part as Part
+    from farcall.weights.parts import publish_part as publish_part
+    from farcall.weights.parts import subscribe_parts as subscribe_parts
 
 __version__ = "0.1.0"
 
@@ -74,6 +77,7 @@ _HOMES = {
     "MemoryOptions": "farcall.options",
     "Node": "farcall.node",
     "ObservingOptions": "farcall.options",
+    "Part": "farcall.weights.parts",
     "RRef": "farcall.rpc.rref",
     "RemoteTensor": "farcall.rpc.remote_tensor",
     "Retry": "farcall.rpc.retry",
@@ -111,6 +115,7 @@ _HOMES = {
     "outgoing": "farcall.rpc.streams",
     "profile": "farcall.observe.cluster",
     "publish": "farcall.api",
+    "publish_part": "farcall.weights.parts",
     "remote": "farcall.api",
     "rpc_async": "farcall.api",
     "rpc_sync": "farcall.api",
@@ -118,6 +123,7 @@ _HOMES = {
     "shared_empty": "farcall.api",
     "shutdown": "farcall.api",
     "subscribe": "farcall.api",
+    "subscribe_parts": "farcall.weights.parts",
     "wait_all": "farcall.api",
     "worker": "farcall.rpc.handles",
 }
@@ -133,6 +139,7 @@ __all__ = [
     "MemoryOptions",
     "Node",
     "ObservingOptions",
+    "Part",
     "RRef",
     "RemoteTensor",
     "Retry",
@@ -166,6 +173,7 @@ __all__ = [
     "outgoing",
     "profile",
     "publish",
+    "publish_part",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -173,6 +181,7 @@ __all__ = [
     "shared_empty",
     "shutdown",
     "subscribe",
+    "subscribe_parts",
     "wait_all",
     "worker",
 ]

@@ -18,6 +18,7 @@ SAYS = {
     "parameter_server": "trainer1: the same, bit for bit, as in one process",
     "pipeline": "the same, to within rounding, as in one process",
     "restart": "the same, bit for bit, as in one process that nobody disturbed",
+    "rollout": "learned, although a rollout worker and the trainer were killed",
 }
 
 

@@ -164,7 +164,7 @@ class Cluster:
         self.members: list[Member] = []
         self.packets: list[tuple[Member, Member, bytes, int | None, Any]] = []
         self.cut: set[tuple[int, int]] = set()
-        self.pushed: dict[Key, float] = {}
+        self.pushed: dict[tuple[int, int], float] = {}  # by publisher and number: its epoch may grow
         self.stamp = 0.0
         self.untold: list[tuple[Member, Member]] = []
 
@@ -226,8 +226,8 @@ class Cluster:
             version = publication.push()
         except Superseded:
             return
-        key = Key(publication.machine.claim, version.number)
-        assert self.pushed.setdefault(key, self.stamp) == self.stamp, f"two versions {key}"
+        pushed = (member.incarnation, version.number)
+        assert self.pushed.setdefault(pushed, self.stamp) == self.stamp, f"two versions {pushed}"
 
     def subscribe(self, member: Member) -> None:
         if member.subscription is None:
@@ -258,7 +258,7 @@ class Cluster:
 
     def judge(self, key: Key, tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            assert tensor.eq(self.pushed[key]).all(), f"{name} of {key} is torn, or mixed"
+            assert tensor.eq(self.pushed[key.claim.publisher, key.number]).all(), f"{name} of {key} is torn, or mixed"
 
     def judge_all(self) -> None:
         for member in self.alive:

@@ -22,6 +22,7 @@ PUBLIC = [
     "MemoryOptions",
     "Node",
     "ObservingOptions",
+    "Part",
     "RRef",
     "RemoteTensor",
     "Retry",
@@ -55,6 +56,7 @@ PUBLIC = [
     "outgoing",
     "profile",
     "publish",
+    "publish_part",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -62,6 +64,7 @@ PUBLIC = [
     "shared_empty",
     "shutdown",
     "subscribe",
+    "subscribe_parts",
     "wait_all",
     "worker",
 ]

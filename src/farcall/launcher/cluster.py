@@ -212,7 +212,9 @@ class Cluster:
         """Return when ``quorum`` of ``workers`` run; raise where that cannot be, or not in time."""
 
         def running() -> int:
-            return sum(one.state is State.RUNNING for one in workers)
+            # The membership may know of a death that the supervisor has not handled yet.
+            members = {member.name for member in self._node.workers()}
+            return sum(one.state is State.RUNNING and one.name in members for one in workers)
 
         def is_settled() -> bool:
             return running() >= quorum or sum(not one.life.is_over for one in workers) < quorum

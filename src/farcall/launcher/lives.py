@@ -75,7 +75,8 @@ class Life:
 
     def __init__(self, restarts: Restarts) -> None:
         self._restarts = restarts
-        self._has_run = False
+        self.has_run: bool = False
+        """In any of its lives."""
         self.number: int = 0
         """The life it is in: how often it was started again."""
         self.state: State = State.STARTING
@@ -95,7 +96,7 @@ class Life:
             return False
         if event is Event.FAILED:
             self.why = why
-            if not self._has_run or self.number >= self._restarts.most:
+            if not self.has_run or self.number >= self._restarts.most:
                 following = State.DEAD
             else:
                 self.due_at = now + self._restarts.pause_s(self.number)
@@ -103,6 +104,6 @@ class Life:
             self.number += 1
         if following is not State.BACKING_OFF:
             self.due_at = None
-        self._has_run |= following is State.RUNNING
+        self.has_run |= following is State.RUNNING
         self.state = following
         return True

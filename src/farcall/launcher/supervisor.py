@@ -302,6 +302,9 @@ class Supervisor:
         before = worker.state
         if worker.life.handle(event, worker.life.number, monotonic(), why):
             logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
+            if worker.state is State.BACKING_OFF:
+                again = f"{worker.life.number + 1} of {self._restarts.most}"
+                logger.warning("%s failed and is started again (%s): %s", worker.name, again, why)
             self._lock.notify_all()
 
     def _remove(self, worker: Supervised) -> None:

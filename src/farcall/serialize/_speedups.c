@@ -1,4 +1,4 @@
-/* flat.py, compiled: plain values and plain CPU tensors to bytes and back.
+/* flat.py, compiled: plain values and plain CPU tensors to bytes and back. (And, at the end, weights/checksums.py.)
 
    The layout of the bytes is told there, and both write the same ones. What this file adds is DLPack's exchange API, by
    which torch describes a tensor, and makes one, without a Python object for each of its properties. It uses no header
@@ -881,6 +881,47 @@ static PyObject *speedups_read(PyObject *module, PyObject *arguments)
     return value;
 }
 
+/* ------------------------------------------------------------------ weights/checksums.py, which has the formula */
+
+enum { PAGE_WORDS = 512, PAGE_BYTES = 4096 };
+
+static uint64_t copy_and_sum(unsigned char *target, const unsigned char *source, size_t size)
+{
+    uint64_t total = size, weight = 5, word;
+    size_t at = 0;
+    for (; size - at >= PAGE_BYTES; at += PAGE_BYTES, weight += 2) {
+        uint64_t words[8], sums[4] = {0};
+        if (target != NULL)
+            memcpy(target + at, source + at, PAGE_BYTES);
+        for (size_t i = 0; i < PAGE_BYTES; i += sizeof words) { /* by now the page is in the nearest cache */
+            memcpy(words, source + at + i, sizeof words);
+            for (int j = 0; j < 4; j++)
+                sums[j] += words[j] + words[j + 4];
+        }
+        total += weight * (sums[0] + sums[1] + sums[2] + sums[3]);
+    }
+    if (target != NULL)
+        memcpy(target + at, source + at, size - at);
+    for (weight = 1; size - at >= sizeof word; at += sizeof word, weight += 2) {
+        memcpy(&word, source + at, sizeof word);
+        total += weight * word;
+    }
+    word = 0;
+    memcpy(&word, source + at, size - at);
+    return total + 3 * word;
+}
+
+static PyObject *speedups_copy_and_sum(PyObject *module, PyObject *arguments)
+{
+    unsigned long long target, source, size, total;
+    if (!PyArg_ParseTuple(arguments, "KKK", &target, &source, &size))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    total = copy_and_sum((unsigned char *)(uintptr_t)target, (const unsigned char *)(uintptr_t)source, (size_t)size);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(total);
+}
+
 /* ------------------------------------------------------------------ the module */
 
 static PyObject *speedups_setup(PyObject *module, PyObject *arguments)
@@ -915,6 +956,8 @@ static PyMethodDef functions[] = {
     {"write", speedups_write, METH_VARARGS,
      "write(value, tensors, out_of_band_bytes): the payload and its buffers; None where pickle must do it."},
     {"read", speedups_read, METH_VARARGS, "read(payload, buffers, tensors): the value."},
+    {"copy_and_sum", speedups_copy_and_sum, METH_VARARGS,
+     "copy_and_sum(target, source, size): copy from one address to another, unless target is 0; the checksum."},
     {NULL, NULL, 0, NULL},
 };
 

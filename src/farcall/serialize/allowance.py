@@ -51,8 +51,14 @@ _ALWAYS: Final = frozenset(
         *(_SHARED + name for name in (b"lend", b"read", b"write")),
     }
 )
-_CONTRIBUTE: Final = b"pfarcall.rpc.gather\0_contribute"
-"""What farcall itself calls: values that are referred to, tensors that are shared; and barriers."""
+"""What farcall itself calls: values that are referred to, and tensors that are shared."""
+_OF_PLAIN_DATA: Final = frozenset(
+    {
+        b"pfarcall.rpc.gather\0_contribute",
+        *(b"pfarcall.weights.questions\0" + name for name in (b"find_route", b"read_chunk", b"borrow")),
+    }
+)
+"""The same, of plain data: barriers, and published weights."""
 
 _SCRIPTS: Final = "__torch__."
 _PLAIN: Final = (
@@ -109,7 +115,7 @@ class Allowance:
 
     def check_function(self, data: bytes) -> None:
         """Raise ``NotAllowed`` unless the function that ``data`` names, as in `functions.py`, may be called here."""
-        if data in self._functions or data == _CONTRIBUTE:
+        if data in self._functions or data in _OF_PLAIN_DATA:
             return
         if data in _ALWAYS or data.startswith(_METHOD):
             if self.trust == "data":

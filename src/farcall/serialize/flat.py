@@ -37,6 +37,7 @@ from farcall.serialize.spans import copy_of, memory_of
 __all__ = [
     "FLAT",
     "OUT_OF_BAND_BYTES",
+    "copy_and_sum",
     "read_flat",
     "read_in_python",
     "speedups",
@@ -392,6 +393,8 @@ _loaded = _load_speedups()
 speedups: str = _loaded if isinstance(_loaded, str) else ""
 """Why the compiled half is not in use; empty if it is."""
 
+copy_and_sum: Callable[[int, int, int], int] | None = getattr(_loaded, "copy_and_sum", None)
+"""Of `weights/checksums.py`, compiled; None where there is no such library."""
 write_flat: Callable[[Any, Tensors, int], Written | None] = _leave_to_pickle if speedups else _loaded.write
 """``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must do it.
 

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from farcall.channel.host_memory import address_of
+from farcall.weights.checksums import checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
 __all__ = ["Leaves", "StoragePlan", "copy_memory", "name_of", "plan_storages", "take_apart", "typed"]
@@ -83,17 +85,15 @@ class StoragePlan(NamedTuple):
     dtype: torch.dtype
     size_bytes: int
 
-    def fill(self, view: memoryview) -> None:
-        """Copy the program's values into ``view``."""
+    def fill(self, view: memoryview) -> int:
+        """Copy the program's values into ``view``, of the right size; return their checksum."""
         source = self.source
-        if not self.size_bytes:
-            return
         if source.device.type == "cpu" and source.dtype == self.dtype and _is_plain(source):
-            copy_memory(_address(view), source.data_ptr(), self.size_bytes)
-        else:
-            strides = _packed_strides(source)
-            target = torch.frombuffer(view, dtype=self.dtype, count=source.numel())
-            target.as_strided(source.shape, strides).copy_(source)
+            return copy_with_checksum(address_of(view), source.data_ptr(), self.size_bytes)
+        strides = _packed_strides(source)
+        target = torch.frombuffer(view, dtype=self.dtype, count=source.numel())
+        target.as_strided(source.shape, strides).copy_(source)
+        return checksum(view)
 
 
 def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:
@@ -207,7 +207,3 @@ def typed(
 def copy_memory(target: int, source: int, size_bytes: int) -> None:
     """Copy bytes from one address to another; other threads run meanwhile."""
     ctypes.memmove(target, source, size_bytes)
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

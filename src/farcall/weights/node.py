@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -45,11 +45,12 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import LostOffer
 from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.weights.fetcher import Fetcher
+from farcall.weights.fetching import Arriving
 from farcall.weights.manifest import Content, decode_manifest
 from farcall.weights.memory import Block, BlockStore, BorrowedBlock
 from farcall.weights.publication import Publication, PublishedVersion
 from farcall.weights.subscription import NameVersions, Subscription
-from farcall.weights.transfer import Arriving, Transfer
 from farcall.weights.version import HeldVersion, Version
 
 __all__ = ["Weights"]
@@ -68,8 +69,9 @@ class Weights:
         self.me: int = node.me.incarnation
         self.lock: threading.RLock = threading.RLock()
         self.blocks: BlockStore = BlockStore(is_shared=node.pool is not None)
-        self.transfer: Transfer | None = None
+        self.fetcher: Fetcher = Fetcher(node, self)
         self._known: dict[str, tuple[Claim, int]] = {}
+        self._claimants: dict[str, dict[int, Claim]] = {}  # the members that live, and what they claimed last
         self._publications: dict[str, Publication] = {}
         self._past: list[Publication] = []  # of the same names, with versions that somebody may read yet
         self._subscribed: dict[str, NameVersions] = {}
@@ -211,17 +213,53 @@ class Weights:
         self._tell_retired()
         return version
 
-    def find_content(self, content: Content) -> memoryview | None:
-        """The bytes of a content, if this node has them: of its own blocks, or of those that it reads."""
+    # ------------------------------------------------------------------ for the fetchers of other members
+
+    def read_content(self, content: Content, offset: int, size: int) -> bytearray | None:
+        """A copy of a part of a content that lies, all of it, in a block of this node's own."""
         with self.lock:
-            for publication in self._publications.values():
-                for made in publication.versions.values():
-                    if content in made.manifest.contents:
-                        return made.blocks[made.manifest.contents.index(content)].view[: content.size_bytes]
-            for versions in self._subscribed.values():
-                for held in versions.versions.values():
-                    if held.blocks and content in held.manifest.contents:
-                        return held.blocks[held.manifest.contents.index(content)].view[: content.size_bytes]
+            block = self._find_block(content)
+            if block is None:
+                return None
+            self.blocks.share(block)  # or it may be filled again while it is copied
+        try:
+            return bytearray(block.view[offset : offset + size])
+        finally:
+            self.blocks.release([block])
+
+    def lend_block(self, content: Content, peer: RemotePeer) -> int | None:
+        """Have ``peer``, on this host, get the block of a content, for good: its number. Waits while a link is down."""
+        with self.lock:
+            block = self._find_block(content)
+            if block is None or block.descriptor < 0:
+                return None
+            block.is_stranded = True  # no lease says how long it is read
+            is_new = peer.incarnation not in block.offered_to
+            block.offered_to.add(peer.incarnation)
+        if is_new:
+            self._send_offer(block, peer)
+        return block.block_id
+
+    def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
+        """A block of another process of this host that has been offered to this one."""
+        return self._borrowed.get((owner, block_id))
+
+    def _find_block(self, content: Content) -> Block | None:
+        """The block of this node's own that a content lies in, if all of it is there. With the lock held."""
+        for publication in (*self._publications.values(), *self._past):
+            for made in publication.versions.values():
+                if content in made.manifest.contents:
+                    return made.blocks[made.manifest.contents.index(content)]
+        found = self._find_copy(content)
+        return found if isinstance(found, Block) else None
+
+    def _find_copy(self, content: Content) -> Block | BorrowedBlock | None:
+        """Where a content lies that has come from another host, with a version that is ready."""
+        for versions in self._subscribed.values():
+            for key in versions.machine.ready:
+                held = versions.versions[key]
+                if held.was_fetched and content in held.manifest.contents:
+                    return held.blocks[held.manifest.contents.index(content)]
         return None
 
     # ------------------------------------------------------------------ members
@@ -243,6 +281,8 @@ class Weights:
         self._peers.pop(peer.incarnation, None)
         for publication in [*self._publications.values(), *self._past]:
             self.publisher_event(publication, publisher.Gone(peer.incarnation))
+        for name in list(self._claimants):
+            self._on_claimant_gone(name, peer.incarnation)
         with self.lock:
             # Versions that lie in its blocks keep these.
             for key in [key for key in self._borrowed if key[0] == peer.incarnation]:
@@ -279,6 +319,7 @@ class Weights:
         with self.lock:
             known, number = self._known.get(message.name, (message.claim, 0))
             self._note(message.name, message.claim, message.number)
+            self._claimants.setdefault(message.name, {})[peer.incarnation] = message.claim
             publication = self._publications.get(message.name)
             versions = self._subscribed.get(message.name)
         if publication is not None:
@@ -286,6 +327,20 @@ class Weights:
         if versions is not None:
             self.subscriber_event(versions, subscriber.Claimed(message.claim))
         peer.control(ClaimAnswered(message.name, message.claim, known, number))
+
+    def _on_claimant_gone(self, name: str, member: int) -> None:
+        """A publisher is gone. Whoever published the name before may not have heard of it, and lives: tell it.
+
+        Else its claim would stay below the one that is known here, and nobody would listen to it.
+        """
+        with self.lock:
+            claimants = self._claimants[name]
+            gone = claimants.pop(member, None)
+            known, number = self._known[name]
+            if gone != known or not claimants:
+                return
+            claim = max(claimants.values())
+        self._send(claim.publisher, ClaimAnswered(name, claim, known, number))
 
     def _on_answered(self, peer: Peer, message: ClaimAnswered) -> None:
         with self.lock:
@@ -349,6 +404,7 @@ class Weights:
             return
         with self.lock:
             self._note(message.name, message.claim, message.number)
+            self._claimants.setdefault(message.name, {})[self.me] = message.claim
             versions = self._subscribed.get(message.name)
         if versions is not None:
             self.subscriber_event(versions, subscriber.Claimed(message.claim))
@@ -431,6 +487,7 @@ class Weights:
             # In the order of events: what is ready is seen before what is dropped by it goes.
             for effect in effects:
                 if isinstance(effect, subscriber.Dropped):
+                    self.fetcher.stop(versions.name, effect.key)  # before its blocks may be filled with others' bytes
                     dropped = versions.versions.pop(effect.key, None)
                     if dropped is not None:
                         self.blocks.release(dropped.own_blocks)
@@ -443,8 +500,6 @@ class Weights:
                 self._fetch(versions, effect.key)
             elif isinstance(effect, subscriber.Ready):
                 versions.tell()
-            elif self.transfer is not None:
-                self.transfer.stop(versions.name, effect.key)
 
     def _on_pushed(self, peer: Peer, message: VersionPushed) -> None:
         key = Key(message.claim, message.number)
@@ -486,37 +541,50 @@ class Weights:
         """Have the bytes of a version fetched into blocks of this node's own."""
         held = versions.versions.get(key)
         lender = None if held is None else self.peer(key.claim.publisher)
-        if held is None or self.transfer is None or lender is None:
+        if held is None or lender is None:
             logger.warning("%s: no way to fetch %r", self.node.info.name, versions.name)
             self.subscriber_event(versions, subscriber.Failed(key))
             return
         missing = {}
         with self.lock:
+            blocks: list[Block | BorrowedBlock] = []
             for content in held.manifest.contents:
-                block = self._own_copy(content)
+                block = self._find_copy(content)
                 if block is None:
                     block = missing[content] = self.blocks.take(content.size_bytes)
-                else:
+                    held.own_blocks.append(block)
+                elif isinstance(block, Block):
                     self.blocks.share(block)
-                held.own_blocks.append(block)
-            held.blocks = held.own_blocks
-        arriving = Arriving(versions.name, key, lender.incarnation, held.manifest, missing)
-        self.transfer.fetch(arriving, partial(self._on_fetched, versions, held))
+                    held.own_blocks.append(block)
+                blocks.append(block)
+            held.blocks, held.was_fetched = blocks, True
+        arriving = Arriving(versions.name, key, lender.incarnation, missing)
+        self.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
 
-    def _own_copy(self, content: Content) -> Block | None:
-        """The block of this node's that a content was fetched into, for an earlier version."""
-        for versions in self._subscribed.values():
-            for key in versions.machine.ready:
-                held = versions.versions[key]
-                if held.own_blocks and content in held.manifest.contents:
-                    return held.own_blocks[held.manifest.contents.index(content)]
-        return None
-
-    def _on_fetched(self, versions: NameVersions, held: HeldVersion, error: Exception | None) -> None:
+    def _on_fetched(
+        self,
+        versions: NameVersions,
+        held: HeldVersion,
+        missing: Mapping[Content, Block],
+        error: Exception | None,
+        borrowed: Mapping[Content, BorrowedBlock],
+    ) -> None:
+        """All bytes have come, into the blocks of ``missing``; or, but for ``borrowed``, a neighbour had them."""
         try:
             if error is not None:
                 raise error
-            held.verify()
+            with self.lock:
+                if versions.versions.get(held.key) is not held:
+                    return  # it was dropped meanwhile
+                unused = [missing[content] for content in borrowed]
+                held.own_blocks = [block for block in held.own_blocks if block not in unused]
+                held.blocks = [
+                    borrowed.get(content, block)
+                    for content, block in zip(held.manifest.contents, held.blocks, strict=True)
+                ]
+                self.blocks.release(unused)
+            if len(borrowed) < len(missing):
+                held.verify()  # a neighbour has done that
         except Exception as found:
             logger.warning(
                 "%s: version %s of %r did not arrive: %s", self.node.info.name, held.version, versions.name, found

@@ -19,7 +19,6 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.publisher import Closed, PublisherMachine, PublisherState
 from farcall.serialize import write_value
-from farcall.weights.checksums import checksum
 from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, take_apart
 from farcall.weights.manifest import Content, Manifest, Storage, TensorPlace, encode_manifest
 from farcall.weights.memory import Block, aligned
@@ -152,11 +151,10 @@ class Publication:
                     place = old.index(newest.blocks[storage.content])
                     storages.append(Storage(place, storage.offset, storage.size_bytes, storage.checksum))
                 elif fresh is None or not plan.size_bytes:
-                    storages.append(Storage(0, 0, 0, checksum(memoryview(b""))))
+                    storages.append(Storage(0, 0, 0, 0))
                 else:
                     view = fresh.view[offsets[index] : offsets[index] + plan.size_bytes]
-                    plan.fill(view)
-                    storages.append(Storage(len(old), offsets[index], plan.size_bytes, checksum(view)))
+                    storages.append(Storage(len(old), offsets[index], plan.size_bytes, plan.fill(view)))
             manifest = _manifest(leaves, plans, contents, storages, values)
             if newest is not None and kept:
                 manifest = _with_places_of(newest.manifest, manifest, kept)

@@ -117,6 +117,12 @@ class Subscription:
         return None if held is None else held.version
 
     @property
+    def versions(self) -> list[Version]:
+        """All versions that can be read here, the newest last."""
+        with self._versions.weights.lock:
+            return [self._versions.versions[key].version for key in self._versions.machine.ready]
+
+    @property
     def publisher(self) -> WorkerInfo | None:
         """Who publishes the name; None: nobody does, or whoever did is gone."""
         machine = self._versions.machine

@@ -40,7 +40,9 @@ class HeldVersion:
         self.manifest: Manifest = manifest
         self.blocks: Sequence[Block | BorrowedBlock] = ()
         self.own_blocks: list[Block] = []
-        """The same, if its bytes were fetched into blocks of this node's."""
+        """Those of this node's own that its bytes were fetched into."""
+        self.was_fetched: bool = False
+        """Does it lie in copies, here or at a neighbour, and not in the memory of its publisher?"""
         self._values: list[Any] | None = None
 
     @property

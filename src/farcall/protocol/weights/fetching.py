@@ -1,0 +1,253 @@
+"""Bytes of a version that come from other members: whom to ask, for which chunk, and whom to ask instead.
+
+`Routes`, at the member that lends a version, gives each host one *leader*: the first of its members that asks. Leaders
+form a chain in the order in which their hosts came: each asks the leader before it, which hands a chunk on as soon as
+it has it, and the lender is at the head. So a version crosses to each host once, and every host sends it once. The
+other members of a host map the memory of their leader.
+
+`Fetching`, at a leader, is one version on its way:
+
+    event                                        follows
+    a route                                      the first chunks are asked for, at its first source
+    a chunk comes                                the next one is asked for; after the last: `Done`
+    a source is gone, or has not got it          the next source of the route is asked for what is missing
+    no chunk for STALL_S                         the same; the silent source is asked last from now on
+    no source is left                            another route is asked for; `Failed`, if none has come since the last
+
+A chunk may come twice, from two sources: it is the same. Only leaders of hosts that came earlier are ever asked, so
+nobody waits for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "CHUNK_BYTES",
+    "STALL_S",
+    "Ask",
+    "AskRoute",
+    "Came",
+    "Chunk",
+    "Done",
+    "Failed",
+    "Fetching",
+    "Refused",
+    "Route",
+    "Routed",
+    "Routes",
+]
+
+CHUNK_BYTES: Final = 1 << 20
+WINDOW: Final = 8
+"""So many chunks are asked for at a time: enough for 10 Gbit/s over 6 ms."""
+STALL_S: Final = 2.0
+NEVER: Final = float("inf")
+
+
+# ---------------------------------------------------------------------- at the lender
+
+
+class Route(msgspec.Struct, array_like=True, frozen=True):
+    """Where a member gets a version."""
+
+    neighbour: int  # a member of its host that has it, or will; 0: none, fetch it
+    sources: list[int]  # whom to fetch it from, the best one first
+
+
+class Routes:
+    """The hosts that fetch one version, each with its leader, in the order in which they came."""
+
+    def __init__(self, lender: int) -> None:
+        self._lender = lender
+        self._leaders: dict[str, int] = {}
+
+    def find(self, member: int, host: str, avoided: Iterable[int] = ()) -> Route:
+        """The route of ``member``, which has had no luck with ``avoided``."""
+        avoided = set(avoided)
+        host = host or f"member {member}"
+        leader = self._leaders.setdefault(host, member)
+        if leader != member and leader not in avoided:
+            return Route(leader, [])
+        self._leaders[host] = member
+        earlier = []
+        for other in self._leaders.values():
+            if other == member:
+                break
+            earlier.append(other)
+        return Route(0, [source for source in (*reversed(earlier), self._lender) if source not in avoided])
+
+    def forget(self, member: int) -> None:
+        """A member is gone: its host gets another leader when one asks."""
+        for host, leader in list(self._leaders.items()):
+            if leader == member:
+                del self._leaders[host]
+
+
+# ---------------------------------------------------------------------- at a leader
+
+
+class Chunk(msgspec.Struct, array_like=True, frozen=True):
+    """A range of a content."""
+
+    content: int  # its place in the list of those that are fetched
+    offset: int
+    size_bytes: int
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """The lender has answered; ``sources`` are empty if it could not."""
+
+    sources: Sequence[int]
+
+
+class Came(msgspec.Struct, frozen=True):
+    """A chunk is here."""
+
+    chunk: Chunk
+    source: int
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A source is gone, or has not got what it was asked for."""
+
+    chunk: Chunk
+    source: int
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Ask this member for this chunk."""
+
+    chunk: Chunk
+    source: int
+
+
+class AskRoute(msgspec.Struct, frozen=True):
+    """Ask the lender for a route without these members."""
+
+    avoided: tuple[int, ...]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Everything is here."""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """Nobody is left to ask."""
+
+    missing_bytes: int
+
+
+Event: TypeAlias = Routed | Came | Refused
+Effect: TypeAlias = Ask | AskRoute | Done | Failed
+
+
+class Fetching:
+    """One version on its way to this member.
+
+    Mutable: the chunks that are missing, those asked for and where, and the sources that are left.
+    """
+
+    def __init__(self, sizes_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES, window: int = WINDOW) -> None:
+        """``sizes_bytes``: of the contents to be fetched."""
+        self._window = window
+        self._missing: dict[Chunk, None] = {
+            Chunk(content, offset, min(chunk_bytes, size - offset)): None
+            for content, size in enumerate(sizes_bytes)
+            for offset in range(0, size, chunk_bytes)
+        }
+        self._asked: dict[Chunk, int] = {}
+        self._sources: list[int] = []
+        self._avoided: dict[int, None] = {}
+        self._may_reroute = True
+        self._routing = True
+        self._deadline = NEVER
+        self.is_over: bool = False
+        """Is it done, or has it failed?"""
+
+    def start(self) -> list[Effect]:
+        """Begin."""
+        if not self._missing:
+            self.is_over = True
+            return [Done()]
+        return [AskRoute(())]
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What follows from ``event``."""
+        return [] if self.is_over else _STEPS[type(event)](self, event, now)
+
+    def next_deadline(self) -> float:
+        """When to call `handle_deadline`."""
+        return self._deadline
+
+    def handle_deadline(self, now: float) -> list[Effect]:
+        """The source is silent: ask another one, and this one last from now on."""
+        if now < self._deadline or self.is_over or not self._sources:
+            return []
+        self._sources.append(self._sources.pop(0))
+        self._asked.clear()
+        return self._go_on(now)
+
+    def has(self, chunk: Chunk) -> bool:
+        """Is this chunk here? All members cut contents alike."""
+        return chunk not in self._missing
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to come."""
+        return sum(chunk.size_bytes for chunk in self._missing)
+
+    def _routed(self, event: Routed, now: float) -> list[Effect]:
+        self._routing = False
+        self._sources = [source for source in event.sources if source not in self._avoided]
+        return self._go_on(now)
+
+    def _came(self, event: Came, now: float) -> list[Effect]:
+        self._asked.pop(event.chunk, None)
+        if self._missing.pop(event.chunk, self) is self:
+            return self._go_on(now)
+        self._may_reroute = True
+        if not self._missing:
+            self.is_over, self._deadline = True, NEVER
+            return [Done()]
+        return self._go_on(now)
+
+    def _refused(self, event: Refused, now: float) -> list[Effect]:
+        if self._asked.get(event.chunk) == event.source:
+            del self._asked[event.chunk]
+        self._avoided[event.source] = None
+        if event.source in self._sources:
+            self._sources.remove(event.source)
+            self._asked = {chunk: source for chunk, source in self._asked.items() if source != event.source}
+        return self._go_on(now)
+
+    def _go_on(self, now: float) -> list[Effect]:
+        """Ask for as many chunks as may be on their way; for a route, if nobody is left to ask."""
+        if self._routing:
+            return []
+        if not self._sources:
+            self._deadline = NEVER
+            if not self._may_reroute:
+                self.is_over = True
+                return [Failed(self.missing_bytes)]
+            self._may_reroute, self._routing = False, True
+            return [AskRoute(tuple(self._avoided))]
+        self._deadline = now + STALL_S
+        effects: list[Effect] = []
+        for chunk in self._missing:
+            if len(self._asked) >= self._window:
+                break
+            if chunk not in self._asked:
+                self._asked[chunk] = self._sources[0]
+                effects.append(Ask(chunk, self._sources[0]))
+        return effects
+
+
+_STEPS: Final[Mapping[type[Event], Callable[..., list[Effect]]]] = {
+    Routed: Fetching._routed,
+    Came: Fetching._came,
+    Refused: Fetching._refused,
+}

@@ -1,0 +1,184 @@
+"""Versions on their way between hosts: those that come to this node, and chunks and routes for others.
+
+`node.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
+A block that a neighbour maps is never filled again, so it needs no lease.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from farcall.errors import NetworkError, RpcError
+from farcall.protocol.weights.fetching import Route, Routes
+from farcall.protocol.weights.messages import Key
+from farcall.rpc.owned_values import OnWorker
+from farcall.runtime.calls.results import Later
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node import Runtime
+from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.weights.fetching import AGAIN_S, Arriving, Borrowed, Fetch
+from farcall.weights.manifest import Content
+from farcall.weights.memory import BorrowedBlock
+
+__all__ = ["Contents", "Fetcher"]
+
+ROUTES_KEPT = 16
+
+
+class Contents(Protocol):
+    """What this node has of published weights; `weights/node.py`."""
+
+    def peer(self, incarnation: int) -> Peer | None:
+        """The member of that incarnation, if it is there."""
+
+    def read_content(self, content: Content, offset: int, size: int) -> bytearray | None:
+        """A copy of a part of a content that lies, all of it, in a block of this node's own."""
+
+    def lend_block(self, content: Content, peer: RemotePeer) -> int | None:
+        """Have ``peer``, on this host, get the block of a content, for good: its number."""
+
+    def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
+        """A block of another process of this host that has been offered to this one."""
+
+
+class Fetcher:
+    """The versions that are on their way to one node, and those that it routes.
+
+    Mutable, under the lock: the fetches by name and version, and the routes of the last versions that were asked about.
+    """
+
+    def __init__(self, node: Runtime, contents: Contents) -> None:
+        self.node: Runtime = node
+        self.contents: Contents = contents
+        self.received_bytes: int = 0
+        """What has come over links, chunks that came twice included."""
+        self._lock = threading.Lock()
+        self._fetches: dict[tuple[str, Key], Fetch] = {}
+        self._routes: dict[tuple[str, Key], Routes] = {}
+        self._timer = node.timer(self._on_timer)
+        node.hooks.peer_gone.append(self._on_gone)
+        node.hooks.ended.append(self._on_ended)
+
+    def fetch(self, arriving: Arriving, on_end: Callable[[Exception | None, Borrowed], None]) -> None:
+        """Begin to fill ``arriving.missing``.
+
+        ``on_end`` is called once, on a worker: with what went wrong, and the contents that were mapped and not filled.
+        """
+        fetch = Fetch(self, arriving, on_end)
+        with self._lock:
+            self._fetches[arriving.name, arriving.key] = fetch
+        self.work(fetch.start)
+
+    def stop(self, name: str, key: Key) -> None:
+        """Nobody wants that version any more: fetch no more of it."""
+        with self._lock:
+            fetch = self._fetches.pop((name, key), None)
+        if fetch is not None:
+            fetch.stop()
+
+    def forget(self, fetch: Fetch) -> None:
+        """It is over, and `Contents` knows what came of it."""
+        key = fetch.arriving.name, fetch.arriving.key
+        with self._lock:
+            if self._fetches.get(key) is fetch:
+                del self._fetches[key]
+
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to come of the versions on their way."""
+        return sum(fetch.missing_bytes for fetch in self._all())
+
+    def work(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on a worker."""
+        self.node.executor.submit(OnWorker(function))
+
+    def wake_at(self, when: float) -> None:
+        """Look at deadlines then."""
+        if when < self._timer.due:
+            self._timer.at(when)
+
+    def _all(self) -> list[Fetch]:
+        with self._lock:
+            return list(self._fetches.values())
+
+    def _on_timer(self, now: float) -> float:
+        nearest = NEVER
+        for fetch in self._all():
+            deadline = fetch.next_deadline()
+            if deadline <= now:
+                self.work(fetch.on_deadline)
+                deadline = now + AGAIN_S
+            nearest = min(nearest, deadline)
+        return nearest
+
+    def _on_gone(self, peer: Peer) -> None:
+        with self._lock:
+            for routes in self._routes.values():
+                routes.forget(peer.incarnation)
+
+    def _on_ended(self) -> None:
+        for fetch in self._all():
+            fetch.stop()
+
+    # ------------------------------------------------------------------ for other members
+
+    def route(self, name: str, key: Key, member: int, host: str, avoided: Sequence[int]) -> Route:
+        """Where ``member`` gets a version that this node lends it."""
+        with self._lock:
+            routes = self._routes.get((name, key))
+            if routes is None:
+                while len(self._routes) >= ROUTES_KEPT:
+                    del self._routes[next(iter(self._routes))]
+                routes = self._routes[name, key] = Routes(self.node.me.incarnation)
+            return routes.find(member, host, avoided)
+
+    def chunk(self, content: Content, offset: int, size: int) -> torch.Tensor | Later:
+        """A range of a content, by value; later, where it is still on its way."""
+        # First who fetches it: one that ends meanwhile has handed it over by then.
+        fetch = next((fetch for fetch in self._all() if content in fetch.arriving.missing), None)
+        found = self._bytes(content, offset, size)
+        if found is not None:
+            return found
+        if fetch is None:
+            raise _lacking(self.node, content)
+        return Later(partial(fetch.when_here, content, offset, size), partial(self._chunk_now, content, offset, size))
+
+    def _chunk_now(self, content: Content, offset: int, size: int) -> torch.Tensor:
+        found = self._bytes(content, offset, size)
+        if found is None:
+            raise _lacking(self.node, content)
+        return found
+
+    def _bytes(self, content: Content, offset: int, size: int) -> torch.Tensor | None:
+        if offset < 0 or size <= 0 or offset + size > content.size_bytes:
+            raise RpcError(f"{size} bytes at {offset} of a content of {content.size_bytes}")
+        data = next(filter(None, (fetch.read(content, offset, size) for fetch in self._all())), None)
+        if data is None:
+            data = self.contents.read_content(content, offset, size)
+        return None if data is None else torch.frombuffer(data, dtype=torch.uint8)
+
+    def lend(self, peer: RemotePeer, contents: Sequence[Content]) -> Later:
+        """Have ``peer``, on this host, map the blocks of these contents: their numbers, once they are all here."""
+        lend = partial(self._lend_now, peer, contents)
+        for fetch in self._all():
+            if any(content in fetch.arriving.missing for content in contents):
+                return Later(fetch.when_over, lend)
+        return Later(lambda wake: wake(), lend)  # on a worker: it may have to wait for a link
+
+    def _lend_now(self, peer: RemotePeer, contents: Sequence[Content]) -> list[int]:
+        numbers = []
+        for content in contents:
+            number = self.contents.lend_block(content, peer)
+            if number is None:
+                raise _lacking(self.node, content)
+            numbers.append(number)
+        return numbers
+
+
+def _lacking(node: Runtime, content: Content) -> NetworkError:
+    return NetworkError(f"{node.info.name} has not got block {content.block_id}, filling {content.fill}")

@@ -1,0 +1,309 @@
+"""One version on its way from other hosts to this node. Drives `protocol/weights/fetching.py`.
+
+What becomes of a call (`questions.py`) is an event of the machine: an answer, a member that is gone, or silence. A
+member that is not the leader of its host copies nothing: it maps the blocks of its leader.
+
+Runs on worker threads, under a lock of its own that is never held while something is sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from farcall.channel.host_memory import copy_bytes
+from farcall.errors import AnswerLost, Overloaded, RpcError, RpcTimeout, UnknownWorker
+from farcall.protocol.weights.fetching import (
+    STALL_S,
+    Ask,
+    AskRoute,
+    Came,
+    Chunk,
+    Done,
+    Effect,
+    Event,
+    Failed,
+    Fetching,
+    Refused,
+    Routed,
+)
+from farcall.protocol.weights.messages import Key
+from farcall.rpc.future import Future, call_async
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.peers.peer import RemotePeer
+from farcall.weights.manifest import Content
+from farcall.weights.memory import Block, BorrowedBlock
+from farcall.weights.questions import borrow, find_route, plain_content, plain_key, read_chunk
+
+if TYPE_CHECKING:
+    from farcall.weights.fetcher import Fetcher
+
+__all__ = ["Arriving", "Borrowed", "Fetch"]
+
+ANSWER_S = 4 * STALL_S
+"""How long one question may take: a source answers when it has got the chunk itself."""
+AGAIN_S = 0.25
+"""The pause before a question is asked again that its addressee had no room for."""
+
+Borrowed: TypeAlias = Mapping[Content, BorrowedBlock]
+"""Contents that were mapped, in memory of a neighbour's, and not fetched."""
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A version whose bytes are to be fetched into ``missing``: a block of this node for each content that it lacks."""
+
+    name: str
+    key: Key
+    lender: int
+    """The incarnation of the member that sent the manifest; it has the bytes for as long as it lives."""
+    missing: Mapping[Content, Block]
+
+
+class Fetch:
+    """One version on its way.
+
+    Mutable, under the lock: the machine, and those who wait for chunks here; whether the version was given up.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, arriving: Arriving, on_end: Callable[[Exception | None, Borrowed], None]
+    ) -> None:
+        self._fetcher = fetcher
+        self.arriving: Arriving = arriving
+        self._contents = list(arriving.missing)
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._machine = Fetching([content.size_bytes for content in self._contents])
+        self._waiting: list[tuple[Chunk | None, Callable[[], None]]] = []
+        self._avoided: tuple[int, ...] = ()
+        self._again_at = NEVER  # when to ask for a route again
+        self._is_over = False  # nothing more is asked for or written
+        self._is_settled = False  # and `Contents` knows what came of it, or it was given up
+
+    # --- the machine's
+
+    def start(self) -> None:
+        with self._lock:
+            effects = self._machine.start()
+        self._carry_out(effects)
+
+    def on_deadline(self) -> None:
+        now = monotonic()
+        with self._lock:
+            asks_again = self._again_at <= now
+            if asks_again:
+                self._again_at = NEVER
+            effects = self._machine.handle_deadline(now)
+        if asks_again:
+            self._ask_route()
+        self._carry_out(effects)
+
+    def next_deadline(self) -> float:
+        with self._lock:
+            return NEVER if self._is_over else min(self._machine.next_deadline(), self._again_at)
+
+    def _handle(self, event: Event) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            effects = self._machine.handle(event, monotonic())
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Ask):
+                self._ask(effect)
+            elif isinstance(effect, AskRoute):
+                self._avoided = (*self._avoided, *(one for one in effect.avoided if one not in self._avoided))
+                self._ask_route()
+            elif isinstance(effect, Done):
+                self._end(None)
+            elif isinstance(effect, Failed):
+                self._end(RpcError(f"nobody is left who has the other {effect.missing_bytes} bytes of this version"))
+        self._fetcher.wake_at(self.next_deadline())
+
+    # --- calls
+
+    def _call(self, member: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any] | None:
+        peer = self._fetcher.contents.peer(member)
+        if peer is None or self._is_over:
+            return None
+        try:
+            return call_async(self._fetcher.node, peer.info, function, args, None, ANSWER_S)
+        except (UnknownWorker, RpcError):
+            return None  # it is gone this moment, or this node is
+
+    def _ask_route(self) -> None:
+        arriving = self.arriving
+        me = self._fetcher.node.membership.me
+        args = (arriving.name, plain_key(arriving.key), me.incarnation, me.host_token, list(self._avoided))
+        future = self._call(arriving.lender, find_route, args)
+        if future is None:
+            self._handle(Routed(()))
+        else:
+            future.add_done_callback(self._on_route)
+
+    def _on_route(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            neighbour, sources = future.value()
+        except (RpcTimeout, AnswerLost, Overloaded):
+            with self._lock:
+                self._again_at = monotonic() + AGAIN_S  # the lender is a member: it may answer yet
+            self._fetcher.wake_at(self._again_at)
+        except Exception:
+            self._handle(Routed(()))  # it is gone
+        else:
+            if neighbour:
+                self._borrow_from(neighbour)
+            else:
+                self._handle(Routed(sources))
+
+    def _borrow_from(self, neighbour: int) -> None:
+        peer = self._fetcher.contents.peer(neighbour)
+        if not isinstance(peer, RemotePeer) or peer.lending is None:
+            self._handle(Routed((neighbour, self.arriving.lender)))  # no memory can be shared with it after all
+            return
+        future = self._call(neighbour, borrow, ([plain_content(content) for content in self._contents],))
+        if future is None:
+            self._avoid(neighbour)
+        else:
+            future.add_done_callback(partial(self._on_borrowed, neighbour))
+
+    def _on_borrowed(self, neighbour: int, future: torch.futures.Future[Any]) -> None:
+        try:
+            block_ids = future.value()
+        except RpcTimeout:
+            # It still fetches, or it does not answer: the lender is asked who leads this host now.
+            if self._answers(neighbour):
+                self._ask_route()
+            else:
+                self._avoid(neighbour)
+            return
+        except Exception:
+            self._avoid(neighbour)
+            return
+        found = [self._fetcher.contents.borrowed(neighbour, block_id) for block_id in block_ids]
+        blocks = {content: block for content, block in zip(self._contents, found, strict=True) if block is not None}
+        if len(blocks) == len(self._contents):
+            self._end(None, blocks)
+        else:
+            self._avoid(neighbour)
+
+    def _answers(self, member: int) -> bool:
+        peer = self._fetcher.contents.peer(member)
+        silent = {found.name for found in self._fetcher.node.members_now() if found.unresponsive_s is not None}
+        return peer is not None and peer.info.name not in silent
+
+    def _avoid(self, neighbour: int) -> None:
+        self._avoided = (*self._avoided, neighbour)
+        self._ask_route()
+
+    def _ask(self, ask: Ask) -> None:
+        chunk = ask.chunk
+        content = plain_content(self._contents[chunk.content])
+        future = self._call(ask.source, read_chunk, (content, chunk.offset, chunk.size_bytes))
+        if future is None:
+            self._handle(Refused(chunk, ask.source))
+        else:
+            future.add_done_callback(partial(self._on_chunk, ask))
+
+    def _on_chunk(self, ask: Ask, future: torch.futures.Future[Any]) -> None:
+        chunk = ask.chunk
+        try:
+            found: torch.Tensor = future.value()
+        except AnswerLost:
+            self._ask(ask)  # the connection broke, and there is another one
+            return
+        except (RpcTimeout, Overloaded):
+            return  # silence: the machine's deadline asks elsewhere
+        except Exception:
+            self._handle(Refused(chunk, ask.source))
+            return
+        if found.dtype != torch.uint8 or found.numel() != chunk.size_bytes:
+            self._handle(Refused(chunk, ask.source))
+            return
+        with self._lock:
+            if self._is_over:
+                return  # the block may be somebody else's by now
+            if not self._machine.has(chunk):
+                copy_bytes(
+                    self.arriving.missing[self._contents[chunk.content]].view[chunk.offset :],
+                    memoryview(found.numpy()),  # type: ignore[arg-type]
+                )
+        self._fetcher.received_bytes += chunk.size_bytes
+        self._handle(Came(chunk, ask.source))
+        self._wake(chunk)
+
+    # --- the end
+
+    @property
+    def missing_bytes(self) -> int:
+        with self._lock:
+            return 0 if self._is_over else self._machine.missing_bytes
+
+    def stop(self) -> None:
+        """Give it up: what was asked for is not written when it comes."""
+        with self._lock:
+            self._is_over = self._is_settled = True
+        self._wake(None)
+
+    def _end(self, error: Exception | None, borrowed: Borrowed | None = None) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        try:
+            self._on_end(error, borrowed or {})
+        finally:
+            # Until here others read from this fetch, afterwards from `Contents`: there is no moment between.
+            self._fetcher.forget(self)
+            with self._lock:
+                self._is_settled = True
+            self._wake(None)
+
+    # --- those who wait for chunks here
+
+    def read(self, content: Content, offset: int, size: int) -> bytearray | None:
+        """A copy of a chunk that is here already."""
+        with self._lock:
+            if self._is_settled or content not in self.arriving.missing:
+                return None
+            if not self._machine.has(Chunk(self._contents.index(content), offset, size)):
+                return None
+            return bytearray(self.arriving.missing[content].view[offset : offset + size])
+
+    def when_here(self, content: Content, offset: int, size: int, wake: Callable[[], None]) -> None:
+        """Call ``wake`` once the chunk is here, or never will be."""
+        chunk = Chunk(self._contents.index(content), offset, size)
+        with self._lock:
+            waits = not self._is_settled and not self._machine.has(chunk)
+            if waits:
+                self._waiting.append((chunk, wake))
+        if not waits:
+            wake()
+
+    def when_over(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` once all is here, or never will be."""
+        with self._lock:
+            waits = not self._is_settled
+            if waits:
+                self._waiting.append((None, wake))
+        if not waits:
+            wake()
+
+    def _wake(self, chunk: Chunk | None) -> None:
+        """Wake those who wait for ``chunk``; None: all."""
+        with self._lock:
+            woken = [wake for awaited, wake in self._waiting if chunk is None or awaited == chunk]
+            self._waiting = [
+                (awaited, wake) for awaited, wake in self._waiting if chunk is not None and awaited != chunk
+            ]
+        for wake in woken:
+            wake()
