@@ -13,6 +13,8 @@ from farcall.cli.doctor import sites
 from farcall.cli.doctor.finding import Finding, exit_status
 from farcall.launcher.engines.kubernetes import Kubectl
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def found(findings: list[Finding], subject: str) -> Finding:
     return next(finding for finding in findings if finding.subject == subject)

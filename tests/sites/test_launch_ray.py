@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.launched import check_launch
 from tests.kit.launching import Driver, check_killed_driver, driver, wait_gone
 from tests.kit.rigs.ray import RayRig, ray_cluster
 
@@ -38,6 +39,10 @@ def rig() -> Iterator[RayRig]:
 def node_of(launched: Driver, spec: WorkerSpec) -> str:
     running = next(state for state in launched.watching.states[spec] if state.phase == "running")
     return running.detail.split()[2]
+
+
+def test_launch(rig: RayRig) -> None:
+    check_launch("ray", resources={"CPU": 1}, strategy="SPREAD")
 
 
 def test_workers_are_killed_and_started_again(rig: RayRig, tmp_path: Path) -> None:
