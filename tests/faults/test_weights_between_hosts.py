@@ -112,10 +112,7 @@ def take_part(rank: int, spaces: list[str], directory: str, places: list[int], t
         after = link_bytes()
         farcall.barrier(living)
     fetched = current_runtime().part(Weights).fetcher.received_bytes
-    if kind:
-        farcall.shutdown(graceful=False)
-    else:
-        farcall.shutdown()
+    farcall.shutdown(graceful=kind != "cut" and f"w{rank}" in living)
     return Crossed(after[0] - before[0], after[1] - before[1], fetched)
 
 

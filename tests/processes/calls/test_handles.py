@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from time import monotonic
@@ -262,6 +263,23 @@ def test_map_keeps_the_order_and_takes_items_as_workers_become_free(nodes: list[
     assert sorted(farcall.map(doubled_here, range(50), workers=workers, ordered=False)) == list(range(0, 100, 2))
     with pytest.raises(ValueError, match="as you wish"):
         list(farcall.map(fail_with, range(3), workers=workers))
+
+
+def test_map_shows_how_far_it_is(nodes: list[farcall.Node], capsys: pytest.CaptureFixture[str]) -> None:
+    workers = [nodes[0]["w1"], nodes[0]["w2"]]
+    assert list(farcall.map(doubled_here, range(50), workers=workers, progress=True)) == list(range(0, 100, 2))
+    assert "doubled_here" in (shown := capsys.readouterr().out)
+    assert "50/50" in shown
+    assert list(farcall.map(doubled_here, iter(range(5)), workers=workers, progress=True)) == [0, 2, 4, 6, 8]
+    assert "5/?" in capsys.readouterr().out  # nobody knows how many there are
+    assert list(farcall.map(doubled_here, range(50), workers=workers)) == list(range(0, 100, 2))
+    assert capsys.readouterr().out == ""
+
+
+def test_map_says_what_its_bar_needs(nodes: list[farcall.Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ImportError, match=r"pip install 'farcall\[cli\]'"):
+        list(farcall.map(doubled_here, range(5), workers=[nodes[0]["w1"]], progress=True))
 
 
 def doubled_here(x: int) -> int:

@@ -15,7 +15,6 @@ Thread rules
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.scope import CURRENT, Inherited, Served, inherit
-from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.reader import in_event_loop, stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
@@ -354,7 +353,7 @@ class CallTable:
 
     def _wait_for_room(self, call: PendingCall) -> None:
         """The callee has said that too many calls wait there: wait with this one until it has room again."""
-        if self._flags or _in_event_loop():
+        if self._flags or in_event_loop():
             return  # it is to be refused instead; or waiting here would hold up all that runs on that loop
         full = call.peer.full
         try:
@@ -434,14 +433,6 @@ def name_of(what: Callable[..., Any]) -> str:
     found = getattr(what, "__qualname__", None)
     name = found if isinstance(found, str) and found else type(what).__name__
     return name.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _add(error: RpcTimeout, text: str) -> None:

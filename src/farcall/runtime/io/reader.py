@@ -19,6 +19,7 @@ Who owns the role meanwhile is decided by a `Watch`, a list with one item: poppi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from time import monotonic
@@ -86,6 +87,15 @@ class _Reading(threading.local):
 
 
 reading: _Reading = _Reading()
+
+
+def in_event_loop() -> bool:
+    """Does an event loop of asyncio's run on this thread? Whoever waits here holds up all that runs on it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def stop_reading() -> None:

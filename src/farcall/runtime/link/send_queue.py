@@ -3,7 +3,8 @@
 Owns the gates of waiting threads and the count of queued bytes. Knows neither bytes nor connections: `send.py` says
 when the kernel is full, when there is no connection, and when there is room again.
 
-Readers never wait in here, nor does the I/O thread: the peer may be waiting for them to read.
+Readers never wait in here, nor does the I/O thread: the peer may be waiting for them to read. Nor does a thread with a
+running event loop, which has other things to do; the timeouts of its calls bound what it queues.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from time import monotonic
 from farcall.errors import Delivery, RpcTimeout
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.io.reader import reading
+from farcall.runtime.io.reader import in_event_loop, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.interface import WAIT_SLICE_S
 
@@ -62,7 +63,7 @@ class SendQueue:
 
     def wait_for_room(self, size_bytes: int, deadline: float) -> None:
         """The kernel is full and a small frame is to be queued: wait if too much is queued already."""
-        if not self._loop.on_thread() and reading.link is None:
+        if not self._loop.on_thread() and reading.link is None and not in_event_loop():
             self.wait_while(lambda: self.full and self.queued_bytes > self._backlog_limit and not self.closed, deadline)
             if monotonic() >= deadline and self.full and self.queued_bytes > self._backlog_limit:
                 why = "cannot be reached" if self.down else "does not read"

@@ -40,14 +40,14 @@ from farcall.protocol.member import incarnation_text
 from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.reader import reading
+from farcall.runtime.io.reader import in_event_loop, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SharedMemorySender
-from farcall.serialize import has_devices, withdraw_lent
+from farcall.serialize import has_devices, withdraw, withdraw_lent
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -77,18 +77,17 @@ class Peer:
     number: int
     """What stands for this member in references and gradients.
 
-    In a group of fixed size the rank, which programs see (torch prints it as ``created_on``); else the incarnation,
-    since ranks are given away again. An incarnation is never as small as a rank.
+    The rank of a member of the first hour in a group of fixed size, since programs see it (torch prints it as
+    ``created_on``); else the incarnation, since ranks are given away again. An incarnation is never as small as a rank.
     """
     full: Fullness | None
     """Has it said that too many calls wait there?"""
 
-    def __init__(self, info: WorkerInfo, incarnation: int, is_static: bool) -> None:
-        """``is_static``: in a group of fixed size, where a rank is never given again."""
+    def __init__(self, info: WorkerInfo, incarnation: int, number: int) -> None:
         self.devices = None
         self.info = info
         self.incarnation = incarnation
-        self.number = info.id if is_static else incarnation
+        self.number = number
         self.full = None
         self.called: FunctionCounters = {}
         """How calls to this peer ended."""
@@ -179,7 +178,7 @@ class RemotePeer(Peer):
         self,
         info: WorkerInfo,
         incarnation: int,
-        is_static: bool,
+        number: int,
         write_later: Callable[[Callable[[], None]], None],
         here: WorkerInfo,
         fail_call: Callable[[int, str], None],
@@ -188,7 +187,7 @@ class RemotePeer(Peer):
 
         ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
         """
-        super().__init__(info, incarnation, is_static)
+        super().__init__(info, incarnation, number)
         self._write_later = write_later
         self.known: bool = True
         """Is it a member? Others are heard about membership only."""
@@ -258,7 +257,14 @@ class RemotePeer(Peer):
                 # No room in shared memory, or none yet. A letter goes again if it is lost, perhaps long after this
                 # returns, and the maker of a stream's items relies on shared memory's copy.
                 pieces = [bytes(piece) for piece in pieces]
-            self._send_pieces(pieces, deadline, kind == REQUEST, instead)
+            # The I/O thread waits for no peer, and a running event loop for nobody: a worker does. But calls of an
+            # object that is called in order must not pass each other.
+            if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):
+                if kind == REQUEST:
+                    pieces = [bytes(piece) for piece in pieces]  # the tensors are their sender's when we return
+                self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
+            else:
+                self.link.outgoing.send_pieces(pieces, deadline, instead)
         except BaseException as error:
             unsent = not frame.handed_over or getattr(error, "delivery", None) is Delivery.NOT_SENT
             if unsent and lending is not None:
@@ -267,14 +273,22 @@ class RemotePeer(Peer):
         if awaited is not None:
             self.link.incoming.help_until(awaited, deadline)
 
-    def _send_pieces(self, pieces: Sequence[Piece], deadline: float, is_request: bool, instead: Instead | None) -> None:
-        """Write a frame with large pieces; the I/O thread, which never waits for a peer, has a worker do it."""
-        if self.link.on_io_thread():
-            if is_request:
-                pieces = [bytes(piece) for piece in pieces]  # its sender may change its tensors as soon as we return
-            self._write_later(partial(self.link.outgoing.send_pieces, pieces, deadline, instead))
-        else:
+    def _write(
+        self,
+        frame: Frame,
+        pieces: Sequence[Piece],
+        deadline: float,
+        instead: Instead | None,
+        buffers: Sequence[memoryview | Ticket],
+    ) -> None:
+        """On a worker: write a frame with large pieces, or take back what went with it."""
+        try:
             self.link.outgoing.send_pieces(pieces, deadline, instead)
+        except BaseException as error:
+            if getattr(error, "delivery", None) is Delivery.NOT_SENT and self.lending is not None:
+                self.lending.take_back(buffers)
+            withdraw(frame)
+            raise
 
     def flush(self) -> None:
         self.link.outgoing.flush()

@@ -28,6 +28,7 @@ from farcall.errors import RpcTimeout
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
+from farcall.runtime.io.reader import in_event_loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import LostOffer
 
@@ -171,7 +172,7 @@ class SharedMemorySender:
             return
         offer = self._pool.offer(segment_id, self)
         if offer is not None:
-            if self._peer.link.on_io_thread():
+            if self._peer.link.on_io_thread() or in_event_loop():
                 self._write_later(partial(self._send_offer, offer, NEVER))
             else:
                 self._send_offer(offer, deadline)
