@@ -40,9 +40,10 @@ ALTERATIONS = 50_000 if FULL else 24
 """With each kind of protection."""
 A_GROUP = 1000 if FULL else 20
 """So many alterations while the same members last."""
-CHANCES = {"meeting": 0.005, "handshake": 0.01, "calls": 0.2} if FULL else {"handshake": 0.05, "calls": 0.1}
-"""A group that does not meet costs its 10 s, and so does a handshake that never ends."""
+CHANCES = {"meeting": 0.005, "handshake": 0.01 if FULL else 0.05, "calls": 0.2 if FULL else 0.1}
+"""A group that does not meet costs its 5 s, and so does a handshake that never ends."""
 CALLERS = 4
+BOUND_S = 120.0
 IMPATIENT_S = 0.3
 """What was dropped never comes: the next bytes show that something is missing, and other calls send them."""
 
@@ -85,7 +86,7 @@ class Seat:
             secret=SECRET,
             tls=self._tls,
             membership=PATIENT,
-            start_timeout_s=10.0,
+            start_timeout_s=5.0,
         )
         node = farcall.Node(f"w{self._rank}", rank=self._rank, world_size=2, options=options)
         try:
@@ -176,7 +177,7 @@ def test_a_proxy_gets_neither_in_nor_data_out(protection: str, tmp_path: Path) -
         team = Team(member, 2, between, options_of(protection, tmp_path, between))
         try:
             meddle(proxy, team)
-            accounts = [team.ask(rank, "account", LONG_S) for rank in (0, 1)]
+            accounts = [team.ask(rank, "account", BOUND_S) for rank in (0, 1)]
             team.stop()
         except BaseException:
             team.kill()
@@ -201,10 +202,10 @@ def meddle(proxy: Proxy, team: Team) -> None:
     while not is_enough(proxy):
         before = proxy.alterations.total()
         with ThreadPoolExecutor(2) as pool:
-            met = not any(pool.map(lambda rank: team.ask(rank, "start", LONG_S), (0, 1)))
+            met = not any(pool.map(lambda rank: team.ask(rank, "start", BOUND_S), (0, 1)))
         if met and not proxy.chances:
             for rank in (0, 1):
-                wait_until(lambda rank=rank: team.ask(rank, "succeeds", LONG_S))
+                wait_until(lambda rank=rank: team.ask(rank, "succeeds", BOUND_S))
             proxy.chances = CHANCES
         until = monotonic() + (600.0 if FULL else 10.0)
         while met and proxy.alterations.total() < before + A_GROUP and monotonic() < until:
@@ -212,8 +213,8 @@ def meddle(proxy: Proxy, team: Team) -> None:
                 if 2 * proxy.alterations["replay"] <= proxy.alterations.total():  # they are quicker than all others
                     proxy.replay()
             sleep(0.02)
-            if not all(team.ask(rank, "runs", LONG_S) for rank in (0, 1)):
+            if not all(team.ask(rank, "runs", BOUND_S) for rank in (0, 1)):
                 break
         for rank in (0, 1):
-            team.ask(rank, "end", 2 * LONG_S)
+            team.ask(rank, "end", BOUND_S)
         print(f"the group has {'met' if met else 'not met'}; alterations so far: {dict(proxy.alterations)}", flush=True)

@@ -238,6 +238,51 @@ def test_no_worker_outlives_its_driver(end, tmp_path):
     wait_until(lambda: not any(is_alive(process) for process in processes), "the end of the workers")
 
 
+SHIPPED = """
+import os
+import farcall
+import mine
+
+with farcall.launch(2, ship=True) as cluster:
+    for worker in cluster:
+        assert worker.call(mine.where) == worker.call(os.getcwd) + "/mine.py" != mine.where(), worker.call(mine.where)
+        assert sorted(worker.call(os.listdir)) == [".gitignore", "data", "mine.py", "program.py"]
+    assert cluster[0].call(os.getcwd) == cluster[1].call(os.getcwd)
+    print(cluster[0].call(os.getcwd))
+"""
+
+
+@pytest.mark.timeout(240)
+def test_the_working_directory_is_shipped_once(tmp_path):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "data").mkdir(parents=True)
+    elsewhere.mkdir()
+    (project / "data" / "table.txt").write_text("1 2 3")
+    (project / "program.py").write_text(SHIPPED)
+    (project / "mine.py").write_text("def where():\n    return __file__\n")
+    (project / ".gitignore").write_text("*.large\n__pycache__\n")
+    (project / "weights.large").write_text("not sent")
+
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=project,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(elsewhere), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split()[0]
+
+    first = Path(run())
+    assert first.parent == elsewhere / "farcall" / "parcels"
+    assert first.parent.stat().st_mode & 0o077 == 0
+    made = (first / "mine.py").stat()
+    assert Path(run()) == first
+    assert (first / "mine.py").stat() == made  # it was there: not sent again
+
+
 def test_a_second_launch_in_one_program_is_refused_while_the_first_lives(tmp_path):
     refused = pytest.raises(farcall.errors.RpcError, match="already initialized")
     with farcall.launch(1, quiet=True, logs=tmp_path), refused:

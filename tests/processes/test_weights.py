@@ -327,3 +327,23 @@ def test_names_and_values_that_cannot_be(nodes: list[farcall.Node]) -> None:
         nodes[0].publish("wrong", {None: torch.ones(1)}).push()
     with pytest.raises(TypeError, match="only dense ones"):
         nodes[0].publish("wrong", {"x": torch.eye(2).to_sparse()}).push()
+
+
+def test_metrics_tell_names_versions_and_memory(nodes: list[farcall.Node]) -> None:
+    publication = nodes[0].publish("told", {"x": torch.zeros(1 << 16)})
+    subscription = nodes[1].subscribe("told")
+    publication.push()
+    version = publication.push()
+    wait_until(lambda: subscription.version == version)
+    [one] = nodes[0].metrics().weights
+    assert (one.name, one.role, one.state, one.number, one.total) == (
+        "told",
+        "publishes",
+        "published",
+        version.number,
+        2,
+    )
+    assert nodes[0].metrics().weights_bytes >= 2 * one.size_bytes > 0
+    [other] = nodes[1].metrics().weights
+    assert (other.role, other.state, other.number) == ("subscribes", "subscribed", version.number)
+    assert nodes[2].metrics().weights == []

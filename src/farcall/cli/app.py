@@ -96,9 +96,17 @@ def run(
         int,
         typer.Option(min=0, help="Restarts of each failing worker; the group has no fixed size (no WORLD_SIZE)."),
     ] = 0,
+    on: Annotated[
+        str, typer.Option(help="Where: local, ssh, slurm, ray or kubernetes; see docs/launching.md.")
+    ] = "local",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of that engine: hosts=a,b; repeatable.")
+    ] = None,
 ) -> None:
     """Run a program with farcall in the place of torch.distributed.rpc."""
     program = [script, *context.args]
+    if workers is None and on != "local":
+        raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
@@ -112,8 +120,14 @@ def run(
             raise typer.Exit(2) from None
         os.execve(sys.executable, [sys.executable, "-m", "farcall", *program], environment)
     from farcall.cli.run import run_cluster
+    from farcall.launcher.engine import EngineError
 
-    raise typer.Exit(run_cluster(_console(), workers, program, restart))
+    try:
+        code = run_cluster(_console(), workers, program, restart, on=on, options=option or ())
+    except (EngineError, ValueError, TypeError) as error:
+        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
 
 
 _Connect = Annotated[

@@ -21,7 +21,7 @@ from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
-from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s
+from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s, weights
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
 from farcall.transport.tls import tls_of
@@ -109,13 +109,32 @@ def _streams(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
     return [Text(f"streams: {ends} ends open, {_rate(per_s)} items/s read")] if ends or per_s else []
 
 
+def _weights(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
+    """The published weights, if there are any."""
+    found = weights(before, now)
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("weights", no_wrap=True)
+    table.add_column("publisher", no_wrap=True)
+    for title in ("version", "MiB", "pushes/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("who has which")
+    for row in found:
+        who = Text(row.publisher) if row.publisher else Text("nobody", style="bold red")
+        size = f"{row.size_bytes / 2**20:.0f}"
+        told = Text(row.told(_BUSIEST))
+        table.add_row(Text(row.name), who, row.version, size, _rate(row.pushes_per_s), told)
+    return [table]
+
+
 def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> RenderableType:
     """The whole page, on a terminal with ``columns`` columns."""
     name = cluster_title(heard.cluster_id, heard.answers)
     head = Text(f"cluster {name}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
     foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
     now = heard.answers
-    extras = (*_batches(before, now), *_streams(before, now))
+    extras = (*_batches(before, now), *_streams(before, now), *_weights(before, now))
     return Group(head, _table(heard, rows(before, now), columns), foot, _busiest(before, now), *extras)
 
 

@@ -1,7 +1,7 @@
-"""``farcall run``: a program on a cluster of this machine, each worker a process of its own.
+"""``farcall run``: a program on several workers, each a process of its own, started by an engine.
 
-Owns the processes from start to end: the environment gives each its rank, as with ``torchrun``; `output` passes on what
-they write. Ctrl-C is passed on once; workers that do not end then are killed.
+The environment gives each its rank, as with ``torchrun``; an engine (`farcall.launcher`) has the processes, from start
+to end, and passes on what they write. Ctrl-C is passed on once; workers that do not end then are killed.
 
     a worker ends                         then
     with exit code 0                      nothing: the others go on
@@ -11,32 +11,35 @@ they write. Ctrl-C is passed on once; workers that do not end then are killed.
                                           else, it is the one that is named
 
 A worker that is started again must be let in again: with restarts the workers get no ``WORLD_SIZE``, so that they make
-a group without a fixed size, and this process has the store, which therefore outlives rank 0.
+a group without a fixed size, and this process has the store, which therefore outlives rank 0. It has the store as well
+where workers are on other machines: only this one's address is known before they run.
 
-Invariant: no worker outlives this process, however that ends; and a worker's own children end with the worker, unless
-this process was killed.
+What the engine says is handled by the thread that runs the command, in the order in which it was said.
+
+Invariant: no worker outlives this process, however that ends; and a worker's own children end with the worker.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import re
 import secrets
-import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import IO, Any
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from rich.console import Console
 
-from farcall.cli.team import die_with_parent, how_it_ended
-from farcall.launcher.output import Output, Source
+from farcall.launcher.commands import CommandEngine
+from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
+from farcall.launcher.output import Output
 from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
@@ -46,6 +49,7 @@ ENDING_S = 10.0
 CAUSE_S = 2.0
 """How long a failure that another worker may have caused is kept, for that one to end."""
 LOOK_S = 0.1
+LOOPBACK = "127.0.0.1"
 _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
 """The error of a worker that failed because another one is gone."""
 
@@ -53,57 +57,23 @@ _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
 class _RunWorker:
     """One process of the cluster, and its last lines."""
 
-    def __init__(
-        self, source: Source, rank: int, *, environment: dict[str, str], program: Sequence[str], restarts: int
-    ) -> None:
-        self.source = source
-        self.rank = rank
-        self.restarts = restarts
+    def __init__(self, spec: WorkerSpec, output: Output) -> None:
+        self.spec = spec
+        self.rank = spec.rank
+        self.source = output.source(str(spec.rank), spec.rank)
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._unfinished = b""
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "FARCALL_RESTARTS": str(restarts)}
-        # A session of its own: Ctrl-C in the terminal reaches it through us, once, and not twice.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "farcall", *program],
-            env={**environment, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        self.ending = os.pidfd_open(self.process.pid)
+        self.end: ProcessState | None = None
 
-    @property
-    def output(self) -> IO[bytes]:
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    def read(self) -> bytes:
-        """What came since the last time; nothing at the end."""
-        data = os.read(self.output.fileno(), 1 << 16)
+    def write(self, data: bytes) -> None:
+        """Pass on what it wrote."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         self.last_lines.extend(line.decode(errors="replace").rstrip("\r") for line in lines)
-        return data
+        self.source.write(data)
 
-    def poll(self) -> int | None:
-        """The exit code, once it has ended."""
-        if self.process.returncode is None:
-            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if os.waitid(os.P_PIDFD, self.ending, look) is not None:
-                # Its own children may hold its output open: kill them now, while its number is still its own.
-                self.send(signal.SIGKILL)
-        return self.process.poll()
-
-    def send(self, number: signal.Signals) -> None:
-        """Signal the worker and its children."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass  # it ended meanwhile
-
-    def how_it_ended(self) -> str:
-        return how_it_ended(self.process.returncode)
+    @property
+    def has_failed(self) -> bool:
+        return self.end is not None and self.end.exit_code != 0
 
     def lost_another(self) -> str | None:
         """The name of its error, if another worker's end brings that error about."""
@@ -113,119 +83,205 @@ class _RunWorker:
         return found[1] if found else None
 
 
-def run_cluster(console: Console, workers: int, program: Sequence[str], restarts: int = 0) -> int:
+class _Programs(CommandEngine):
+    """Programs on this machine, each an interpreter of its own: nothing is loaded before the program says so."""
+
+    driver_host: str | None = LOOPBACK
+
+    def command(self, spec: WorkerSpec) -> Sequence[str]:
+        return [*spec.command, *spec.program]  # the arguments are for people who look at the list of processes
+
+
+def run_cluster(
+    console: Console,
+    workers: int,
+    program: Sequence[str],
+    restarts: int = 0,
+    *,
+    on: str = "local",
+    options: Sequence[str] = (),
+) -> int:
     """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C.
 
-    Each worker that fails is started again, up to ``restarts`` times.
+    Each worker that fails is started again, up to ``restarts`` times. ``on`` names the engine, ``options``, each
+    ``NAME=VALUE``, are its own.
     """
-    cluster = _Cluster(console, workers, program, restarts)
+    cluster = _Cluster(console, workers, program, restarts, _find_engine(on, options))
     try:
         return cluster.run()
     finally:
-        cluster.end(signal.SIGKILL)
         cluster.close()
+
+
+def _find_engine(on: str, options: Sequence[str]) -> Engine:
+    if on == "local":
+        if options:
+            raise EngineError(f"--on local has no options: leave out {', '.join(options)}")
+        return _Programs()
+    from farcall.launcher.launch import engine_class
+
+    kind = engine_class(on)
+    made: Engine = kind(**_read_options(options, inspect.signature(kind).parameters))
+    return made
+
+
+def _read_options(options: Sequence[str], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """``NAME=VALUE`` as arguments: VALUE is JSON, or text, or, where the engine takes several, texts between commas."""
+    read: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or name not in parameters:
+            raise EngineError(f"--option {option!r}: use NAME=VALUE, with one of {', '.join(parameters)} for NAME")
+        try:
+            read[name] = json.loads(text)
+        except ValueError:
+            is_list = str(parameters[name].annotation).startswith(("Sequence", "list", "tuple"))
+            read[name] = text.split(",") if is_list else text
+    return read
 
 
 class _Cluster:
     """The workers of one ``farcall run``, and whose failure is the cause of its end."""
 
-    def __init__(self, console: Console, size: int, program: Sequence[str], restarts: int) -> None:
+    def __init__(self, console: Console, size: int, program: Sequence[str], restarts: int, engine: Engine) -> None:
         self._console = console
-        self._program = program
+        self._program = tuple(program)
         self._restarts = restarts
+        self._engine = engine
         self._output = Output(console.file, is_terminal=console.is_terminal, width=len(str(size - 1)))
+        self._heard: SimpleQueue[tuple[WorkerSpec, bytes | ProcessState]] = SimpleQueue()
         self._failed: list[_RunWorker] = []  # by themselves, in the order in which they ended
         self._judge_at: float = 0.0
         self._is_ending = False
         self._give_up_at: float | None = None
         self._interrupted = False
+        self._store: Any = None
         self._environment = {
-            **os.environ,
             "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
             "PYTHONUNBUFFERED": "1",
+            **{name: text for name, text in os.environ.items() if name in (ENV_SECRET, ENV_SECRET_FILE)},
         }
         if not os.environ.get(ENV_SECRET) and not os.environ.get(ENV_SECRET_FILE):
             # Of this run alone, so that two runs of one user cannot be mistaken for each other.
             self._environment[ENV_SECRET] = secrets.token_hex(32)
-        self._store: Any = None
-        if restarts:
-            import torch.distributed as dist  # takes a second, and only this needs it
-
-            from farcall.runtime.rendezvous.store import loopback_listener
-
-            listening = loopback_listener("127.0.0.1", 0)
-            port = listening.getsockname()[1]
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
-            self._environment["MASTER_PORT"] = str(port)
-            del self._environment["WORLD_SIZE"]
-            # As torchrun says where it has the store: rank 0 must not open one.
-            self._environment.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+        is_here = isinstance(engine, _Programs)
+        if is_here:
+            self._environment["LOCAL_WORLD_SIZE"] = str(size)
+        if restarts or not is_here:
+            self._serve_store(is_here)
         else:
             with socket.socket() as listening:
-                listening.bind(("127.0.0.1", 0))
-                self._environment["MASTER_PORT"] = str(listening.getsockname()[1])
-        self._workers: list[_RunWorker] = []
+                listening.bind((LOOPBACK, 0))
+                port = listening.getsockname()[1]
+            self._environment.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+        if restarts:
+            del self._environment["WORLD_SIZE"]
+        self._workers: dict[int, _RunWorker] = {}
         self._replaced: list[_RunWorker] = []
-        for rank in range(size):
-            self._workers.append(self._start(rank, 0))
+        self._start(range(size), 0)
 
-    def _start(self, rank: int, restarts: int) -> _RunWorker:
-        source = self._output.source(str(rank), rank)
-        return _RunWorker(source, rank, environment=self._environment, program=self._program, restarts=restarts)
+    def _serve_store(self, is_here: bool) -> None:
+        import torch.distributed as dist  # takes a second, and only this needs it
+
+        from farcall.runtime.rendezvous.addresses import choose_host
+        from farcall.runtime.rendezvous.store import loopback_listener
+
+        if is_here:
+            host, listening = LOOPBACK, loopback_listener(LOOPBACK, 0)
+        else:
+            host = self._engine.driver_host or choose_host(None, None).host
+            listening = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        # As torchrun says where it has the store: rank 0 must not open one.
+        self._environment.update(
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+
+    def _start(self, ranks: Sequence[int], life: int) -> None:
+        is_here = "LOCAL_WORLD_SIZE" in self._environment
+        for rank in ranks:
+            spec = WorkerSpec(
+                name=f"worker{rank}",
+                rank=rank,
+                life=life,
+                secret="",
+                meet="",
+                environment={**self._environment, **({"LOCAL_RANK": str(rank)} if is_here else {})},
+                directory=os.getcwd(),
+                program=self._program,
+            )
+            self._workers[rank] = _RunWorker(spec, self._output)
+        self._engine.start([self._workers[rank].spec for rank in ranks], self)
+
+    # What the engine says, from its thread.
+
+    def on_output(self, spec: WorkerSpec, data: bytes) -> None:
+        self._heard.put((spec, data))
+
+    def on_state(self, spec: WorkerSpec, state: ProcessState) -> None:
+        self._heard.put((spec, state))
+
+    # The thread of the command.
 
     def run(self) -> int:
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                _watch(selector, worker)
-            while selector.get_map() or any(worker.poll() is None for worker in self._workers):
-                try:
-                    self._step(selector)
-                except KeyboardInterrupt:
-                    # After a second Ctrl-C there is no patience left.
-                    self.end(signal.SIGKILL if self._interrupted else signal.SIGINT)
-                    self._interrupted = True
+        while any(worker.end is None for worker in self._everybody()):
+            try:
+                self._step()
+            except KeyboardInterrupt:
+                # After a second Ctrl-C there is no patience left.
+                self._end(signal.SIGKILL if self._interrupted else signal.SIGINT)
+                self._interrupted = True
         return self._report()
 
-    def _step(self, selector: selectors.BaseSelector) -> None:
-        for key, _ in selector.select(LOOK_S):
-            if key.data is None:
-                selector.unregister(key.fileobj)
-                continue
-            worker: _RunWorker = key.data
-            data = worker.read()
-            if data:
-                worker.source.write(data)
-            else:
+    def _everybody(self) -> list[_RunWorker]:
+        return [*self._workers.values(), *self._replaced]
+
+    def _step(self) -> None:
+        try:
+            spec, news = self._heard.get(timeout=LOOK_S)
+        except Empty:
+            pass
+        else:
+            worker = next(one for one in self._everybody() if one.spec is spec)
+            if isinstance(news, bytes):
+                worker.write(news)
+            elif news.phase == "ended":
+                worker.end = news
                 worker.source.end()
-                selector.unregister(key.fileobj)
-                worker.output.close()
+                self._on_end(worker)
         self._output.show_unfinished()
-        for worker in list(self._workers):
-            if not worker.poll() or worker in self._failed or self._is_ending or self._interrupted:
-                continue
-            if worker.restarts < self._restarts and not self._failed:
-                self._restart(worker, selector)
-            else:
-                self._judge_at = self._judge_at or time.monotonic() + CAUSE_S
-                self._failed.append(worker)
         if self._failed and not self._is_ending and not self._interrupted:
             self._judge()
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:
             self._give_up_at = None
-            self.end(signal.SIGKILL)
+            self._end(signal.SIGKILL)
+
+    def _on_end(self, worker: _RunWorker) -> None:
+        if not worker.has_failed or self._is_ending or self._interrupted:
+            return
+        if worker.spec.life < self._restarts and not self._failed:
+            count = worker.spec.life + 1
+            text = f"worker {worker.rank} {worker.end}; starting it again ({count} of {self._restarts})"
+            self._say(text, "bold yellow")
+            self._replaced.append(worker)
+            self._start([worker.rank], count)
+        else:
+            self._judge_at = self._judge_at or time.monotonic() + CAUSE_S
+            self._failed.append(worker)
 
     def _judge(self) -> None:
         """End the others as soon as the cause is known, or the time for it is over."""
         cause = self._cause()
-        is_known = cause.lost_another() is None and all(worker.output.closed for worker in self._failed)
-        if is_known or time.monotonic() > self._judge_at:
+        if cause.lost_another() is None or time.monotonic() > self._judge_at:
             self._is_ending = True
             self._name_cause(cause)
-            self.end(signal.SIGTERM)
+            self._end(signal.SIGTERM)
 
     def _cause(self) -> _RunWorker:
         """The first that failed not because another one was gone; or else the first that failed."""
@@ -235,36 +291,24 @@ class _Cluster:
         """One line: its error is above, among its own lines."""
         first = self._failed[0]
         victim = f"; worker {first.rank} failed of it: {first.lost_another()}" if cause is not first else ""
-        others = "; ending the others" if any(worker.poll() is None for worker in self._workers) else ""
-        self._say(f"worker {cause.rank} {cause.how_it_ended()}{victim}{others}", "bold red")
+        others = "; ending the others" if any(worker.end is None for worker in self._workers.values()) else ""
+        self._say(f"worker {cause.rank} {cause.end}{victim}{others}", "bold red")
 
     def _say(self, text: str, style: str) -> None:
         self._output.begin_line()
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def _restart(self, worker: _RunWorker, selector: selectors.BaseSelector) -> None:
-        count = worker.restarts + 1
-        text = f"worker {worker.rank} {worker.how_it_ended()}; starting it again ({count} of {self._restarts})"
-        self._say(text, "bold yellow")
-        # Its last lines are still to be read: its output stays watched until its end.
-        self._replaced.append(worker)
-        again = self._workers[worker.rank] = self._start(worker.rank, count)
-        _watch(selector, again)
-
-    def end(self, number: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> None:
         """Signal all workers that still run; after a while, kill them."""
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.send(number)
-                if number == signal.SIGKILL:
-                    worker.process.wait()
-        if number != signal.SIGKILL:
+        left = [worker.spec for worker in self._workers.values() if worker.end is None]
+        if number != signal.SIGKILL and isinstance(self._engine, CommandEngine):
+            self._engine.send(left, number)
             self._give_up_at = time.monotonic() + ENDING_S
+        else:
+            self._engine.end(left)
 
     def close(self) -> None:
-        for worker in (*self._workers, *self._replaced):
-            os.close(worker.ending)
-            worker.output.close()
+        self._engine.close()
         self._store = None
 
     def _report(self) -> int:
@@ -275,11 +319,6 @@ class _Cluster:
             return 0
         if not self._is_ending:  # all had ended before the time for the cause was over
             self._name_cause(self._cause())
-        code = self._cause().process.returncode
+        end = self._cause().end
+        code = 1 if end is None or end.exit_code is None else end.exit_code
         return code if code > 0 else 128 - code
-
-
-def _watch(selector: selectors.BaseSelector, worker: _RunWorker) -> None:
-    selector.register(worker.output, selectors.EVENT_READ, worker)
-    # The end itself is an event: looking from time to time could not tell which worker was first.
-    selector.register(worker.ending, selectors.EVENT_READ, None)

@@ -19,7 +19,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from time import monotonic
 from typing import Any, Self, TypeVar
@@ -32,6 +32,7 @@ from farcall.launcher.lives import Restarts, State
 from farcall.launcher.output import Output, WorkerOutput
 from farcall.launcher.parcel import Parcel
 from farcall.launcher.supervisor import Supervised, Supervisor
+from farcall.launcher.table import LiveTable, rows_of
 from farcall.launcher.worker import DRIVER, end_worker
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT
@@ -103,6 +104,7 @@ class Cluster:
             raise
         self._node: Runtime = current_runtime()
         self._meet = _meeting_url(self._node.addresses)
+        self._table = LiveTable(self.__repr__, self._rows)
         self._supervisor = Supervisor(engine, self, restarts, start_timeout_s)
         self._unsubscribe = self._node.member_events.subscribe(self._supervisor.on_member)
         atexit.register(self.shutdown, graceful=False)
@@ -196,6 +198,7 @@ class Cluster:
                 api.shutdown(graceful=False)
             self._place.cleanup()
             self._output.close()
+            self._table.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,6 +210,15 @@ class Cluster:
         states = list(self.states().values())
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"<Cluster: {'ended' if self._ended.is_set() else counts}>"
+
+    def _repr_html_(self) -> str:
+        return self._table.html()
+
+    def _ipython_display_(self) -> None:
+        self._table.show()
+
+    def _rows(self) -> list[Sequence[object]]:
+        return rows_of(self._supervisor.workers(), self._node)
 
     def _wait_for(self, workers: list[Supervised], quorum: int, timeout_s: float | None) -> None:
         """Return when ``quorum`` of ``workers`` run; raise where that cannot be, or not in time."""

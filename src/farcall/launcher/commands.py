@@ -71,7 +71,7 @@ class CommandEngine:
 
     def environment(self, spec: WorkerSpec) -> Mapping[str, str]:
         """The environment of the command."""
-        return os.environ
+        return {**os.environ, "PYTHONUNBUFFERED": "1"}  # somebody looks at its output live
 
     def running_detail(self, spec: WorkerSpec) -> str:
         """Where it runs, in words."""
@@ -124,7 +124,7 @@ class CommandEngine:
         self._wake()
 
     def end(self, specs: Sequence[WorkerSpec]) -> None:
-        self._send(specs, self.end_signal)
+        self.send(specs, self.end_signal)
 
     def close(self) -> None:
         self._closing = True
@@ -132,10 +132,10 @@ class CommandEngine:
             return
         with self._lock:
             left = list(self._children)
-        self._send(left, self.end_signal)
+        self.send(left, self.end_signal)
         self._wake()
         self._thread.join(CLOSE_S / 2)
-        self._send(left, signal.SIGKILL)
+        self.send(left, signal.SIGKILL)
         self._thread.join(CLOSE_S / 2)
         if self._thread.is_alive():
             with self._lock:
@@ -149,7 +149,8 @@ class CommandEngine:
         for child in self._children.values():
             child.close()
 
-    def _send(self, specs: Sequence[WorkerSpec], number: signal.Signals) -> None:
+    def send(self, specs: Sequence[WorkerSpec], number: signal.Signals) -> None:
+        """Signal the commands of these, and their children, if they have not ended."""
         with self._lock:
             for spec in specs:
                 child = self._children.get(spec)

@@ -14,7 +14,7 @@ from farcall.launcher.lives import Restarts
 from farcall.options import RpcBackendOptions
 from farcall.rpc.handles import Worker
 
-__all__ = ["ENGINES", "find_engine", "launch"]
+__all__ = ["ENGINES", "engine_class", "find_engine", "launch"]
 
 ENGINES = {
     "local": "farcall.launcher.local:LocalEngine",
@@ -104,11 +104,16 @@ def find_engine(on: str | Engine, options: dict[str, Any]) -> Engine:
         if options:
             raise TypeError(f"launch has no argument {', '.join(options)}: give it to the engine")
         return on
+    made: Engine = engine_class(on)(**options)
+    return made
+
+
+def engine_class(on: str) -> Any:
+    """The class of the engine of that name."""
     if on not in ENGINES:
         raise ValueError(f"on must be one of {', '.join(map(repr, ENGINES))}, or an engine, not {on!r}")
     module, name = ENGINES[on].split(":")
-    made: Engine = getattr(importlib.import_module(module), name)(**options)
-    return made
+    return getattr(importlib.import_module(module), name)
 
 
 def _log_folder(chosen: str | os.PathLike[str] | None) -> str:

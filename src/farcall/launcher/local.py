@@ -15,7 +15,7 @@ __all__ = ["LocalEngine"]
 class LocalEngine(CommandEngine):
     """Processes of this machine. The server loads while the driver becomes a member."""
 
-    driver_host = "127.0.0.1"
+    driver_host: str | None = "127.0.0.1"
 
     def __init__(self) -> None:
         super().__init__()

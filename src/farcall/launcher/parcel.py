@@ -90,7 +90,7 @@ def _files(directory: str) -> list[str]:
 
 
 def _folder(name: str) -> Path:
-    return private_directory(runtime_directory() / "parcels") / name
+    return private_directory(private_directory(runtime_directory()) / "parcels") / name
 
 
 def enter_parcel(name: str, path: Sequence[str]) -> bool:
@@ -108,7 +108,6 @@ def unpack_parcel(name: str, data: bytes) -> None:
     folder = _folder(name)
     if hashlib.sha256(data).hexdigest() != name:
         raise ValueError("the directory that was sent is not the one that was packed")
-    private_directory(folder.parent.parent)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # of Python 3.11.4

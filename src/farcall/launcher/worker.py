@@ -1,7 +1,7 @@
 """The process of a worker: ``python -m farcall.launcher.worker``.
 
     1  its spec        one line of standard input, or `ENV_SPEC` (see `engine.py`); nothing is imported before that
-    2  its lifeline    standard input, if the spec came from there
+    2  its lifeline    what was standard input, if the spec came from there; that is empty from now on
     3  its place       environment, working directory, ``sys.path``
     4  its work        joins the driver's group and serves until the driver ends it or is gone; or runs a program
 
@@ -41,7 +41,11 @@ def read_spec() -> WorkerSpec:
         if not piece or len(line) > MAX_SPEC_BYTES:
             raise SystemExit("farcall: this is the process of a worker; farcall.launch starts it")
     spec = WorkerSpec.decode(line)
-    hold(0)
+    # Functions that read standard input find its end, not the lifeline.
+    hold(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     return spec
 
 

@@ -27,8 +27,18 @@ from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, T
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Absent
+from farcall.weights.node import Weights
 
-__all__ = ["BatchMetrics", "CallMetrics", "ChannelMetrics", "DeviceMemory", "Histogram", "Metrics", "collect"]
+__all__ = [
+    "BatchMetrics",
+    "CallMetrics",
+    "ChannelMetrics",
+    "DeviceMemory",
+    "Histogram",
+    "Metrics",
+    "WeightsMetrics",
+    "collect",
+]
 
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +121,25 @@ class StreamMetrics(msgspec.Struct, frozen=True, array_like=True):
     items_written: int = 0
 
 
+class WeightsMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """One name that a worker publishes, or subscribes to."""
+
+    name: str
+    role: str
+    """"publishes" or "subscribes"."""
+    state: str
+    """As `protocol/weights` calls it: "published", "superseded", "subscribed", "orphaned" ..."""
+    epoch: int
+    number: int
+    """The newest version pushed here, or ready here; 0: none yet."""
+    size_bytes: int
+    """Of the tensors of that version."""
+    versions: int
+    """How many are kept here."""
+    total: int
+    """How many were pushed here, or became the newest one here, so far."""
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of devices kept for sending, see `docs/gpu.md`."""
 
@@ -164,6 +193,9 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     """The members that answer nobody, though they are not dead, and for how many seconds."""
     batches: list[BatchMetrics] = []
     streams: StreamMetrics = StreamMetrics()
+    weights: list[WeightsMetrics] = []
+    weights_bytes: int = 0
+    """Memory for versions of weights that this worker owns, whoever reads them."""
     cpu_s: float = 0.0
     """Processor time of its process, of all threads."""
     memory_bytes: int = 0
@@ -201,6 +233,7 @@ def collect(node: Runtime) -> Metrics:
     recorder = node.part_if_made(Recorder)
     batches = node.part_if_made(Batches)
     streams = node.part_if_made(Streams)
+    weights = node.part_if_made(Weights)
     return Metrics(
         worker=node.info.name,
         rank=node.info.id,
@@ -228,6 +261,8 @@ def collect(node: Runtime) -> Metrics:
         },
         batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
         streams=StreamMetrics() if streams is None else StreamMetrics(*streams.counts()),
+        weights=[] if weights is None else [WeightsMetrics(*one) for one in weights.figures()],
+        weights_bytes=0 if weights is None else weights.blocks.total_bytes,
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
         cpu_s=time.process_time(),
         memory_bytes=_resident_bytes(),

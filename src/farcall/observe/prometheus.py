@@ -116,6 +116,7 @@ def families(metrics: Metrics) -> list[Any]:
         ),
         (gauge, "farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
         (gauge, "farcall_streams_open", "Streams read or written here.", metrics.streams.open),
+        (gauge, "farcall_weights_bytes", "Memory for versions of weights.", metrics.weights_bytes),
         (gauge, "farcall_up_seconds", "Since this worker started.", metrics.up_s),
         (counter, "farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
         (counter, "farcall_reconnects", "Connections that were made again.", metrics.reconnects),
@@ -149,7 +150,14 @@ def families(metrics: Metrics) -> list[Any]:
     items = counter("farcall_stream_items", "Items of streams.", labels=["worker", "direction"])
     items.add_metric([worker, "read"], metrics.streams.items_read)
     items.add_metric([worker, "written"], metrics.streams.items_written)
-    return [*found, *batches, items]
+    versions = gauge(
+        "farcall_weights_version", "The newest version of weights.", labels=["worker", "name", "role", "epoch"]
+    )
+    pushed = counter("farcall_weights_versions", "Versions pushed or received.", labels=["worker", "name", "role"])
+    for one_name in metrics.weights:
+        versions.add_metric([worker, one_name.name, one_name.role, str(one_name.epoch)], one_name.number)
+        pushed.add_metric([worker, one_name.name, one_name.role], one_name.total)
+    return [*found, *batches, items, versions, pushed]
 
 
 def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics]) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "pairs_of_looks",
     "rows",
     "stream_items_per_s",
+    "weights",
 ]
 
 
@@ -33,7 +34,7 @@ def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterato
         then = earlier.get((one.worker, one.process_id))
         if then is None:
             then = msgspec.structs.replace(
-                one, up_s=0.0, called=[], served=[], channels=[], batches=[], streams=StreamMetrics()
+                one, up_s=0.0, called=[], served=[], channels=[], batches=[], streams=StreamMetrics(), weights=[]
             )
         yield then, one, max(1e-3, one.up_s - then.up_s)
 
@@ -138,6 +139,60 @@ def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchRow]
                 so_far.waited_s + batch.waited_s - then.waited_s,
             )
     return sorted((row for row in found.values() if row.runs), key=lambda row: row.items, reverse=True)
+
+
+@dataclass(frozen=True)
+class WeightsRow:
+    """One name under which weights are published, at all workers."""
+
+    name: str
+    publisher: str
+    """Empty: nobody publishes it now."""
+    version: str
+    number: int
+    size_bytes: int
+    pushes_per_s: float
+    subscribers: dict[str, int]
+    """The number of the newest version at each."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the publisher copies."""
+        return self.pushes_per_s * self.size_bytes
+
+    def told(self, most: int) -> str:
+        """Who has which version, those that lag behind first; ``most`` workers at most."""
+        found = sorted(self.subscribers.items(), key=lambda item: (item[1], item[0]))
+        texts = [
+            f"{worker} {number}" + (f" ({self.number - number} behind)" if number < self.number else "")
+            for worker, number in found
+        ]
+        return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRow]:
+    """The names of published weights, with who publishes and who has which version."""
+    looks = list(pairs_of_looks(before, now))
+    found = []
+    for name in sorted({each.name for _, one, _ in looks for each in one.weights}):
+        newest: tuple[int, int] = (0, 0)
+        publisher, size_bytes, per_s = "", 0, 0.0
+        subscribers: dict[str, int] = {}
+        for old, one, seconds in looks:
+            pushed = {each.name: each.total for each in old.weights if each.role == "publishes"}
+            for each in one.weights:
+                if each.name != name:
+                    continue
+                if (each.epoch, each.number) >= newest:
+                    newest, size_bytes = (each.epoch, each.number), each.size_bytes
+                if each.role == "subscribes":
+                    subscribers[one.worker] = each.number
+                elif each.state == "published":
+                    publisher = one.worker
+                    per_s += max(0, each.total - pushed.get(name, 0)) / seconds
+        version = f"{newest[0]}.{newest[1]}"
+        found.append(WeightsRow(name, publisher, version, newest[1], size_bytes, per_s, subscribers))
+    return found
 
 
 def stream_items_per_s(before: Iterable[Metrics], now: Iterable[Metrics]) -> float:

@@ -69,7 +69,8 @@ def decode_function(data: bytes | memoryview) -> Any:
             found = getattr(found, name, _missing)
         if found is not _missing:
             return found
-    return _decode_function(data)
+    found = _final.get(data)
+    return _decode_function(data) if found is None else found
 
 
 def forget_names() -> None:

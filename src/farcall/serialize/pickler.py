@@ -184,6 +184,12 @@ def read_value(frame: Frame, peer: Any = None) -> Any:
     read-only ones are copied. If the frame belongs to a distributed autograd context, its tensors are recorded there.
     """
     if not frame.message_id or frame.recording is None:
+        payload = frame.payload
+        if payload[-1:] == _FLAT:
+            try:
+                return read_flat(payload, frame.buffers, None)
+            except Exception:
+                pass  # it is read again, by who tells what is wrong with it
         return _read(frame.payload, frame.buffers, frame.forks, peer)
     message_id, frame.message_id = frame.message_id, 0  # it is received or declined here: nobody is to do so again
     tensors: list[torch.Tensor] = []

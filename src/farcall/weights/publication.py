@@ -53,6 +53,7 @@ class Publication:
         self.keep: int = keep
         self.machine: PublisherMachine = machine
         self.versions: dict[int, PublishedVersion] = {}
+        self.pushes: int = 0
         self._weights = weights
         self._source = source
         self._pushing = threading.Lock()

@@ -41,6 +41,8 @@ class NameVersions:
         self.name: str = name
         self.machine: SubscriberMachine = SubscriberMachine(name, serials)
         self.versions: dict[Key, HeldVersion] = {}
+        self.arrived: int = 0
+        """How many have become the newest one."""
         self.users: int = 0
         """How many subscriptions there are."""
         self._gates: dict[Gate | LoopGate, None] = {}
@@ -73,7 +75,7 @@ class NameVersions:
         try:
             yield held
         finally:
-            self.weights.subscriber_event(self, LetGo(held.key))
+            self.weights.subscriptions.event(self, LetGo(held.key))
 
     def _find(self, version: Version | None) -> HeldVersion:
         self.weights.check_running()
@@ -90,10 +92,10 @@ class NameVersions:
         views = []
         for block in held.blocks:
             # A mapping of its own, copy on write: a program that writes to these tensors harms nobody else.
-            view, lease = leased(block.private_view(), self.weights.on_view_death, (self, held.key))
+            view, lease = leased(block.private_view(), self.weights.subscriptions.on_view_death, (self, held.key))
             with self.weights.lock:
                 self.machine.handle(Held(held.key))
-            self.weights.leases[id(lease)] = lease
+            self.weights.subscriptions.leases[id(lease)] = lease
             views.append(view)
         return views
 
@@ -197,7 +199,7 @@ class Subscription:
         """Want no more versions. Tensors of `get` stay as they are."""
         if self._is_open:
             self._is_open = False
-            self._versions.weights.end_subscription(self._versions)
+            self._versions.weights.subscriptions.end(self._versions)
 
     def __enter__(self) -> Subscription:
         return self
@@ -207,7 +209,7 @@ class Subscription:
 
     def __del__(self) -> None:
         if getattr(self, "_is_open", False):
-            self._versions.weights.end_subscription_later(self._versions)
+            self._versions.weights.subscriptions.end_later(self._versions)
 
     def __repr__(self) -> str:
         who = self.publisher

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from farcall.cli.live import page
-from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
+from farcall.observe.dashboard import digest
+from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics, WeightsMetrics
 from farcall.observe.observer import Answers
-from farcall.observe.rates import rows
+from farcall.observe.rates import rows, weights
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
@@ -156,3 +157,39 @@ def test_prometheus_text() -> None:
     assert 'farcall_reconnects_total{worker="w0"} 2.0' in lines
     assert 'farcall_member_events_total{event="dead",worker="w0"} 1.0' in lines
     assert 'farcall_queue_depth{worker="w0"} 1.0' in lines
+
+
+def published(worker: str, *weights: WeightsMetrics) -> Metrics:
+    return msgspec.structs.replace(metrics(10.0, histogram()), worker=worker, weights=list(weights))
+
+
+def test_who_has_which_weights_and_who_lags() -> None:
+    before = [
+        published("w0", WeightsMetrics("policy", "publishes", "published", 2, 7, 1 << 20, 2, 3)),
+        published("w1"),
+        published("w2"),
+    ]
+    now = [
+        published("w0", WeightsMetrics("policy", "publishes", "published", 2, 17, 1 << 20, 2, 13)),
+        published("w1", WeightsMetrics("policy", "subscribes", "subscribed", 2, 17, 1 << 20, 2, 8)),
+        published("w2", WeightsMetrics("policy", "subscribes", "subscribed", 2, 15, 1 << 20, 2, 6)),
+    ]
+    now = [msgspec.structs.replace(one, up_s=15.0) for one in now]
+    [row] = weights(before, now)
+    assert (row.publisher, row.version, row.pushes_per_s) == ("w0", "2.17", 2.0)
+    assert row.told(5) == "w2 15 (2 behind), w1 17"
+    assert row.told(1) == "w2 15 (2 behind) and 1 more"
+    text = io.StringIO()
+    Console(file=text, width=120).print(page(Answers("id", now, []), before, 120))
+    assert "w2 15 (2 behind), w1 17" in text.getvalue()
+    [told] = digest.weights(before, now)
+    assert (told["behind"], told["copied"]) == (1, 2.0 * (1 << 20))
+
+
+def test_weights_without_a_publisher_are_told_as_such() -> None:
+    now = [
+        published("w0", WeightsMetrics("policy", "publishes", "superseded", 1, 3, 8, 1, 3)),
+        published("w1", WeightsMetrics("policy", "subscribes", "orphaned", 2, 4, 8, 1, 3)),
+    ]
+    [row] = weights([], now)
+    assert (row.publisher, row.version) == ("", "2.4")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from farcall.transport.interface import TransportBroken, TransportForged
 from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.poly1305 import AVAILABLE
+from farcall.transport.sealed import _USUAL_BODY_BYTES as USUAL_BYTES
 from farcall.transport.sealed import MAX_BODY_BYTES, SealedTransport
 
 THERE, BACK = b"t" * 32, b"b" * 32
@@ -51,10 +52,22 @@ def take(transport: MemoryTransport) -> bytes:
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_is_sent_comes_through(quick: bool) -> None:
     between = Between(quick=quick)
-    for size in (1, 100, 4095, 4096, 5000, MAX_BODY_BYTES):
+    for size in (1, 100, 4095, 4096, 5000, USUAL_BYTES):
         (record,) = between.records(bytes([size % 251]) * size)
         assert between.give(record) == bytes([size % 251]) * size
     assert not between.right.buffered
+
+
+def test_records_grow_while_they_are_taken_at_once() -> None:
+    between = Between(quick=True)
+    data = bytes(range(256)) * (4 * MAX_BODY_BYTES // 256)
+    sizes = []
+    for _ in range(4):
+        sizes.append(between.left.send((data,)))
+        assert between.give(between.take()) == data[: sizes[-1]]
+    assert sizes == [USUAL_BYTES, 2 * USUAL_BYTES, MAX_BODY_BYTES, MAX_BODY_BYTES]
+    assert between.left.send((b"small",)) == 5
+    assert between.left.send((data,)) == USUAL_BYTES
 
 
 def test_both_directions_have_keys_of_their_own() -> None:

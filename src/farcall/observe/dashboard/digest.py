@@ -16,12 +16,24 @@ import msgspec
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 from farcall.observe.rates import Row, busiest, errors_of, latency_between, pairs_of_looks
+from farcall.observe.rates import weights as weights_of
 from farcall.observe.snapshot import QUEUED, STARTING, ThreadView, WorkerSnapshot
 from farcall.observe.troubles import ThreadKey, find_troubles
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.membership.events import MEMBER_EVENTS
 
-__all__ = ["channels", "events", "functions", "functions_between", "pairs", "point", "troubles", "waiting", "workers"]
+__all__ = [
+    "channels",
+    "events",
+    "functions",
+    "functions_between",
+    "pairs",
+    "point",
+    "troubles",
+    "waiting",
+    "weights",
+    "workers",
+]
 
 MOST_FUNCTIONS: Final = 100
 MOST_WAITING: Final = 60
@@ -192,6 +204,23 @@ def channels(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
             entry["sent"] += channel.sent_bytes
             entry["sent_per_s"] += max(0, channel.sent_bytes - known.get((channel.peer, name), 0)) / seconds
     return [found[name] for name in sorted(found)]
+
+
+def weights(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
+    """The names of published weights, and who has which version."""
+    return [
+        {
+            "name": row.name,
+            "publisher": row.publisher,
+            "version": row.version,
+            "size": row.size_bytes,
+            "pushes": row.pushes_per_s,
+            "copied": row.bytes_per_s,
+            "who": row.told(MOST_FUNCTIONS),
+            "behind": sum(number < row.number for number in row.subscribers.values()),
+        }
+        for row in weights_of(before, now)
+    ]
 
 
 def waiting(snapshots: Sequence[WorkerSnapshot]) -> list[Values]:

@@ -146,6 +146,7 @@ class Looks:
             "pairs": digest.pairs(self._some_time_ago(heard.answers), heard.answers),
             "functions": digest.functions(before, heard.answers, seconds),
             "channels": sent,
+            "weights": digest.weights(before, heard.answers),
             "waiting": digest.waiting(snapshots.answers),
             "troubles": digest.troubles(snapshots.answers, still),
             "events": digest.events(happened.answers),

@@ -198,6 +198,16 @@ function showMemory() {
     ["sent/s", (row) => size(row.sent_per_s)],
     ["sent in all", (row) => size(row.sent)],
   ], state.channels ?? [], "nothing was sent yet");
+  table(find("weights-table"), [
+    ["name", (row) => row.name, "name"],
+    ["publisher", (row) => row.publisher || "nobody", "text", (row) => (row.publisher ? "" : "bad")],
+    ["version", (row) => row.version],
+    ["size", (row) => size(row.size)],
+    ["pushes/s", (row) => count(row.pushes)],
+    ["copied/s", (row) => size(row.copied)],
+    ["behind", (row) => count(row.behind), "", (row) => (row.behind ? "bad" : "")],
+    ["who has which", (row) => row.who, "text"],
+  ], state.weights ?? [], "nobody publishes weights");
 }
 
 // ------------------------------------------------------------------ waiting and events

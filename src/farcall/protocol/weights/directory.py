@@ -1,0 +1,50 @@
+"""Who publishes what, as far as one member has heard: the highest claim of each name, and the highest version.
+
+Also of publishers that are gone: a later one has to go above them. There is no central member. A publisher tells all,
+and all answer what they knew before (`publisher.py`).
+"""
+
+from __future__ import annotations
+
+from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClaimed
+
+__all__ = ["Directory"]
+
+
+class Directory:
+    """Mutable: of each name, the highest claim and version; and what members that live have claimed last."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Claim, int]] = {}
+        self._claimants: dict[str, dict[int, Claim]] = {}
+
+    def find(self, name: str) -> tuple[Claim | None, int]:
+        """The highest claim and version; (None, 0) if nobody was heard of."""
+        return self._known.get(name, (None, 0))
+
+    def note(self, name: str, claim: Claim, number: int) -> None:
+        """There is, or was, such a claim and such a version."""
+        known, highest = self._known.get(name, (claim, number))
+        self._known[name] = max(known, claim), max(highest, number)
+
+    def claim(self, message: NameClaimed) -> ClaimAnswered:
+        """A member claims a name: the answer."""
+        name, claim = message.name, message.claim
+        known, number = self._known.get(name, (claim, 0))
+        self.note(name, claim, message.number)
+        self._claimants.setdefault(name, {})[claim.publisher] = claim
+        return ClaimAnswered(name, claim, known, number)
+
+    def lose(self, member: int) -> list[ClaimAnswered]:
+        """A member is gone: what is to be told to the publisher of each answer's ``claim``.
+
+        If it had the highest claim of a name, the one that published the name before may live, and may never have heard
+        of that. Its claim would stay below the one that is known here, and nobody here would listen to it.
+        """
+        answers = []
+        for name, claimants in self._claimants.items():
+            gone = claimants.pop(member, None)
+            known, number = self._known[name]
+            if gone == known and claimants:
+                answers.append(ClaimAnswered(name, max(claimants.values()), known, number))
+        return answers

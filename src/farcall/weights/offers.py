@@ -1,0 +1,84 @@
+"""Descriptors of blocks on their way from their owner to those who read them, and the news that a block is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from farcall.errors import RpcTimeout
+from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, encode_small
+from farcall.protocol.messages import encode_message
+from farcall.protocol.weights.messages import BlockOffered, BlockRefused, BlockRetired
+from farcall.runtime.link.resend import LostOffer
+from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.weights.memory import Block
+
+if TYPE_CHECKING:
+    from farcall.weights.node import Weights
+
+__all__ = ["Offers"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+OFFER_S = 30.0
+"""How long an offer may wait for a link that is down, before it is tried again."""
+
+
+class Offers:
+    """The blocks of one node, as others get to see them. Each member gets each descriptor once (``offered_to``)."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        weights.node.hooks.on_control(BlockRefused, self._on_refused)
+
+    def offer(self, block: Block, peer: RemotePeer) -> None:
+        """Have ``peer`` get the descriptor of ``block``. Never waits."""
+        if self._begin(block, peer):
+            # On a worker: a link that is down makes its senders wait.
+            self._weights.node.write_later(partial(self._send, block, peer))
+
+    def offer_and_wait(self, block: Block, peer: RemotePeer) -> None:
+        """The same, on this thread: it waits while the link is down."""
+        if self._begin(block, peer):
+            self._send(block, peer)
+
+    def tell_retired(self) -> None:
+        """Tell those who know them which blocks this node has given up."""
+        for block in self._weights.blocks.take_retired():
+            for member in block.offered_to:
+                self._weights.send(member, BlockRetired(block.block_id))
+
+    def _begin(self, block: Block, peer: RemotePeer) -> bool:
+        with self._weights.lock:
+            if peer.incarnation in block.offered_to or block.descriptor < 0:
+                return False
+            block.offered_to.add(peer.incarnation)
+            return True
+
+    def _send(self, block: Block, peer: RemotePeer) -> None:
+        with self._weights.lock:
+            if block.descriptor < 0:
+                return
+            descriptor = os.dup(block.descriptor)
+        message = encode_message(BlockOffered(block.block_id, block.size))
+        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
+        lost = LostOffer(partial(self._on_lost, block, peer))
+        try:
+            peer.link.outgoing.send_with_descriptor(frame, descriptor, monotonic() + OFFER_S, lost)
+        except RpcTimeout:
+            self._on_lost(block, peer)
+        finally:
+            os.close(descriptor)
+
+    def _on_lost(self, block: Block, peer: RemotePeer) -> None:
+        """The connection broke before the offer had arrived: make it again."""
+        with self._weights.lock:
+            block.offered_to.discard(peer.incarnation)
+        if not peer.broken:
+            self.offer(block, peer)
+
+    def _on_refused(self, peer: Peer, message: BlockRefused) -> None:
+        logger.info("%s cannot map weights of %s: %s", peer.info.name, self._weights.node.info.name, message.reason)
