@@ -146,3 +146,24 @@ def test_a_fetch_that_nobody_wants_any_more_writes_nothing(
 def test_least_privilege_leaves_weights_alone() -> None:
     for function in (find_route, read_chunk, borrow):
         Allowance([], []).check_function(encode_function(function) or b"")
+
+
+def test_a_subscriber_without_room_gets_the_next_version(
+    nodes: list[farcall.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription = nodes[1].subscribe("policy")
+    policy = nodes[0].publish("policy", model(1.0))
+    refused = threading.Event()
+
+    def full(size: int) -> Block:
+        refused.set()
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights_of(nodes[1]).blocks, "take", full)
+        first = policy.push()
+        assert refused.wait(LONG_S)
+    wait_until(lambda: not subscription._versions.machine.arriving)
+    second = policy.push()
+    assert subscription.wait(timeout=LONG_S) == second > first
+    subscription.verify()

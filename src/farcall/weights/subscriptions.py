@@ -198,21 +198,34 @@ class Subscriptions:
             logger.warning("%s: no way to fetch %r", self._weights.node.info.name, versions.name)
             self.event(versions, subscriber.Failed(key))
             return
-        missing = {}
-        with self._weights.lock:
-            blocks: list[Block | BorrowedBlock] = []
-            for content in held.manifest.contents:
-                block = self.find_copy(content)
-                if block is None:
-                    block = missing[content] = self._weights.blocks.take(content.size_bytes)
-                    held.own_blocks.append(block)
-                elif isinstance(block, Block):
-                    self._weights.blocks.share(block)
-                    held.own_blocks.append(block)
-                blocks.append(block)
-            held.blocks, held.was_fetched = blocks, True
+        try:
+            with self._weights.lock:
+                if versions.versions.get(key) is not held:
+                    return  # it was dropped meanwhile
+                missing = self._make_room(held)
+        except OSError as error:
+            name = self._weights.node.info.name
+            logger.warning("%s: no room for version %s of %r: %s", name, held.version, versions.name, error)
+            self.event(versions, subscriber.Failed(key))
+            return
         arriving = Arriving(versions.name, key, lender.incarnation, missing)
         self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
+
+    def _make_room(self, held: HeldVersion) -> dict[Content, Block]:
+        """Blocks for the contents of a version that are to be fetched; what is here is shared. With the lock held."""
+        missing = {}
+        blocks: list[Block | BorrowedBlock] = []
+        for content in held.manifest.contents:
+            block = self.find_copy(content)
+            if block is None:
+                block = missing[content] = self._weights.blocks.take(content.size_bytes)
+                held.own_blocks.append(block)
+            elif isinstance(block, Block):
+                self._weights.blocks.share(block)
+                held.own_blocks.append(block)
+            blocks.append(block)
+        held.blocks, held.was_fetched = blocks, True
+        return missing
 
     def _on_fetched(
         self,
