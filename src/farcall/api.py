@@ -123,7 +123,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
         leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)
     finally:
         with slot.lock:
-            if slot.runtime is runtime:
+            if slot.runtime in (runtime, runtime.newest()):
                 slot.clear("it was shut down")
 
 

@@ -80,7 +80,7 @@ class NotInitialized(RpcError):
 
 
 class Expelled(NotInitialized):
-    """The other members have declared this node dead: it did not answer for too long. It may join again."""
+    """The other members have declared this node dead: it did not answer for too long. It joins again, if it can."""
 
 
 class InitError(RpcError):

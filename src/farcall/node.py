@@ -7,14 +7,16 @@ A node *has* a runtime, from its start on, and shows the vocabulary of calls ove
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, Self, TypeVar, overload
 
 import torch
 
 from farcall.autograd.recorder import Recorder
-from farcall.errors import NotInitialized
+from farcall.errors import Expelled, InitError, MissingPeers, NotInitialized
 from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
@@ -23,6 +25,8 @@ from farcall.observe.observability import Observability
 from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.options import RpcBackendOptions
+from farcall.protocol.backoff import Backoff
+from farcall.protocol.member import incarnation_text
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
@@ -35,7 +39,9 @@ from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
+from farcall.runtime.node.current import slot
 from farcall.runtime.node.lifecycle import Lifecycle
+from farcall.runtime.rendezvous.dynamic import GroupIsOver, Meeting
 from farcall.serialize import restrict
 from farcall.serialize.allowance import read_table
 from farcall.weights.node import Weights
@@ -45,6 +51,10 @@ from farcall.weights.subscription import Subscription
 __all__ = ["Node", "leave"]
 
 T = TypeVar("T")
+logger: logging.Logger = logging.getLogger("farcall")
+
+FIRST_RETURN_S, LONGEST_RETURN_S = 0.05, 5.0
+"""The pauses of an expelled node between its attempts to join again."""
 
 
 class Node:
@@ -105,20 +115,75 @@ class Node:
             log_as_told(options.observing.log)
             if options.allowed is not None:
                 restrict(read_table(options.allowed))
-            make_calls: Callable[..., CallTable] = CallTable
-            if options.observing.opentelemetry:
-                make_calls = partial(TracedCalls, telemetry=Telemetry(self._lifecycle.name))
-            self._started = start_runtime(
-                self._lifecycle,
-                self._rank,
-                self._world_size,
-                options,
-                parts=(Recorder, NodeReferences, Streams, Weights, Observability),
-                make_calls=make_calls,
-            )
+            self._started = self._become_member()
         except BaseException:
             self._lifecycle.end()
             raise
+
+    def _become_member(self) -> Runtime:
+        try:
+            return self._start(self._lifecycle)
+        except GroupIsOver as error:
+            # Its last members left just now. Whoever comes back to this place makes a new group.
+            self._lifecycle = Lifecycle(self._lifecycle.name)
+            self._lifecycle.move("start")
+            return self._start(self._lifecycle, over=error.cluster_id)
+
+    def _start(self, lifecycle: Lifecycle, way_back: Meeting | None = None, over: str = "") -> Runtime:
+        make_calls: Callable[..., CallTable] = CallTable
+        if self._options.observing.opentelemetry:
+            make_calls = partial(TracedCalls, telemetry=Telemetry(lifecycle.name))
+        return start_runtime(
+            lifecycle,
+            self._rank,
+            self._world_size,
+            self._options,
+            parts=(Recorder, NodeReferences, Streams, Weights, Observability, self._on_made),
+            make_calls=make_calls,
+            way_back=way_back,
+            over=over,
+        )
+
+    def _on_made(self, runtime: Runtime) -> None:
+        runtime.hooks.expelled.append(partial(self._come_back, runtime))
+
+    def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
+        """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.
+
+        Nothing of the old membership is carried over but subscriptions: its references and contexts are lost.
+        """
+        pauses = Backoff(FIRST_RETURN_S, LONGEST_RETURN_S)
+        until = monotonic() + self._options.start_deadline_s
+        assert way_back.cancelled is not None
+        while way_back.members and not way_back.cancelled.wait(pauses.next_s()):
+            lifecycle = Lifecycle(self._lifecycle.name)
+            lifecycle.move("start")
+            try:
+                runtime = self._start(lifecycle, way_back)
+            except (MissingPeers, Expelled) as error:
+                logger.info("%s could not join again yet: %s", lifecycle.name, error)
+                continue
+            except Exception as error:
+                # The end of its former life may not be known yet to the one who decides.
+                if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
+                    continue
+                logger.error("%s cannot join again: %s", lifecycle.name, error)
+                break
+            self._succeed(expelled, runtime, lifecycle)
+            return
+        expelled.member_events.end()
+
+    def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
+        runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
+        runtime.server.on_failure = expelled.server.on_failure
+        runtime.member_events.take_over(expelled.member_events)
+        self._lifecycle, self._started = lifecycle, runtime
+        expelled.successor = runtime
+        slot.succeed(expelled, runtime)
+        why = str(expelled.why_ended)
+        logger.warning("%s is back, as a new member: what it held before is lost", runtime.info.name)
+        runtime.event_log.note("rejoined", runtime.info.name, text=why)
+        runtime.member_events.tell(MemberEvent("rejoined", runtime.info, incarnation_text(runtime.me.incarnation), why))
 
     def __enter__(self) -> Self:
         if self._lifecycle.state == "new":

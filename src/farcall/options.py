@@ -105,6 +105,8 @@ class MembershipOptions(_Checked):
         indirect_probes: how many members are asked whether they can reach one that does not answer.
         unresponsive_s: how long a member may answer nobody although its host answers, because it is busy or stopped,
             before it is declared dead. None: for ever; calls to it wait within their own timeouts.
+        rejoin: whether this node, if the others declare it dead although it lives, joins again by itself, as a new
+            member. If not, or where its place was given away, its calls go on to raise ``Expelled``.
     """
 
     reconnect_s: float = 10.0
@@ -113,8 +115,10 @@ class MembershipOptions(_Checked):
     suspicion_s: float = 10.0
     indirect_probes: int = 3
     unresponsive_s: float | None = None
+    rejoin: bool = True
 
     def __post_init__(self) -> None:
+        self._check_each(_check_flag, "rejoin")
         self._set("reconnect_s", _check_seconds("reconnect_s", self.reconnect_s, "0 means never"))
         self._check_each(_check_some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
         self._check_each(_check_positive, "indirect_probes")

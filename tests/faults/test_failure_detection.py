@@ -26,7 +26,7 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 BOUND_S = 40.0
-QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0, unresponsive_s=1.0)
+QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=1.0, unresponsive_s=1.0, rejoin=False)
 
 
 def _serve(rank: int, url: str, size: int | None, options: dict[str, Any], report: str) -> None:
@@ -207,7 +207,8 @@ def test_a_name_is_free_again_after_a_death(tmp_path: Any) -> None:
 
 def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     url = temporary_file_url()
-    nodes = [farcall.Node(f"w{rank}", rank, options=farcall.RpcBackendOptions(init_method=url)) for rank in range(3)]
+    options = farcall.RpcBackendOptions(init_method=url, membership=MembershipOptions(rejoin=False))
+    nodes = [farcall.Node(f"w{rank}", rank, options=options) for rank in range(3)]
     for node in nodes:
         node.start()
     events: list[tuple[str, str]] = []

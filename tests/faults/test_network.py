@@ -209,7 +209,7 @@ def test_a_half_open_link_is_no_death() -> None:
 
 
 @pytest.mark.parametrize("is_static", [True, False], ids=["static", "dynamic"])
-def test_a_host_that_nobody_reaches_is_dead_and_learns_it(is_static: bool) -> None:
+def test_a_host_that_nobody_reaches_is_dead_learns_it_and_finds_back_in(is_static: bool) -> None:
     with cluster(3, is_static) as found:
         for rank in (0, 1):
             found.network.cut(rank, 2)
@@ -224,11 +224,14 @@ def test_a_host_that_nobody_reaches_is_dead_and_learns_it(is_static: bool) -> No
         assert (ended.error, ended.delivery) == ("PeerDead", "unknown")
         assert found.call(0, "goes on", "w1").result == "goes on"
         found.network.heal()
-        wait_until(lambda: not found.ask(2, "running"))
+        found.wait_for(2, "rejoined", "w2")
         ended = Ended(*found.ask(2, "end", "from the lost"))
         assert ended.error in ("Expelled", "PeerDead")
-        assert found.ask(0, "running")
-        assert found.ask(1, "running")
+        for rank in (0, 1):
+            found.wait_for(rank, "joined", "w2")
+            assert ("rejoined", f"w{rank}") not in found.ask(rank, "events")
+            assert found.call(rank, f"to the new one from {rank}", "w2").result
+            assert found.call(2, f"from the new one to {rank}", f"w{rank}").result
         assert found.ask(2, "ran").count("to the lost") <= 1
         assert "from the lost" not in found.ask(0, "ran")
 
@@ -248,7 +251,7 @@ def test_a_busy_member_on_another_host_is_not_dead() -> None:
 
 
 def test_of_two_that_lost_each_other_one_stays() -> None:
-    """Each was alone, so each doubts itself longer; the one of lower rank is the cluster afterwards."""
+    """Each was alone, so each doubts itself longer; the one of lower rank lets the other in again."""
     with cluster(2) as found:
         found.network.cut(0, 1)
         for rank in (0, 1):
@@ -257,7 +260,8 @@ def test_of_two_that_lost_each_other_one_stays() -> None:
             found.wait_for(rank, "dead", f"w{1 - rank}")
             assert Ended(*found.ask(rank, "end", f"to {1 - rank}")).error == "PeerDead"
         found.network.heal()
-        wait_until(lambda: not found.ask(1, "running"))
-        assert found.ask(0, "running")
+        found.wait_for(1, "rejoined", "w1")
+        assert ("rejoined", "w0") not in found.ask(0, "events")
         assert len(found.ask(0, "ran")) <= 1
         assert len(found.ask(1, "ran")) <= 1
+        assert found.call(1, "back", "w0").result == "back"

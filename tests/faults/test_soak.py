@@ -39,7 +39,11 @@ DISTURBED = 4
 SHORTEST_DEATH_S = 3.0
 OPTIONS: dict[str, Any] = {
     "membership": MembershipOptions(
-        probe_interval_s=0.3, probe_timeout_s=0.2, suspicion_s=SHORTEST_DEATH_S, unresponsive_s=SHORTEST_DEATH_S
+        rejoin=False,  # who is expelled ends, and is started again
+        probe_interval_s=0.3,
+        probe_timeout_s=0.2,
+        suspicion_s=SHORTEST_DEATH_S,
+        unresponsive_s=SHORTEST_DEATH_S,
     ),
     "num_worker_threads": 4,
 }

@@ -21,7 +21,7 @@ from farcall.launcher.worker import DRIVER
 from farcall.runtime.node import runtime_of
 
 ROOT = Path(__file__).parents[2]
-START_S = 120.0
+START_S = 300.0
 """Workers load torch, perhaps all at once on a busy machine."""
 
 

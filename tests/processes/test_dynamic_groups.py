@@ -320,7 +320,10 @@ def test_callbacks_and_iterators_tell_who_comes_and_goes(url: str) -> None:
         assert len(heard) == 2
 
 
-def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str) -> None:
+def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its user, who is quicker than it is itself."""
+    monkeypatch.setattr(farcall.node, "FIRST_RETURN_S", 600.0)
+    monkeypatch.setattr(farcall.node, "LONGEST_RETURN_S", 600.0)
     with member("stays", 7, url) as stays:
         with this_process(url):
             node = api.current_runtime()

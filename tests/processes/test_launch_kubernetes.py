@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.kit.launched import check_launch
 from tests.kit.launching import driver, wait_gone
 from tests.kit.rigs.kubernetes import KubernetesRig, kubernetes_api
 from tests.kit.waiting import wait_until
@@ -15,9 +16,17 @@ from tests.kit.waiting import wait_until
 from farcall.launcher.engine import EngineError
 from farcall.launcher.engines.kubernetes import KubernetesEngine
 
+pytestmark = pytest.mark.timeout(600)
+
 
 def engine_for(rig: KubernetesRig, **options: object) -> KubernetesEngine:
     return KubernetesEngine(image="farcall:test", namespace="team", python=sys.executable, args=rig.args, **options)
+
+
+def test_launch() -> None:
+    with kubernetes_api() as rig:
+        check_launch("kubernetes", image="farcall:test", namespace="team", python=sys.executable, args=rig.args)
+        assert not rig.pods
 
 
 @pytest.mark.parametrize("has_job_sets", [False, True], ids=["Job", "JobSet"])
@@ -46,6 +55,41 @@ def test_workers_are_killed_and_started_again(tmp_path: Path, has_job_sets: bool
         assert not rig.jobs
         assert not rig.secrets
         assert not rig.pods
+
+
+def test_pods_come_before_their_workers_are_known(tmp_path: Path) -> None:
+    """A look at the cluster while workers are being started leaves their pods alone."""
+    with kubernetes_api() as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig)
+        try:
+            launched.start(engine, 1)  # the engine looks from now on
+            looks = rig.looks
+            rig.before_secrets = lambda: wait_until(lambda: rig.looks > looks + 2, "the engine has looked")
+            spec = launched.spec(1)
+            engine.start([spec], launched.watching)
+            launched.wait_joined([spec])
+        finally:
+            engine.close()
+
+
+def test_a_worker_that_was_ended_before_it_had_a_pod_gets_none(tmp_path: Path) -> None:
+    with kubernetes_api(starts_pods=False) as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig)
+        try:
+            first, second = launched.spec(0), launched.spec(1)
+            engine.start([first, second], launched.watching)
+            late = next(pod for pod in rig.pods.values() if pod.index == 1)
+            with rig.lock:
+                del rig.pods[late.name]
+                engine._lives[second].pod = ""
+            engine.end([second])
+            assert launched.wait_ended(second).detail == "it had no pod yet"
+            with rig.lock:
+                rig.pods[late.name] = late
+            wait_until(lambda: late.name not in rig.pods, "its pod was deleted")
+            assert len(rig.pods) == 1
+        finally:
+            engine.close()
 
 
 def test_workers_end_when_their_driver_has_left(tmp_path: Path) -> None:

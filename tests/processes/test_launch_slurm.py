@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.launched import check_launch
 from tests.kit.launching import DRIVER_PROGRAM, ROOT, START_S, check_killed_driver, driver, runs, wait_gone
 from tests.kit.rigs.slurm import slurm_cluster
 from tests.kit.waiting import wait_until
 
 from farcall.launcher.engines.slurm import SlurmEngine
 
-pytestmark = pytest.mark.xdist_group("slurm")  # one cluster for all of them
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 IMPORTS = "from farcall.launcher.engines.slurm import SlurmEngine"
 
 
@@ -33,6 +34,11 @@ def in_reach(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def jobs() -> list[str]:
     return subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True, timeout=60).stdout.split()
+
+
+def test_launch() -> None:
+    check_launch("slurm", nodes=2, args=["--time=10"])
+    wait_until(lambda: not jobs(), "the nodes were given back")
 
 
 def test_outside_an_allocation_one_is_asked_for(tmp_path: Path) -> None:

@@ -8,16 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.launched import check_launch
 from tests.kit.launching import check_killed_driver, driver, wait_gone
 from tests.kit.rigs.ssh import SshRig, ssh_server
 
 from farcall.launcher.engines.ssh import SshEngine
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[SshRig]:
     with ssh_server(tmp_path) as running:
         yield running
+
+
+def test_launch(rig: SshRig) -> None:
+    check_launch("ssh", hosts=list(rig.hosts), args=["-F", str(rig.configuration)])
 
 
 def test_workers_over_ssh(rig: SshRig, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ answer = farcall.rpc_sync(f"worker{(rank + 1) % size}", divmod, args=(rank, 2))
 farcall.shutdown()
 os.write(1, f"{rank} of {size}: {answer}\\n".encode())
 """
+pytestmark = pytest.mark.timeout(600)
 RUN = (sys.executable, "-c", "from farcall.cli import main; main()", "run")
 EXPECTED = ["0 of 3: (0, 0)", "1 of 3: (0, 1)", "2 of 3: (1, 0)"]
 

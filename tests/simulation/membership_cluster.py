@@ -63,8 +63,10 @@ class Node:
         self.missed: list[Event] = []
         self.sent = 0
         self.admitted_at = NEVER
+        self.knows: set[int] = set()  # whom it may ask, where it was a member before
         self.refused: str | None = None
         self.expelled: str | None = None
+        self.expelled_by = 0
         self.ended_at = NEVER
 
     @property
@@ -75,7 +77,19 @@ class Node:
 class Cluster:
     """The processes, the network between them, and the judge."""
 
-    def __init__(self, seed: int, count: int, options: MembershipOptions | None = None, loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        count: int,
+        options: MembershipOptions | None = None,
+        loss: float = 0.0,
+        *,
+        returns: bool = False,
+        is_fixed: bool = False,
+    ) -> None:
+        """``returns``: who is expelled joins again, as another incarnation. ``is_fixed``: a group of fixed size."""
+        self.returns = returns
+        self.is_fixed = is_fixed
         self.random = random.Random(seed)
         self.options = options or MembershipOptions()
         self.loss = loss
@@ -93,7 +107,7 @@ class Cluster:
         records = [self.new_member(f"worker{rank}", rank) for rank in range(count)]
         self.nodes: dict[int, Node] = {}
         for record in records:
-            machine = MembershipMachine(record, records, self.options, self.random, 0.0)
+            machine = MembershipMachine(record, records, self.options, self.random, 0.0, is_fixed=is_fixed)
             node = self.nodes[record.incarnation] = Node(record, machine)
             node.admitted_at = 0.0
             self.schedule(node)
@@ -166,13 +180,17 @@ class Cluster:
                 self.unresponsive += 1
             elif isinstance(effect, Admitted):
                 node.admitted_at = self.now
-                self.at(self.now + self.options.news_bound_s(len(self.nodes)), lambda: self.check_known(node))
+                if not self.returns:  # else the network may be split meanwhile
+                    self.at(self.now + self.options.news_bound_s(len(self.nodes)), lambda: self.check_known(node))
             elif isinstance(effect, Refused | Departed | Expelled):
                 if isinstance(effect, Refused):
                     node.refused = effect.why
                 elif isinstance(effect, Expelled):
                     node.expelled = effect.why
+                    node.expelled_by = effect.by
                 self.end(node, Process.ENDED)
+                if self.returns and (isinstance(effect, Expelled) or node.knows):
+                    self.at(self.now + self.random.uniform(0.01, 2.0), lambda: self.come_back(node))
         self.schedule(node)
 
     def send(self, sender: Node, to: int, message: Message) -> None:
@@ -223,11 +241,21 @@ class Cluster:
     def sample(self, nodes: list[Node], count: int) -> list[Node]:
         return self.random.sample(nodes, min(count, len(nodes)))
 
-    def join(self, name: str, rank: int, side: int = 0) -> Node:
+    def come_back(self, expelled: Node) -> None:
+        """The same process joins again, through those whom it knew."""
+        if self.now < expelled.sleeps_until:
+            self.at(expelled.sleeps_until, lambda: self.come_back(expelled))
+            return
+        knows = expelled.knows | set(expelled.machine.table.entries) - {expelled.incarnation}
+        self.join(expelled.member.name, expelled.member.rank, expelled.side, knows, expelled.expelled_by)
+
+    def join(self, name: str, rank: int, side: int = 0, knows: set[int] | None = None, expelled_by: int = 0) -> Node:
         record = self.new_member(name, rank)
-        machine = MembershipMachine(record, None, self.options, self.random, self.now)
+        machine = MembershipMachine(record, None, self.options, self.random, self.now, is_fixed=self.is_fixed)
         node = self.nodes[record.incarnation] = Node(record, machine)
         node.side = side
+        node.knows = (knows or set()) | ({expelled_by} - {0})
+        node.expelled_by = expelled_by
         self.ask_to_join(node)
         return node
 
@@ -236,6 +264,10 @@ class Cluster:
         if node.process is not Process.RUNNING or node.machine.state not in (State.NEW, State.JOINING):
             return
         sponsors = [other for other in self.members() if other.side == node.side]
+        if node.knows:  # else it found somebody in a store
+            sponsors = [other for other in sponsors if other.incarnation in node.knows]
+            sponsors.sort(key=lambda other: (other.incarnation != node.expelled_by, other.member.rank))
+            del sponsors[1:]
         if sponsors:
             self.carry_out(node, node.machine.handle(LocalJoin(self.random.choice(sponsors).incarnation), self.now))
         self.at(self.now + 5.0, lambda: self.ask_to_join(node))

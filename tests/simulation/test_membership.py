@@ -319,6 +319,55 @@ def test_after_a_long_partition_the_larger_side_stays(seed: int) -> None:
     cluster.check_converged()
 
 
+@soak_timeout
+@seeds(40, 300)
+def test_who_was_cut_off_finds_back_in(seed: int) -> None:
+    """Networks that fall into several parts and heal, at any moment; members that die and are replaced meanwhile.
+
+    Whoever is expelled joins again, and in the end every rank whose process lives is held by one member that all know.
+    """
+    size = 2 + seed % 9
+    cluster = Cluster(seed, size, loss=LOSS if seed % 2 else 0.0, returns=True, is_fixed=seed % 3 > 0)
+    options, chance = cluster.options, cluster.random
+
+    deaths = 0
+
+    def die_and_be_replaced() -> None:
+        nonlocal deaths
+        members = cluster.members()
+        if len(members) < 2 or deaths > size // 3:
+            return  # of one who survives all whom it knew, nobody may know any more
+        deaths += 1
+        victim = chance.choice(members)
+        cluster.end(victim, chance.choice([Process.CRASHED, Process.SILENT]))
+        cluster.at(cluster.now + chance.uniform(0.5, 60), partial(replace, victim))
+
+    def replace(victim: Node) -> None:
+        """Until it is let in: those who would are cut off, or do not know yet that its place is free."""
+        rank = victim.member.rank
+        running = [node for node in cluster.nodes.values() if node.process is Process.RUNNING]
+        if not any(node.member.rank == rank for node in running):
+            cluster.join(victim.member.name, rank, chance.choice(cluster.members()).side)
+        if not any(node.member.rank == rank for node in cluster.members()):
+            cluster.at(cluster.now + 20, partial(replace, victim))
+
+    for _ in range(1 + seed % 3):
+        parts = chance.randrange(2, 4) if size > 2 else 2
+        for node in cluster.members():
+            node.side = chance.randrange(parts) if seed % 4 else node.member.rank  # or each alone
+        if seed % 5 > 1:
+            cluster.at(cluster.now + chance.uniform(0, 80), die_and_be_replaced)
+        run(cluster, seed, chance.uniform(1, 3 * options.death_bound_s(size)))
+        cluster.heal()
+        if seed % 7 > 2:
+            cluster.at(cluster.now + chance.uniform(0, 30), die_and_be_replaced)  # while others come back
+        run(cluster, seed, chance.uniform(1, 6 * options.reconnect_interval_s))
+    run(cluster, seed, 60 * options.reconnect_interval_s)
+    ranks = sorted(node.member.rank for node in cluster.members())
+    assert ranks == list(range(size)), f"seed {seed}: {ranks} of {size} are members"
+    cluster.check_converged()
+
+
 @seeds(20, 500)
 def test_of_two_who_want_one_name_at_once_one_gets_it(seed: int) -> None:
     """Through whomever they ask, and even while the arbiter is asleep or dies."""

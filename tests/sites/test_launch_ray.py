@@ -5,14 +5,18 @@ Not among the processes' tests, which look for descriptors left open: a process 
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.kit.launched import check_launch
 from tests.kit.launching import Driver, check_killed_driver, driver, wait_gone
 from tests.kit.rigs.ray import RayRig, ray_cluster
 
@@ -35,6 +39,10 @@ def rig() -> Iterator[RayRig]:
 def node_of(launched: Driver, spec: WorkerSpec) -> str:
     running = next(state for state in launched.watching.states[spec] if state.phase == "running")
     return running.detail.split()[2]
+
+
+def test_launch(rig: RayRig) -> None:
+    check_launch("ray", resources={"CPU": 1}, strategy="SPREAD")
 
 
 def test_workers_are_killed_and_started_again(rig: RayRig, tmp_path: Path) -> None:
@@ -61,6 +69,19 @@ def test_workers_are_killed_and_started_again(rig: RayRig, tmp_path: Path) -> No
 def test_no_worker_outlives_its_driver(rig: RayRig) -> None:
     imports = "from farcall.launcher.engines.ray import RayEngine"
     check_killed_driver(imports, f"RayEngine(address={rig.address!r})", environment=rig.environment)
+
+
+def test_the_doctor_looks_at_each_node(rig: RayRig) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "from farcall.cli import main; main()", "doctor", "--on", "ray", "--json"],
+        env=rig.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    told = {finding["subject"]: finding for finding in json.loads(ended.stdout)["findings"]}
+    assert told["cluster"]["found"].startswith("3 nodes"), told["cluster"]
+    assert [told[f"node {node[:8]}"]["state"] for node in rig.nodes] == ["ok"] * 3, told
 
 
 def test_a_node_dies_under_load(rig: RayRig, tmp_path: Path) -> None:

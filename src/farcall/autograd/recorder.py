@@ -122,7 +122,7 @@ class Recorder:
         self._flush_timer = node.timer(self._flush_held_back)
         self._quick: dict[int, bool] = {}
         self._gone: dict[int, WorkerInfo] = {}
-        self.contexts: Contexts = Contexts(self, 0 if node.is_static else secrets.randbits(31))
+        self.contexts: Contexts = Contexts(self, 0 if node.me.number == node.info.id else secrets.randbits(31))
         node.hooks.peer_joined.append(lambda peer: self.contexts.worker_joined(_origin_of(peer)))
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self._close)

@@ -201,11 +201,13 @@ class SegmentMap:
             segment = self._segments.get(block[0])
             if segment is not None and size <= block[2] <= 2 * size:
                 segment_id, offset, room = block
-                self.owed_bytes -= room
+                self.owed_bytes = max(0, self.owed_bytes - room)
                 found = segment_id, offset, segment.view[offset : offset + size]
                 break
             others.append(block)
-        self.released.extend(reversed(others))
+        if others:
+            self.released.extend(reversed(others))
+            self._announce(urgent=False)  # who took the releases meanwhile has not seen these
         return found
 
     def take_releases(self) -> list[tuple[int, int]]:
@@ -250,7 +252,9 @@ class SegmentMap:
         """Nobody here uses the block any more."""
         self.released.append((segment_id, offset, size))
         self.owed_bytes += size
-        urgent = self.owed_bytes >= _URGENT_BYTES
+        self._announce(urgent=self.owed_bytes >= _URGENT_BYTES)
+
+    def _announce(self, urgent: bool) -> None:
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):
             self._announced = True

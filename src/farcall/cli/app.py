@@ -301,19 +301,29 @@ def doctor(
     init_method: Annotated[
         str, typer.Option(metavar="URL", help="Meeting place of members; by default that of the environment.")
     ] = "env://",
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="SITE", help="What farcall.launch(on=SITE) needs: ssh HOST..., slurm, ray or kubernetes."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Check this machine, and the ways to other hosts; say what to do about faults. Exits with 1 if there are any."""
     from farcall.cli.doctor.consultation import consult, receive_visits
     from farcall.cli.doctor.finding import as_json, exit_status, print_findings
+    from farcall.cli.doctor.sites import SITES, look_at_site
 
+    if on is not None and on not in SITES:
+        raise typer.BadParameter(f"one of {', '.join(SITES)}, not {on}", param_hint="--on")
+    about_site = look_at_site(on, hosts or []) if on is not None else []
+    if on == "ssh":
+        hosts = []  # names for ssh, and not places of other doctors
     places = []
     for place in hosts or []:
         host, _, port = place.rpartition(":")
         if not host or not port.isdecimal():
             raise typer.BadParameter(f"not HOST:PORT: {place}", param_hint="HOST:PORT")
         places.append((host.strip("[]"), int(port)))
-    findings = consult(init_method, places)
+    findings = consult(init_method, places) + about_site
     if json:
         print(as_json(findings))
     else:

@@ -171,10 +171,11 @@ class Answering:
         node = self._node
         if not node.is_static:
             return [WorkerState(info.name, info.id) for info in node.workers()]
-        return [WorkerState(one.name, one.rank, self._why_gone(one.rank)) for one in node.membership.members]
+        names = {one.rank: one.name for one in node.membership.members} | {one.id: one.name for one in node.workers()}
+        return [WorkerState(name, rank, self._why_gone(rank)) for rank, name in sorted(names.items())]
 
     def _why_gone(self, rank: int) -> str:
-        peer = self._node.other(rank)
+        peer = self._node.links.peers.remotes.get(rank)
         if peer is None:
             return "" if rank == self._node.info.id else "it is not connected yet"
         if not peer.broken:

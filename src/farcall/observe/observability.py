@@ -13,7 +13,6 @@ import time
 from farcall.observe.cluster import Tracing
 from farcall.observe.observer import Observer
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start
-from farcall.observe.prometheus import MetricsServer
 from farcall.observe.telemetry import TracedCalls
 from farcall.private_files import runtime_directory
 from farcall.protocol.hello import observer_key
@@ -40,6 +39,8 @@ class Observability:
             self._leave_file()
         observing = options.observing
         if observing.metrics_port is not None:
+            from farcall.observe.prometheus import MetricsServer  # a web server is not loaded for nothing
+
             tls = tls_for(options, runtime.membership.secret)
             server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)

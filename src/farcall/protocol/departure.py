@@ -68,6 +68,13 @@ class PeerGone(NamedTuple):
     rank: int
 
 
+class PeerCame(NamedTuple):
+    """There is a link to ``rank``, which has come for one that is gone."""
+
+    rank: int
+    name: str
+
+
 class Received(NamedTuple):
     """A departure message came from ``rank``."""
 
@@ -110,7 +117,7 @@ class TimedOut(NamedTuple):
     unnamed_count: int
 
 
-Event = LocalEntered | LocalIdle | LocalBusy | PeerGone | Received
+Event = LocalEntered | LocalIdle | LocalBusy | PeerGone | PeerCame | Received
 Effect = Send | Finished | LogWaiting | TimedOut
 
 
@@ -233,6 +240,18 @@ class Departure:
         if self._state is DepartureState.WAITING:
             self._report_to(self.coordinator)
         self._settle()
+
+    def _on_peer_came(self, event: PeerCame) -> None:
+        """Wait for it as for all others. Nothing that was said by, or of, the one before it counts."""
+        rank = event.rank
+        self._names[rank] = event.name
+        self._peers.add(rank)
+        for known in (self._gone, self._reports, self._rounds_seen):
+            known.pop(rank, None)
+        self._asked.discard(rank)
+        self._first_look = None
+        if self._state is DepartureState.WAITING:
+            self._report_to(self.coordinator)
 
     def _on_probe(self, event: Received) -> None:
         """Report to the one that asks."""
@@ -422,15 +441,18 @@ _ANYWHERE: Final[dict[type, Callable[[Departure, Any], None]]] = {
     LocalBusy: Departure._on_local,
     PeerGone: Departure._on_peer_gone,
 }
+_BEFORE_ALL_AGREE: Final[dict[type, Callable[[Departure, Any], None]]] = _ANYWHERE | {
+    PeerCame: Departure._on_peer_came,
+}
 ACTIONS: Final[dict[DepartureState, dict[type, Callable[[Departure, Any], None]]]] = {
-    DepartureState.WORKING: _ANYWHERE
+    DepartureState.WORKING: _BEFORE_ALL_AGREE
     | {
         LocalEntered: Departure._on_entered,  # -> waiting
         DepartureProbe: Departure._on_probe,
         DepartureReport: Departure._on_report,
     },
     # Also: -> releasing when two looks at ready members agree (_settle), -> timed out at the deadline.
-    DepartureState.WAITING: _ANYWHERE
+    DepartureState.WAITING: _BEFORE_ALL_AGREE
     | {
         DepartureProbe: Departure._on_probe,
         DepartureReport: Departure._on_report,

@@ -6,7 +6,8 @@
     Remind(session_id)             asks whether the session lives, and reminds the listener to come back to it
     Observe()                      only looks on, and proves itself with the observers' key
     Inspect(facts)                 is `farcall doctor`
-    Listen(admits)                 (said by a listener) ``admits``: it is a member that can let newcomers in
+    Listen(admits, size)           (said by a listener) ``admits``: it is a member that can let newcomers in, into a
+                                   group of fixed ``size`` (0: it has none)
 
 The dialer's hello is part of what both ends prove, and a listener acts on it only once the dialer is proven. A dialer
 whose member has an admission number was let in: the listener may not have heard of it yet, and takes it from here.
@@ -72,6 +73,7 @@ class Inspect(_Purpose, frozen=True, tag=4):
 
 class Listen(_Purpose, frozen=True, tag=5):
     admits: bool = False
+    size: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -90,10 +90,11 @@ class Pong(_Control, frozen=True, tag=2):
 
 LEFT: Final = "has left"
 FORGOT_SHUTDOWN: Final = "ended without shutdown()"
+GAVE_UP: Final = "gave up: its own log says why"
 
 
 class Goodbye(_Control, frozen=True, tag=3):
-    """The sender leaves on purpose: the end of the stream that follows is not a death. One of the two reasons above."""
+    """The sender leaves on purpose: the end of the stream that follows is not a death. One of the reasons above."""
 
     reason: str
 

@@ -55,6 +55,9 @@ class Worker:
         self._serial = serial
         self._node = node
 
+    def _calling(self) -> Runtime:
+        return current_runtime() if self._node is None else self._node.newest()
+
     def options(
         self,
         *,
@@ -94,8 +97,8 @@ class Worker:
         if self._metadata is not None:
             return self._labelled(Worker.call, func, args, kwargs)
         if self._retry is not None:
-            return sync_with(self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
-        return call_sync(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+            return sync_with(self._retry, self._calling(), self.name, func, args, kwargs, self._timeout)
+        return call_sync(self._calling(), self.name, func, args, kwargs, self._timeout)
 
     @overload
     def start(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
@@ -108,10 +111,8 @@ class Worker:
         if self._metadata is not None:
             return self._labelled(Worker.start, func, args, kwargs)  # type: ignore[no-any-return]
         if self._retry is not None:
-            return async_with(
-                self._retry, self._node or current_runtime(), self.name, func, args, kwargs, self._timeout
-            )
-        return call_async(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+            return async_with(self._retry, self._calling(), self.name, func, args, kwargs, self._timeout)
+        return call_async(self._calling(), self.name, func, args, kwargs, self._timeout)
 
     @overload
     def create(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
@@ -123,7 +124,7 @@ class Worker:
         """Run ``func(*args, **kwargs)``, a class most often, there; the result stays, and the reference is for it."""
         if self._metadata is not None:
             return self._labelled(Worker.create, func, args, kwargs)  # type: ignore[no-any-return]
-        node = self._node or current_runtime()
+        node = self._calling()
         if self._retry is not None:
             return remote_with(self._retry, node, self.name, func, args, kwargs, self._timeout, serial=self._serial)
         return call_remote(node, self.name, func, args, kwargs, self._timeout, serial=self._serial)
@@ -142,7 +143,7 @@ class Worker:
             return self._labelled(Worker.stream, func, args, kwargs)  # type: ignore[no-any-return]
         if self._retry is not None:
             raise ValueError("a stream cannot be tried again once items were taken: use a handle without retry")
-        return open_stream(self._node or current_runtime(), self.name, func, args, kwargs, self._timeout)
+        return open_stream(self._calling(), self.name, func, args, kwargs, self._timeout)
 
     def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``make``, a method, makes of a call in a scope with this handle's metadata."""

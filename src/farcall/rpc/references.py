@@ -68,7 +68,7 @@ class NodeReferences:
         self.node = node
         self.traced = False
         """Record the line of the program that creates each reference?"""
-        if node.is_static:
+        if node.is_static and node.me.number == node.info.id:  # else it has come later, and is told who is there
             self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         else:
             self._workers = {node.me.number: node.info}
@@ -212,7 +212,7 @@ class NodeReferences:
         arrived: list[Any] = []
         with self._lock:
             # Under the lock: `_on_peer_joined` either makes the owner known first, or finds the message deferred.
-            if not self.node.is_static and any(fork.owner not in self._workers for fork in notes.forks):
+            if any(fork.owner not in self._workers for fork in notes.forks):
                 deadline = monotonic() + UNKNOWN_OWNER_S
                 self._deferred.append((deadline, peer, frame))
                 self._timer.at(deadline)

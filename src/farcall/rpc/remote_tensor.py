@@ -6,7 +6,8 @@ one, it travels where references travel, and it is lost with its owner.
     the reader is            the tensor is       bytes move by
     the owner itself         anywhere            one copy
     on the owner's host      in shared memory    one copy, out of mapped memory: the owner does nothing
-    anywhere else            anywhere            a call of `read` or `write`, which its owner answers
+    anywhere else            anywhere            a call of `read` or `write`, which its owner answers; of a device's
+                                                 memory, as a device map says, and else through the host's
 
 The functions `lend`, `read` and `write` are ordinary ones, called by ordinary requests; none of them runs user code, so
 the owner's I/O thread may (`runtime/calls/run_inline.py`). Nothing here makes a read atomic: a reader that is there
@@ -29,7 +30,7 @@ from farcall.rpc.owner_methods import find_owned
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.node import Runtime, current_runtime
-from farcall.runtime.peers.peer import RemotePeer
+from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import SHARED_BYTES
 from farcall.serialize import functions
 
@@ -162,7 +163,8 @@ class RemoteTensor:
                 part_of(memory, region).copy_(source)
             self._check_owner()
         else:
-            self._ask(write, (region, source.detach().to(self.dtype)), timeout)
+            peer = self._rref._references.peer(self._rref._fork)
+            self._ask(write, (region, _sendable(source.detach().to(self.dtype), peer)), timeout)
 
     # ------------------------------------------------------------------ inside
 
@@ -269,14 +271,22 @@ def _find(created_on: int, local_id: int) -> SharedTensor:
     return found
 
 
-def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
-    """The tensor itself, for a worker on this host; True: ask again, its memory is on offer. False: never."""
-    tensor = _find(created_on, local_id).tensor
-    node = current_runtime()
+def _caller() -> Peer:
     scope = CURRENT.get()
     assert scope is not None
     assert scope.served is not None
-    peer = node.peer(scope.served.caller)
+    return current_runtime().peer(scope.served.caller)
+
+
+def _sendable(tensor: torch.Tensor, peer: Peer) -> torch.Tensor:
+    """``tensor``, in the host's memory unless a device map leads to ``peer``, or from it."""
+    return tensor if peer.devices is not None else tensor.cpu()
+
+
+def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
+    """The tensor itself, for a worker on this host; True: ask again, its memory is on offer. False: never."""
+    tensor = _find(created_on, local_id).tensor
+    node, peer = current_runtime(), _caller()
     if node.pool is None or not isinstance(peer, RemotePeer) or peer.lending is None:
         return False
     found = node.pool.find(tensor.data_ptr(), tensor.nbytes)
@@ -287,8 +297,8 @@ def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
 
 def read(created_on: int, local_id: int, region: Region) -> torch.Tensor:
     """A part of the tensor, by value."""
-    part = part_of(_find(created_on, local_id).tensor, region)
-    return part.contiguous().cpu()
+    part = part_of(_find(created_on, local_id).tensor, region).contiguous()
+    return _sendable(part, _caller())
 
 
 def write(created_on: int, local_id: int, region: Region, source: torch.Tensor) -> None:

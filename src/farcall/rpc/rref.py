@@ -24,6 +24,7 @@ import torch
 from farcall.errors import (
     AnswerLost,
     Delivery,
+    Expelled,
     NotInitialized,
     Overloaded,
     ReferenceLost,
@@ -207,6 +208,8 @@ class RRef(Generic[T]):
                 frame = plain_request(peer, _FETCH, payload)
                 frame.serial = ref if self._serial else None  # no copy is made while a method changes it
                 return ask(self, peer, RRef.to_here, frame, timeout)  # type: ignore[no-any-return]
+            except Expelled:
+                raise
             except NotInitialized as error:
                 raise NotInitialized(
                     f"{self!r} was given up at a shutdown. Cannot call to_here() on it after deletion. ({error})"

@@ -1,6 +1,6 @@
 """Versions on their way between hosts: those that come to this node, and chunks and routes for others.
 
-`node.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
+`subscriptions.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
 A block that a neighbour maps is never filled again, so it needs no lease.
 """
 

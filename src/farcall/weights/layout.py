@@ -7,7 +7,7 @@ in it as they do in the program's memory; all others are packed. Two that lie ap
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from farcall.channel.host_memory import address_of
 from farcall.weights.checksums import checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
-__all__ = ["Leaves", "StoragePlan", "copy_memory", "name_of", "plan_storages", "take_apart", "typed"]
+__all__ = ["Leaves", "StoragePlan", "copy_memory", "name_of", "plan_storages", "signature_of", "take_apart"]
 
 
 def name_of(path: Path) -> str:
@@ -85,15 +85,28 @@ class StoragePlan(NamedTuple):
     dtype: torch.dtype
     size_bytes: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Are the bytes to be copied as they are?"""
+        return self.source.device.type == "cpu" and self.source.dtype == self.dtype and _is_plain(self.source)
+
     def fill(self, view: memoryview) -> int:
         """Copy the program's values into ``view``, of the right size; return their checksum."""
         source = self.source
-        if source.device.type == "cpu" and source.dtype == self.dtype and _is_plain(source):
+        if self.is_plain:
             return copy_with_checksum(address_of(view), source.data_ptr(), self.size_bytes)
         strides = _packed_strides(source)
         target = torch.frombuffer(view, dtype=self.dtype, count=source.numel())
         target.as_strided(source.shape, strides).copy_(source)
         return checksum(view)
+
+
+def signature_of(tensors: Mapping[Path, torch.Tensor]) -> list[tuple[object, ...]]:
+    """Where the tensors lie, and how: if that is the same as before, so are their storages."""
+    return [
+        (path, one.data_ptr(), one.shape, one.stride(), one.dtype, one.is_conj(), one.is_neg())
+        for path, one in tensors.items()
+    ]
 
 
 def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:
@@ -194,14 +207,6 @@ def _packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         strides[dim] = stride
         stride *= max(tensor.shape[dim], 1)
     return tuple(strides)
-
-
-def typed(
-    view: memoryview, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> torch.Tensor:
-    """The tensor that lies in ``view``, without a copy."""
-    whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // dtype.itemsize)
-    return whole.as_strided(tuple(shape), tuple(strides), offset)
 
 
 def copy_memory(target: int, source: int, size_bytes: int) -> None:

@@ -38,18 +38,17 @@ def _match(
     version: HeldVersion, leaves: Leaves, slices: dict[str, tuple[slice | int, ...]]
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor of the target, and what is to be copied into it; raises if it cannot be."""
-    places = {place.name: place for place in version.manifest.tensors}
-    views = [block.view for block in version.blocks]
+    tensors = version.tensors([block.view for block in version.blocks])
+    places = {place.name: tensor for place, tensor in zip(version.manifest.tensors, tensors, strict=True)}
     pairs, problems = [], []
     for name in slices.keys() - leaves.names:
         problems.append(f"{name} has slices, but is not in the target")
     for path, tensor in leaves.tensors.items():
         name = name_of(path)
-        place = places.get(name)
-        if place is None:
+        source = places.get(name)
+        if source is None:
             problems.append(f"{name} is not in the version")
             continue
-        source = version.tensor(place, views)
         if name in slices:
             try:
                 source = source[slices[name]]
@@ -60,7 +59,7 @@ def _match(
             problems.append(f"{name} has the shape {tuple(source.shape)}, the target's has {tuple(tensor.shape)}")
         elif not _casts(source.dtype, tensor.dtype):
             problems.append(f"{name} is of {source.dtype}, the target's of {tensor.dtype}")
-        elif any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)):
+        elif not tensor.is_contiguous() and _is_expanded(tensor):
             problems.append(f"{name} of the target is expanded: several of its elements are one")
         else:
             pairs.append((tensor, source))
@@ -68,6 +67,10 @@ def _match(
         told = "; ".join(sorted(problems)[:_MOST_TOLD]) + ("; ..." if len(problems) > _MOST_TOLD else "")
         raise ValueError(f"version {version.version} does not fit, and nothing was loaded: {told}")
     return pairs
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:

@@ -159,6 +159,15 @@ class _Piece(NamedTuple):
     box: Box
 
 
+class _Found(NamedTuple):
+    """A version: the shapes of its tensors, the pieces that there are of each, and its other values."""
+
+    version: Version
+    shapes: dict[str, tuple[int, ...]]
+    pieces: dict[str, list[_Piece]]
+    values: dict[str, Any]
+
+
 class PartsSubscription:
     """The versions of a name that is published in parts; see `farcall.subscribe_parts`."""
 
@@ -212,26 +221,27 @@ class PartsSubscription:
         ``slices`` are of the whole tensors, as in `Subscription.load_into`, with steps of 1. Floating-point dtypes are
         converted.
         """
-        version, shapes, pieces = self._read()
+        found = self._read()
         wanted = {name_of(path): tensor for path, tensor in take_apart(target).tensors.items()}
         copies = []
         for name, tensor in wanted.items():
-            if name not in shapes:
-                raise ValueError(f"version {version} does not fit, and nothing was loaded: {name} is not in it")
-            copies += _plan(name, tensor, _box(name, shapes[name], (slices or {}).get(name)), pieces[name])
+            if name not in found.shapes:
+                raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} is not in it")
+            copies += _plan(name, tensor, _box(name, found.shapes[name], (slices or {}).get(name)), found.pieces[name])
         with torch.no_grad():
             for to, source in copies:
                 to.copy_(source)
-        return version
+        return found.version
 
     def get(self) -> dict[str, Any]:
         """The newest version by the names of its tensors, put together: whole tensors, copied."""
-        version, shapes, pieces = self._read()
-        whole = {name: torch.empty(shape, dtype=pieces[name][0].tensor.dtype) for name, shape in shapes.items()}
-        for name, tensor in whole.items():
-            for to, source in _plan(name, tensor, _box(name, shapes[name], None), pieces[name]):
+        found = self._read()
+        whole: dict[str, Any] = {}
+        for name, pieces in found.pieces.items():
+            whole[name] = torch.empty(found.shapes[name], dtype=pieces[0].tensor.dtype)
+            for to, source in _plan(name, whole[name], _box(name, found.shapes[name], None), pieces):
                 to.copy_(source)
-        return {**whole, **self._values(version)}
+        return {**whole, **found.values}
 
     def close(self) -> None:
         """Want no more versions."""
@@ -247,34 +257,33 @@ class PartsSubscription:
     def __repr__(self) -> str:
         return f"<PartsSubscription to {self.name!r} in {len(self._parts)} parts: version {self.version}>"
 
-    def _read(self) -> tuple[Version, dict[str, tuple[int, ...]], dict[str, list[_Piece]]]:
-        """The newest version: the shapes of its tensors, and the pieces that there are of each."""
-        version = self.version
-        if version is None:
-            raise LookupError(f"no version of {self.name!r} is here: wait(...) for one first")
-        shapes: dict[str, tuple[int, ...]] = {}
-        pieces: dict[str, list[_Piece]] = {}
-        for found in self._found(version):
-            for name, tensor in found["tensors"].items():
-                shape, offset = found["layout"][name]
-                if shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                    raise ValueError(f"{name} has the shape {shapes[name]} in one part, and {tuple(shape)} in another")
-                box = tuple((start, start + extent) for start, extent in zip(offset, tensor.shape, strict=True))
-                pieces.setdefault(name, []).append(_Piece(tensor, box))
-        return version, shapes, pieces
+    def _read(self) -> _Found:
+        """The newest version. What is returned holds it."""
+        while True:
+            version = self.version
+            if version is None:
+                raise LookupError(f"no version of {self.name!r} is here: wait(...) for one first")
+            try:
+                parts = [self._part(part, version.number) for part in self._parts]
+            except LookupError:
+                continue  # newer ones have come since, and this one is gone
+            found = _Found(version, {}, {}, {})
+            for part in parts:
+                found.values.update(part["values"])
+                for name, tensor in part["tensors"].items():
+                    shape, offset = (tuple(one) for one in part["layout"][name])
+                    if found.shapes.setdefault(name, shape) != shape:
+                        raise ValueError(f"{name} has the shape {found.shapes[name]} in one part, {shape} in another")
+                    box = tuple((start, start + extent) for start, extent in zip(offset, tensor.shape, strict=True))
+                    found.pieces.setdefault(name, []).append(_Piece(tensor, box))
+            return found
 
-    def _found(self, version: Version) -> list[Mapping[str, Any]]:
-        found = []
-        for part in self._parts:
-            of_part = next(one for one in part.versions if one.number == version.number)
-            found.append(part.get(of_part))
-        return found
-
-    def _values(self, version: Version) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for found in self._found(version):
-            values |= found["values"]
-        return values
+    def _part(self, part: Subscription, number: int) -> Mapping[str, Any]:
+        found = [version for version in part.versions if version.number == number]
+        if not found:
+            raise LookupError(number)
+        held: Mapping[str, Any] = part.get(found[-1])
+        return held
 
 
 def _box(name: str, shape: Sequence[int], slices: Sequence[slice | int] | None) -> Box:

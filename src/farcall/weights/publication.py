@@ -19,7 +19,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.publisher import Closed, PublisherMachine, PublisherState
 from farcall.serialize import write_value
-from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, take_apart
+from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, signature_of, take_apart
 from farcall.weights.manifest import Content, Manifest, Storage, TensorPlace, encode_manifest
 from farcall.weights.memory import Block, aligned
 from farcall.weights.version import Version
@@ -57,6 +57,7 @@ class Publication:
         self._weights = weights
         self._source = source
         self._pushing = threading.Lock()
+        self._planned: tuple[object, list[StoragePlan], list[TensorPlace]] = (None, [], [])
 
     @property
     def name(self) -> str:
@@ -123,7 +124,7 @@ class Publication:
         """Copy what has changed into a block."""
         if only is not None and only - leaves.names:
             raise KeyError(f"{self.name!r} has no tensor {', '.join(sorted(only - leaves.names))}")
-        plans = plan_storages(leaves.tensors, dtype)
+        plans, places = self._plan(leaves, dtype)
         values = _encode_values(leaves)
         with self._weights.lock:
             newest = self.versions.get(self.machine.lender.newest)
@@ -156,13 +157,22 @@ class Publication:
                 else:
                     view = fresh.view[offsets[index] : offsets[index] + plan.size_bytes]
                     storages.append(Storage(len(old), offsets[index], plan.size_bytes, plan.fill(view)))
-            manifest = _manifest(leaves, plans, contents, storages, values)
             if newest is not None and kept:
-                manifest = _with_places_of(newest.manifest, manifest, kept)
+                places = _with_places_of(newest.manifest, places, kept)
+            containers = list(leaves.containers.items())
+            manifest = Manifest(contents, storages, places, containers, list(leaves.values), *values)
             return PublishedVersion(manifest, blocks)
         except BaseException:
             self._weights.blocks.release(blocks)
             raise
+
+    def _plan(self, leaves: Leaves, dtype: torch.dtype | None) -> tuple[list[StoragePlan], list[TensorPlace]]:
+        """The storages, and the places of tensors in them: those of the push before, if nothing has moved."""
+        signature = (dtype, signature_of(leaves.tensors))
+        if signature != self._planned[0]:
+            plans = plan_storages(leaves.tensors, dtype)
+            self._planned = (signature, plans, _places(leaves, plans))
+        return self._planned[1], self._planned[2]
 
     def _content(self, newest: PublishedVersion | None, block: Block) -> Content:
         assert newest is not None
@@ -203,37 +213,24 @@ def _encode_values(leaves: Leaves) -> tuple[bytes, list[bytes]]:
     return bytes(frame.payload), [bytes(buffer) for buffer in frame.buffers]
 
 
-def _manifest(
-    leaves: Leaves,
-    plans: list[StoragePlan],
-    contents: list[Content],
-    storages: list[Storage],
-    values: tuple[bytes, list[bytes]],
-) -> Manifest:
+def _places(leaves: Leaves, plans: list[StoragePlan]) -> list[TensorPlace]:
     places = {}
     for index, plan in enumerate(plans):
         for path, (strides, offset) in plan.members.items():
             tensor = leaves.tensors[path]
+            # Bytes of several dtypes in one storage are copied as bytes.
             dtype = tensor.dtype if plan.dtype is torch.uint8 else plan.dtype
             name = str(dtype).removeprefix("torch.")
             places[path] = TensorPlace(name_of(path), path, name, tuple(tensor.shape), strides, index, offset)
-    return Manifest(
-        contents,
-        storages,
-        [places[path] for path in leaves.tensors],
-        list(leaves.containers.items()),
-        list(leaves.values),
-        *values,
-    )
+    return [places[path] for path in leaves.tensors]
 
 
-def _with_places_of(old: Manifest, manifest: Manifest, kept: Mapping[int, int]) -> Manifest:
-    """``manifest``, whose tensors in storages that are kept lie in them as they did: the program's may not any more."""
+def _with_places_of(old: Manifest, places: list[TensorPlace], kept: Mapping[int, int]) -> list[TensorPlace]:
+    """``places``, but those in storages that are kept as they were: the program's tensors may lie otherwise by now."""
     before = {place.name: place for place in old.tensors}
-    tensors = [
+    return [
         msgspec.structs.replace(before[place.name], path=place.path, storage=place.storage)
         if place.storage in kept
         else place
-        for place in manifest.tensors
+        for place in places
     ]
-    return msgspec.structs.replace(manifest, tensors=tensors)

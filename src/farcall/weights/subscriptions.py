@@ -157,9 +157,10 @@ class Subscriptions:
 
     def _on_pushed(self, peer: Peer, message: VersionPushed) -> None:
         key = Key(message.claim, message.number)
+        versions = self.by_name.get(message.name)
+        newest = None if versions is None else versions.newest()
         try:
-            manifest = decode_manifest(message.manifest)
-            versions = self.by_name.get(message.name)
+            manifest = decode_manifest(message.manifest, None if newest is None else newest.manifest)
         except SerializationError as error:
             logger.error(
                 "%s: %s sent weights that cannot be read: %s", self._weights.node.info.name, peer.info.name, error

@@ -12,8 +12,7 @@ from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.messages import Key
 from farcall.serialize import read_value
 from farcall.weights.checksums import checksum
-from farcall.weights.layout import typed
-from farcall.weights.manifest import Manifest, Path, TensorPlace
+from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
 
 __all__ = ["HeldVersion", "Version"]
@@ -72,17 +71,23 @@ class HeldVersion:
 
     def tensors(self, views: Sequence[memoryview]) -> list[torch.Tensor]:
         """The tensors, in the manifest's order, over ``views`` of the blocks: no copies."""
-        return [self.tensor(place, views) for place in self.manifest.tensors]
-
-    def tensor(self, place: TensorPlace, views: Sequence[memoryview]) -> torch.Tensor:
-        """One tensor over ``views`` of the blocks."""
-        storage = self.manifest.storages[place.storage]
-        dtype = self.manifest.dtype_of(place)
-        if 0 in place.shape:
-            return torch.empty(place.shape, dtype=dtype)
-        # Views of whole blocks, so that tied tensors share a storage of torch's, too.
-        offset = storage.offset // dtype.itemsize + place.offset
-        return typed(views[storage.content], dtype, place.shape, place.strides, offset)
+        storages = self.manifest.storages
+        wholes: dict[tuple[int, str], torch.Tensor] = {}  # of each block, so that tied tensors share torch's storage
+        found = []
+        for place in self.manifest.tensors:
+            storage = storages[place.storage]
+            whole = wholes.get((storage.content, place.dtype))
+            if whole is None:
+                dtype = self.manifest.dtype_of(place)
+                if not storage.size_bytes:
+                    found.append(torch.empty(place.shape, dtype=dtype))
+                    continue
+                view = views[storage.content]
+                whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // dtype.itemsize)
+                wholes[storage.content, place.dtype] = whole
+            offset = storage.offset // whole.itemsize + place.offset
+            found.append(whole.as_strided(place.shape, place.strides, offset))
+        return found
 
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Tensors and other values in the containers that they were published in."""

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,12 +73,17 @@ class KubernetesRig:
         self.secrets: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, Pod] = {}
         self.port = 0
+        self.looks = 0
+        """How often pods were listed."""
+        self.before_secrets: Callable[[], object] = lambda: None
 
     @property
     def args(self) -> list[str]:
         return [f"--server=http://127.0.0.1:{self.port}"]
 
     def create(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        if kind == "secrets":
+            self.before_secrets()
         name = given["metadata"]["name"]
         made = {**given, "metadata": {**given["metadata"], "uid": str(uuid.uuid4())}}
         with self.lock:
@@ -178,8 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
             [selector] = parse_qs(urlsplit(self.path).query)["labelSelector"]
             label, _, wanted = selector.partition("=")
             with self.rig.lock:
+                self.rig.looks += 1
                 pods = [pod.as_told() for pod in self.rig.pods.values()]
             self._answer({"items": [pod for pod in pods if pod["metadata"]["labels"][label] == wanted]})
+        elif self.path.startswith("/version"):
+            self._answer({"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
         elif self.path.startswith("/apis/jobset") and self.rig.has_job_sets:
             self._answer({"kind": "APIResourceList"})
         else:
@@ -188,6 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         kind, _, _ = self._parts()
         given = json.loads(self._body())
+        if given["kind"] == "SelfSubjectAccessReview":
+            asked = given["spec"]["resourceAttributes"]
+            may = (asked["verb"], asked["resource"]) != ("delete", "pods")
+            self._answer({**given, "status": {"allowed": may}}, 201)
+            return
         try:
             self._answer(self.rig.create(kind, given), 201)
         except Exception as error:

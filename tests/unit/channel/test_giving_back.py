@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -101,6 +102,31 @@ def test_a_block_of_another_size_stays_owed(received: Received, size_bytes: int)
     segments, buffers = received
     buffers.clear()
     assert segments.reuse(size_bytes) is None
+    assert len(segments.take_releases()) == 1
+
+
+def test_releases_that_were_looked_at_while_others_were_taken_are_announced_again(pool: SegmentPool) -> None:
+    announced: list[bool] = []
+    segments = SegmentMap(announced.append)
+    block = pool.allocate(SIZE_BYTES, "peer")
+    assert block is not None
+    offer = pool.offer(block.segment_id, "peer")
+    assert offer is not None
+    segments.attach(offer.segment_id, os.dup(offer.descriptor), offer.size)
+    segments.view(block.segment_id, block.offset, SIZE_BYTES)
+    assert announced == [False]
+
+    class Meanwhile(deque[tuple[int, int, int]]):
+        """Releases that another thread takes while one of them is looked at."""
+
+        def pop(self) -> tuple[int, int, int]:  # type: ignore[override]
+            looked_at = super().pop()
+            assert segments.take_releases() == []
+            return looked_at
+
+    segments.released = Meanwhile(segments.released)
+    assert segments.reuse(10) is None
+    assert announced == [False, False]
     assert len(segments.take_releases()) == 1
 
 

@@ -2,16 +2,19 @@
 
 ``salloc`` asks and holds it; when ``salloc`` ends, Slurm takes the nodes back and kills what still runs there. It ends
 when its standard input is closed, that is by `Allocation.close` or when this process dies: once the nodes are granted
-it runs ``cat``, which ends then; before that a small shell around it waits for the same, and signals it.
+it runs ``cat``, which ends then; before that a small shell around it waits for the same, and signals it. (Signalled
+while its command ends, ``salloc`` 22.05 waits in a loop for a child that it reaped: so a file says which it is.)
 
 One thread reads what ``salloc`` says, and tells. While the job is pending it asks ``squeue`` for the reason.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import selectors
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
@@ -24,7 +27,16 @@ ANSWER_S = 30.0
 """How long Slurm's controller may take to answer a question."""
 CLOSE_S = 20.0
 """How long ``salloc`` may take to give the nodes back."""
-_SHELL = 'exec 3<&0; salloc "$@" 2>&1 <&3 & held=$!; exec > /dev/null 2>&1; cat; kill $held; wait $held'
+_AROUND = """
+exec 3<&0
+salloc "$@" 2>&1 <&3 & held=$!
+exec > /dev/null 2>&1
+cat
+[ -e "$GRANTED/now" ] || kill $held
+wait $held
+rm -r "$GRANTED"
+"""
+_INSIDE = ': > "$GRANTED/now"; exec cat'
 _JOB = re.compile(r"salloc: (?:Pending|Granted) job allocation (\d+)")
 
 
@@ -69,7 +81,8 @@ class Allocation:
         self._on_gone = on_gone
         # A session of its own: Ctrl-C in the terminal is the driver's.
         self._process = subprocess.Popen(
-            ["sh", "-c", _SHELL, "salloc", "--job-name=farcall", *options, "cat"],
+            ["sh", "-c", _AROUND, "salloc", "--job-name=farcall", *options, "sh", "-c", _INSIDE],
+            env={**os.environ, "GRANTED": tempfile.mkdtemp(prefix="farcall-slurm-")},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -94,7 +94,10 @@ class Kubectl:
         """That of this pod, or of kubectl's context."""
         if _OWN_NAMESPACE.exists():
             return _OWN_NAMESPACE.read_text().strip()
-        return self.ask("config", "view", "--minify", "--output=jsonpath={..namespace}").strip() or "default"
+        try:
+            return self.ask("config", "view", "--minify", "--output=jsonpath={..namespace}").strip() or "default"
+        except EngineError:
+            return "default"  # no context: a server by its address
 
     def has_job_sets(self) -> bool:
         try:
@@ -155,6 +158,8 @@ class KubernetesEngine:
         self._batches: list[str] = []
         self._lock = threading.Lock()
         self._lives: dict[WorkerSpec, _Life] = {}
+        self._unwanted: set[tuple[str, int]] = set()
+        """Batch and index of workers that were ended before they had a pod. The thread's."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -208,7 +213,6 @@ class KubernetesEngine:
     def _watch(self) -> None:
         """The thread: look at the pods, tell what is new of them."""
         while True:
-            # Before the look: of a pod that came after it nothing is known.
             with self._lock:
                 lives = list(self._lives.values())
             try:
@@ -220,15 +224,17 @@ class KubernetesEngine:
                 by_place = {pods.index_of(pod): pod for pod in found}
                 for life in lives:
                     self._look(life, by_place.pop(life.place, None))
-                for pod in by_place.values():  # of one that was ended before it had a pod
-                    if pods.state_of(pod).phase != "ended":
-                        self._delete_pod(pod["metadata"]["name"])
+                # Others may belong to workers that are being started at this moment.
+                for place in self._unwanted.intersection(by_place):
+                    self._delete_pod(by_place[place]["metadata"]["name"])
                 if self._closing and not self._lives:
                     return
             sleep(LOOK_S)
 
     def _look(self, life: _Life, pod: Mapping[str, Any] | None) -> None:
         if pod is None:
+            if not life.pod and life.ended:
+                self._unwanted.add(life.place)
             if life.pod or life.ended:
                 self._tell_end(life, ProcessState("ended", "its pod was deleted" if life.pod else "it had no pod yet"))
             return

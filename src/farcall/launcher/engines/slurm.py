@@ -25,11 +25,14 @@ from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines.allocation import Allocation, nodes_of
 from farcall.launcher.engines.spread import Spread
+from farcall.options import ENV_ADVERTISE
 
 __all__ = ["SlurmEngine"]
 
 _OF_THE_JOB = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_CPUS_PER_TASK")
 """What ``srun`` would take over from the job, and what does not fit a step of one task."""
+_OF_THE_DRIVER = (ENV_ADVERTISE,)
+"""What ``srun`` would pass on, and what is this process' own."""
 _BY_SIGNAL = 128
 
 
@@ -124,7 +127,7 @@ class SlurmEngine(CommandEngine):
 
     def environment(self, spec: WorkerSpec) -> Mapping[str, str]:
         assert self._spread is not None
-        kept = {name: text for name, text in os.environ.items() if name not in _OF_THE_JOB}
+        kept = {name: text for name, text in os.environ.items() if name not in (*_OF_THE_JOB, *_OF_THE_DRIVER)}
         return {**kept, "LOCAL_RANK": str(self._spread.local_rank(spec.rank))}
 
     def running_detail(self, spec: WorkerSpec) -> str:

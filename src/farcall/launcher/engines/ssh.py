@@ -20,7 +20,7 @@ from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines.spread import Spread
 
-__all__ = ["SshEngine"]
+__all__ = ["SshEngine", "ssh_command"]
 
 ALIVE_S = 30.0
 """A connection over which nothing comes for so long is dead."""
@@ -54,33 +54,15 @@ class SshEngine(CommandEngine):
         super().start(specs, watcher)
 
     def command(self, spec: WorkerSpec) -> Sequence[str]:
-        command = list(spec.command)
-        if self._python is not None:
-            command[0] = self._python
-        # sshd lets few variables through, and a worker must find farcall before it reads its spec.
-        given = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
-        command = ["env", f"LOCAL_RANK={self._spread.local_rank(spec.rank)}", *given, *command]
-        options = {
-            "BatchMode": "yes",  # nobody is there to type a password
-            "ConnectTimeout": str(max(1, round(spec.start_timeout_s))),
-            "ServerAliveInterval": str(round(ALIVE_S / _SILENT_PARTS)),
-            "ServerAliveCountMax": str(_SILENT_PARTS),
-            # Of the user's configuration, what is meant for one connection and a terminal.
-            "ClearAllForwardings": "yes",
-            "ControlMaster": "no",
-            "RemoteCommand": "none",
-            "RequestTTY": "no",
-        }
-        # ssh takes the first word on an option: the user's own come first. `exec`, so that the worker leads its group.
-        wait_s = self._spread.local_rank(spec.rank) // AT_ONCE if spec.life == 0 else 0
-        return (
-            *(("sh", "-c", f'sleep {wait_s}; exec "$@"', "sh") if wait_s else ()),
-            "ssh",
-            *self._arguments,
-            *(f"-o{name}={value}" for name, value in options.items()),
+        local_rank = self._spread.local_rank(spec.rank)
+        command = ssh_command(
             self._spread.host(spec.rank),
-            f"exec {shlex.join(command)}",
+            ["env", f"LOCAL_RANK={local_rank}", self._python or spec.command[0], *spec.command[1:]],
+            args=self._arguments,
+            timeout_s=spec.start_timeout_s,
         )
+        wait_s = local_rank // AT_ONCE if spec.life == 0 else 0
+        return ("sh", "-c", f'sleep {wait_s}; exec "$@"', "sh", *command) if wait_s else command
 
     def running_detail(self, spec: WorkerSpec) -> str:
         return f"ssh {self._spread.host(spec.rank)}"
@@ -90,3 +72,24 @@ class SshEngine(CommandEngine):
             host = self._spread.host(spec.rank)
             return ProcessState("ended", f"ssh {host}: the worker was killed, or the connection failed or was lost")
         return super().ended(spec, exit_code)
+
+
+def ssh_command(host: str, command: Sequence[str], *, args: Sequence[str], timeout_s: float) -> tuple[str, ...]:
+    """What runs ``command`` at ``host``, with its standard input and output."""
+    # sshd lets few variables through, and a worker must find farcall before it reads its spec.
+    if "PYTHONPATH" in os.environ:
+        command = ["env", f"PYTHONPATH={os.environ['PYTHONPATH']}", *command]
+    options = {
+        "BatchMode": "yes",  # nobody is there to type a password
+        "ConnectTimeout": str(max(1, round(timeout_s))),
+        "ServerAliveInterval": str(round(ALIVE_S / _SILENT_PARTS)),
+        "ServerAliveCountMax": str(_SILENT_PARTS),
+        # Of the user's configuration, what is meant for one connection and a terminal.
+        "ClearAllForwardings": "yes",
+        "ControlMaster": "no",
+        "RemoteCommand": "none",
+        "RequestTTY": "no",
+    }
+    # ssh takes the first word on an option: the user's own come first. `exec`, so that the worker leads its group.
+    given = [f"-o{name}={value}" for name, value in options.items()]
+    return ("ssh", *args, *given, host, f"exec {shlex.join(command)}")

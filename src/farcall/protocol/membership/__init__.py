@@ -27,7 +27,10 @@ What a member holds of another incarnation:
     dead          Update left                                           left          spread
     dead          any message from it but an Obituary                   -             Obituary to it
     dead          Obituary from it                                      -             the larger side stays, see below
-    dead          any message from it, and declared so while alone      -             this member is expelled
+    dead, alone   Obituary, spoken alone, too                           -             the larger side stays
+    dead, alone   any other message from it                             -             this member is expelled
+    a member      Obituary, spoken alone                                -             Ack: its sender was wrong
+    unknown       Obituary                                              -             the larger side stays
     dead, left    anything else                                         -
 
 **Dead is who is gone**: the process (LinkRefused: its host's kernel says that nobody listens), the host (HostSeen: its
@@ -56,6 +59,16 @@ take for the cluster: the larger number of members stays, of equal ones the side
 one is expelled, and tells some of its own side whom to ask. A split that ends before a verdict does no
 harm; where it ends amid the verdicts, all who were declared dead go, on either side: a verdict is final.
 
+**Coming back.** Who is expelled ends, and its node joins again, with its name and rank, as another incarnation: first
+through the one that said so (``Expelled.by``), else through those whom it knew, the lowest rank first, so that many
+meet at one. A newcomer is told the records of the dead, too, so that who survives can look for them. A group of fixed
+size lets one in for a member that died in the same way, and nobody once a member has left (``Table.is_over``).
+
+    expelled    asks a member, which lets it in      member, another incarnation
+    expelled    its name or rank is another's        asks again for a while, then stays out
+    expelled    the group is over, or nobody is left stays out
+    expelled    no answer                            asks again, until its user shuts it down
+
 **Load.** At rest each member sends one ping and one answer each ``probe_interval_s``, fewer where calls are
 busy, and 1/30 as many digests: 2.1 messages a second by default, however large the cluster. While there is news,
 up to 15 a second more (3 each fifth of an interval), with 32 updates at most. Each update is sent
@@ -74,7 +87,8 @@ happens to probe the dead one for log2(n) + 8 intervals with probability e^-18 a
 survivors are so few that one hears nobody, it doubts itself first, and takes up to five times as long.
 
 A verdict spoken while nobody at all was heard counts for the one who spoke it, and is not told to others: it may be
-deaf, and they would believe it. Should it hear from one of its dead, it was wrong, and has to go.
+deaf, and they would believe it. Should it hear from one of its dead that did not do the same, it was wrong, and has to
+go.
 
 A member doubts itself, too, when its own timers come late: then it probes again instead of accusing, is more
 patient for a while, and no verdict is ever spoken without a probe begun after the suspicion's time was over.

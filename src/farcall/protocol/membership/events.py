@@ -170,9 +170,13 @@ class Departed(NamedTuple):
 
 
 class Expelled(NamedTuple):
-    """The others hold this member for dead, and that is final: end everything, with this reason."""
+    """The others hold this member for dead, and that is final: end everything, with this reason.
+
+    ``by``: one of the others, who may let this node in again as a new member; 0: it is not known who.
+    """
 
     why: str
+    by: int = 0
 
 
 class MemberJoined(NamedTuple):

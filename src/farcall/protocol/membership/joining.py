@@ -16,6 +16,7 @@ from its name: an arbiter that slept answers questions of yesterday.
 
     arbiter: a request for                                       decision
     an incarnation that is a member                                      yes, as before
+    any, in a group of fixed size that a member has left         no: it is over
     a name and a rank that are free                              yes; both are reserved for a while
     one that is reserved for another                             none: ask again
     one that the arbiter has                                     no
@@ -59,12 +60,14 @@ from farcall.protocol.membership.messages import (
 from farcall.protocol.membership.news import Shared
 from farcall.protocol.membership.probing import Prober
 
-__all__ = ["Admissions", "Farewell", "Newcomer", "NewcomerMessage", "end_of", "loser_of"]
+__all__ = ["GROUP_IS_OVER", "Admissions", "Farewell", "Newcomer", "NewcomerMessage", "end_of", "loser_of"]
 
 MAX_CONTESTS = 256
 RESERVED_ROUNDS = 6  # probe timeouts: so long an offer holds, counted from when it was last asked for
 ACKS_NEEDED = 2
 FAREWELL_ROUNDS = 5
+GROUP_IS_OVER = "the group is over, since a member has left it"
+"""Why a group of fixed size lets nobody in any more: its members leave together, or to meet anew."""
 
 NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 
@@ -72,7 +75,10 @@ NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 class Admissions:
     """What one member does for newcomers, as arbiter and as sponsor."""
 
-    def __init__(self, shared: Shared, prober: Prober, take_in: Callable[[Member, float], None]) -> None:
+    def __init__(
+        self, shared: Shared, prober: Prober, take_in: Callable[[Member, float], None], *, is_fixed: bool
+    ) -> None:
+        self._is_fixed = is_fixed
         self._reserved_s = RESERVED_ROUNDS * shared.options.probe_timeout_s
         self._options = shared.options
         self._take_in = take_in
@@ -98,14 +104,20 @@ class Admissions:
 
     def _on_join(self, member: Member, now: float) -> None:
         """As sponsor: pass a request on; take one in who was offered a place."""
-        if not member.admission and self._table.member(member.incarnation) is None:
+        if self._is_fixed and self._table.is_over and self._table.member(member.incarnation) is None:
+            self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER))
+        elif not member.admission and self._table.member(member.incarnation) is None:
             arbiter = self._table.lowest_rank(trusted_only=True).incarnation
             if arbiter != self._table.me:
                 self._outbox.send(arbiter, Forward(member))
             elif (decision := self.decide(member, now)) is not None:
                 self._outbox.send(member.incarnation, decision)
         elif self._confirm(member, now):
-            updates = tuple(entry.as_update() for entry in self._table.entries.values())
+            # With the records of the dead: if they only were cut off, the newcomer, too, finds them again.
+            updates = tuple(
+                Update(entry.incarnation, entry.status, entry.version, entry.member, entry.why)
+                for entry in self._table.entries.values()
+            )
             self._outbox.send(member.incarnation, JoinAnswer(updates))
 
     def _confirm(self, member: Member, now: float) -> bool:
@@ -124,6 +136,8 @@ class Admissions:
         if entry is not None:
             known = entry.member or member
             return Decision(known, "" if not entry.ended else "this process was a member before, and its time is over")
+        if self._is_fixed and self._table.is_over:
+            return Decision(member, GROUP_IS_OVER)
         rivals = self._table.rivals(member)
         if rivals:
             return self._contest(member, rivals, now)
@@ -210,9 +224,9 @@ class Newcomer:
             self._admit(message, now)
         elif isinstance(message, Decision):
             self._on_offer(message)
-        elif isinstance(message, Obituary):
+        elif isinstance(message, Obituary) and not message.alone:
             self._refuse(message.why)  # let in and expelled again, before we knew of either
-        elif isinstance(message, Ping):
+        elif isinstance(message, Ping | Obituary):
             self._outbox.send(sender, Ack(()))  # the word may be quicker than the answer
 
     def _on_offer(self, decision: Decision) -> None:

@@ -96,7 +96,10 @@ class MembershipMachine:
         options: MembershipOptions,
         randomness: Randomness,
         now: float,
+        *,
+        is_fixed: bool = False,
     ) -> None:
+        """``is_fixed``: a group of fixed size, which lets others in only for those who died."""
         self.me: int = me.incarnation
         self.state: State = State.NEW
         self.table: Table = Table(me, now)
@@ -109,7 +112,7 @@ class MembershipMachine:
         self._suspicions = Suspicions(shared, self._prober)
         self._spreading = Spreading(shared, self._gossip)
         self._obituaries = Obituaries(shared, self._expel)
-        self._admissions = Admissions(shared, self._prober, self._take_in)
+        self._admissions = Admissions(shared, self._prober, self._take_in, is_fixed=is_fixed)
         self._newcomer = Newcomer(shared, self._admit, self._refuse)
         self._farewell = Farewell(shared, self._depart)
         self._handlers: dict[type[Any], Callable[[int, Any, float], None]] = {
@@ -212,7 +215,7 @@ class MembershipMachine:
             self._prober.on_heard(sender, now)
             self._handlers[type(message)](sender, message, now)
         elif entry.status is Status.DEAD and entry.alone:
-            self._expel("it was cut off from the other members, and gave them up")
+            self._obituaries.on_given_up_alone(sender, message, entry.why)
         elif entry.status is Status.DEAD:
             self._obituaries.on_dead(sender, message, entry.why)
         elif isinstance(message, Ping):
@@ -224,13 +227,15 @@ class MembershipMachine:
             self._obituaries.tell(sender, "it was declared dead long ago")
         elif isinstance(message, Join | Introduction):
             self._on_newcomer(sender, message, now)
-        elif isinstance(message, Obituary):
+        elif isinstance(message, Obituary) and not message.alone:
             self._obituaries.on_stranger(sender, message)
         else:
             if isinstance(message, Ping):
                 ends = end_of(sender, message.updates)
                 self._learn(ends, now)
                 self._outbox.send(sender, Ack(ends))
+            elif isinstance(message, Obituary):
+                self._outbox.send(sender, Ack(()))
             if self.table.entries.get(sender) is None:
                 self._outbox.send(sender, WhoAreYou())
 
@@ -379,12 +384,14 @@ class MembershipMachine:
     # --- being dead to others ------------------------------------------------------------------------------
 
     def _on_obituary(self, sender: int, message: Obituary, now: float) -> None:
-        if message.incarnation == self.me:
-            self._expel(message.why)
+        if message.alone:
+            self._outbox.send(sender, Ack(()))  # it was deaf: that we answer shows it
+        elif message.incarnation == self.me:
+            self._expel(message.why, sender)
 
-    def _expel(self, why: str) -> None:
+    def _expel(self, why: str, by: int = 0) -> None:
         if self._move(events.Expelled):
-            self._outbox.tell(events.Expelled(why) if self.state is State.EXPELLED else events.Departed())
+            self._outbox.tell(events.Expelled(why, by) if self.state is State.EXPELLED else events.Departed())
 
     # --- coming ----------------------------------------------------------------------------------------------
 
@@ -398,6 +405,8 @@ class MembershipMachine:
         for update in answer.updates:
             if update.incarnation != self.me:
                 self.table.apply(update, now)
+                if update.status is Status.DEAD and update.member is not None:
+                    self._obituaries.note(update.incarnation)
         self._become_member(now)
         others = [member for member in self.table.members() if member.incarnation != self.me]
         self._outbox.tell(events.Admitted(tuple(others)))

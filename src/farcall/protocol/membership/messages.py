@@ -121,7 +121,8 @@ class Entries(_Control, frozen=True, tag=57):
 class Obituary(_Control, frozen=True, tag=58):
     """``size`` members share the sender's table, and ``lowest_rank`` is the lowest of theirs.
 
-    ``hinted``: the sender heard from a third one that the addressee lives; it may be a stranger to it.
+    ``hinted``: the sender heard from a third one that the addressee lives; it may be a stranger to it. ``alone``: the
+    sender heard nobody at all when it gave the addressee up, and is wrong if that one, or anybody, thinks otherwise.
     """
 
     incarnation: Incarnation
@@ -129,6 +130,7 @@ class Obituary(_Control, frozen=True, tag=58):
     size: _Count
     lowest_rank: _Count
     hinted: bool = False
+    alone: bool = False
 
 
 class Resurfaced(_Control, frozen=True, tag=59):

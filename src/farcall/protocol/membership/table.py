@@ -57,7 +57,7 @@ than "left", nor than "dead" but "left" (`messages.precedence`)."""
 
 
 class Entry:
-    """What is known of one incarnation. ``member`` is None where only its end was heard of.
+    """What is known of one incarnation. ``member`` is None where no more than its end was heard of.
 
     ``alone``: it was declared dead here, while nobody at all was heard.
     """
@@ -106,6 +106,8 @@ class Table:
         """The members, alive or unresponsive, without oneself, in no order."""
         self.buried: set[int] = set()
         self.highest_admission: int = 0
+        self.is_over: bool = False
+        """Has a member left of its own will? In a group of fixed size all do then."""
         self._by_name: dict[str, int] = {}
         self._by_rank: dict[int, int] = {}
         self._digest = [0] * BUCKETS
@@ -170,6 +172,7 @@ class Table:
             self._flip(entry)
         entry.status, entry.version, entry.precedence = update.status, update.version, rank
         entry.why, entry.since = update.why, now
+        self._note_leave(update)
         if update.status < Status.DEAD:
             self._flip(entry)
         elif was < Status.DEAD:
@@ -185,7 +188,7 @@ class Table:
         entry = self.entries[update.incarnation] = Entry(update, now)
         self._buckets[update.incarnation % BUCKETS].add(update.incarnation)
         if not alive:
-            entry.member = None
+            self._note_leave(update)
             self._ended.append((now, update.incarnation))
             return CHANGES[None, update.status]
         assert entry.member is not None
@@ -196,6 +199,10 @@ class Table:
             entry.place = len(self.others)
             self.others.append(update.incarnation)
         return CHANGES[None, update.status]
+
+    def _note_leave(self, update: Update) -> None:
+        if update.status is Status.LEFT and not update.why:  # else it failed, and could still say so
+            self.is_over = True
 
     def _retire(self, entry: Entry, now: float) -> None:
         member, incarnation = entry.member, entry.incarnation

@@ -68,6 +68,8 @@ class Mesh:
         if missing:
             raise self._missing(missing, failures, listener.refusals)
         self._peers.connector.starting = False
+        # From now on it lets others in, for members that died.
+        listener.become(self._hello.wanting(Listen(admits=True, size=len(membership.members))))
 
     def _on_member(self, transport: Transport, established: Established, dialled: bool) -> None:
         self._peers.connected(transport, established, dialled)
@@ -119,12 +121,12 @@ class Mesh:
         return ""
 
     def _why_not(self, hello: Hello) -> str | None:
-        """Why a proven member that dials us is not let in; None: it is."""
+        """Why a proven member, or one that wants to be a member, is not heard; None: it is."""
         peer = hello.member
         for member in self._membership.members:
             if member.rank == peer.rank and member.name == peer.name:
                 if member.incarnation != peer.incarnation:
-                    return f"{peer.name} is another process than the one that joined"
+                    break
                 before = self._peers.remotes.get(peer.rank)
                 if before is None or before.broken or self._peers.is_over(peer.incarnation):
                     return None  # of the last two: it may come in, to be told so
@@ -134,7 +136,9 @@ class Mesh:
                 if is_first and not before.link.up and not before.link.session.received:
                     return None
                 return f"{peer.name} is connected already"
-        return f"{peer.name} (rank {peer.rank}) is not a member of this cluster"
+        if isinstance(hello.purpose, Connect) and hello.purpose.is_first:
+            return f"{peer.name} (rank {peer.rank}) is another process than the one that joined"
+        return self._peers.why_closed(peer.incarnation)
 
     def _missing(
         self, members: Sequence[Member], failures: Mapping[int, str], refusals: Mapping[str, str]

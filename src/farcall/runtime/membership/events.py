@@ -42,14 +42,15 @@ __all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
 
 ENDS_S = 2.0
 RECENTLY_S = 10.0
-MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead")
+MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead", "rejoined")
 
 
 class MemberEvent(NamedTuple):
     """What became of a member.
 
-    ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion) or ``"dead"``;
-    ``incarnation`` says which start of the worker; ``why`` is for people.
+    ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion), ``"dead"``, or
+    ``"rejoined"``, of this worker itself: it was expelled, and is a new member. ``incarnation`` says which start of the
+    worker; ``why`` is for people.
     """
 
     kind: str
@@ -83,6 +84,11 @@ class MemberEvents:
                     self._callbacks.remove(callback)
 
         return unsubscribe
+
+    def take_over(self, before: MemberEvents) -> None:
+        """Tell those who subscribed to the events of this node's former membership. Before anybody does here."""
+        with before._lock:
+            self._lock, self._callbacks, self._inboxes = before._lock, before._callbacks, before._inboxes
 
     def tell(self, event: MemberEvent) -> None:
         """Something happened. From any thread; never waits."""
@@ -236,6 +242,7 @@ class MemberChanges:
 
     def on_entered(self, peer: RemotePeer) -> None:
         """A member joined; nothing of it has been read yet."""
+        self._leaving.on_peer_came(peer)
         for hook in self._joined_hooks:
             hook(peer)
 
@@ -284,7 +291,7 @@ class MemberChanges:
         self._calls.fail_all(lost, peer)
         for hook in self._gone_hooks:
             hook(peer)
-        self._leaving.on_peer_gone(peer.info.id)
+        self._leaving.on_peer_gone(peer)
 
     def fail_unsent(self, call_id: int, why: str) -> None:
         """A request was not sent after all: have its caller told, from any thread."""

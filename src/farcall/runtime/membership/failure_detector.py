@@ -75,11 +75,18 @@ class FailureDetector:
     """This node's part in the membership protocol."""
 
     def __init__(
-        self, me: Member, members: Iterable[Member] | None, options: MembershipOptions, loop: Loop, reach: Reach
+        self,
+        me: Member,
+        members: Iterable[Member] | None,
+        options: MembershipOptions,
+        loop: Loop,
+        reach: Reach,
+        *,
+        is_fixed: bool,
     ) -> None:
-        """``members``: those of the first hour; None: this node has to join."""
+        """``members``: those of the first hour; None: this node has to join. ``is_fixed``: a group of fixed size."""
         self._options = options
-        self._machine = MembershipMachine(me, members, options, random.Random(), monotonic())
+        self._machine = MembershipMachine(me, members, options, random.Random(), monotonic(), is_fixed=is_fixed)
         self._loop = loop
         self._timer = loop.timer(self._do_due)
         self._reach = reach
@@ -87,7 +94,11 @@ class FailureDetector:
         self._running = False
         self._stopped = False
         self._settled = Gate()
+        self.agreed_to_leave: bool = False
+        """Have all members agreed to leave? Then nobody is let in."""
         self.why_refused: str | None = None
+        self.expelled_by: int = 0
+        """Who told this node that it is dead, if that is known."""
 
     # ------------------------------------------------------------------ from other threads
 
@@ -156,6 +167,11 @@ class FailureDetector:
         """Has this node the lowest rank of all members?"""
         return self._machine.table.lowest_rank().incarnation == self._machine.me
 
+    @property
+    def is_over(self) -> bool:
+        """Does a group of fixed size end, since a member has left? From any thread."""
+        return self.agreed_to_leave or self._stopped or self._machine.table.is_over
+
     def status_of(self, incarnation: int) -> Status | None:
         """What is known of an incarnation; None: nothing."""
         entry = self._machine.table.entries.get(incarnation)
@@ -170,13 +186,19 @@ class FailureDetector:
         """All members, oneself included."""
         return self._machine.table.members()
 
+    def acquaintances(self) -> list[Member]:
+        """All others that this node knew and that have not left, also the dead: if it was cut off, those live."""
+        table = self._machine.table
+        entries = [entry for entry in table.entries.values() if entry.status is not Status.LEFT]
+        return [entry.member for entry in entries if entry.member is not None and entry.incarnation != table.me]
+
     def on_message(self, incarnation: int, message: Message) -> None:
         """A membership message came over a link of ``incarnation``."""
         self.feed(events.Received(incarnation, message))
 
-    def on_goodbye(self, incarnation: int) -> None:
-        """``incarnation`` has said itself that it leaves."""
-        self.feed(events.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0),))))
+    def on_goodbye(self, incarnation: int, why: str) -> None:
+        """``incarnation`` has said itself that it goes; ``why`` is empty where it wants to."""
+        self.feed(events.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0, None, why),))))
 
     def feed(self, event: events.Event) -> None:
         """Tell the machine what happened."""
@@ -242,6 +264,7 @@ class FailureDetector:
                     self._settled.open()
                 case events.Departed():
                     self._settled.open()
-                case events.Expelled(why):
+                case events.Expelled(why, by):
                     self._settled.open()
+                    self.expelled_by = by
                     reach.on_expelled(why)

@@ -22,6 +22,7 @@ from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.peers.peer import Peer
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -82,6 +83,7 @@ class Leaving:
         self._timer = loop.timer(self._look)
         self._local_state = local_state
         self._send = send
+        self._late_comers: dict[int, int] = {}  # rank -> the incarnation that came for one that had died
         self._told: tuple[int, int] | None = None
         self._said_serving = False
         self._done = Gate()
@@ -120,9 +122,15 @@ class Leaving:
         """A departure message came from ``rank``."""
         self._handle(departure.Received(rank, message))
 
-    def on_peer_gone(self, rank: int) -> None:
-        """The link to ``rank`` has ended."""
-        self._handle(departure.PeerGone(rank))
+    def on_peer_came(self, peer: Peer) -> None:
+        """There is a link to one that has come for another that died."""
+        self._late_comers[peer.info.id] = peer.incarnation
+        self._handle(departure.PeerCame(peer.info.id, peer.info.name))
+
+    def on_peer_gone(self, peer: Peer) -> None:
+        """The link to ``peer`` has ended; perhaps another one has its rank already."""
+        if self._late_comers.get(peer.info.id, peer.incarnation) == peer.incarnation:
+            self._handle(departure.PeerGone(peer.info.id))
 
     def _look(self, now: float) -> float:
         """Tell the machine what changed here, and what time it is."""
@@ -223,7 +231,10 @@ class Withdrawing:
     def on_message(self, rank: int, message: DepartureMessage) -> None:
         """Nobody asks for agreement in such a group."""
 
-    def on_peer_gone(self, rank: int) -> None:
+    def on_peer_came(self, peer: Peer) -> None:
+        """It is not waited for."""
+
+    def on_peer_gone(self, peer: Peer) -> None:
         """Its calls have failed: look again."""
         self.poke()
 

@@ -46,6 +46,7 @@ class ClusterLinks:
         resources: Resources,
         *,
         is_static: bool,
+        is_founder: bool,
         dispatcher: Dispatcher,
         changes: MemberChanges,
         write_later: Callable[[Callable[[], None]], None],
@@ -67,7 +68,12 @@ class ClusterLinks:
             on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(
-            info, me.incarnation, is_static, on_message, resources.memory, dispatcher.on_own_control
+            info,
+            me.incarnation,
+            me.rank if is_founder else me.incarnation,
+            on_message,
+            resources.memory,
+            dispatcher.on_own_control,
         )
         self.peers: PeerTable = PeerTable(
             self.myself,
@@ -75,6 +81,7 @@ class ClusterLinks:
             options,
             resources,
             is_static=is_static,
+            is_founder=is_founder,
             host=self,
             watcher=changes,
             on_frame=dispatcher.on_frame,

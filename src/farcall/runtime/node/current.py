@@ -29,6 +29,12 @@ class Slot:
         self.was_filled: bool = False
         self.why_none: str = "init_rpc has not been called in this process"
 
+    def succeed(self, expelled: Runtime, successor: Runtime) -> None:
+        """The node in this slot, if it was ``expelled`` here, is another member now."""
+        with self.lock:
+            if self.runtime is expelled:
+                self.runtime = successor
+
     def clear(self, why: str) -> None:
         """Hold no runtime any more, because of ``why``."""
         self.runtime, self.was_filled, self.why_none = None, True, why

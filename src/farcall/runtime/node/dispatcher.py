@@ -262,7 +262,7 @@ class Dispatcher:
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         peer.leaving, peer.farewell = True, message.reason
         if peer.known:
-            self._watch().on_goodbye(peer.incarnation)
+            self._watch().on_goodbye(peer.incarnation, "" if message.reason == messages.LEFT else message.reason[:100])
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer.info.id, message)

@@ -31,7 +31,7 @@ from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.member import Member, Trust, new_incarnation
-from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT
+from farcall.protocol.messages import FORGOT_SHUTDOWN, GAVE_UP, LEFT
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor
 from farcall.runtime.calls.pending import CallTable
@@ -57,9 +57,9 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous, Meeting, meet
 from farcall.runtime.rendezvous.static import join
-from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.runtime.rendezvous.store import MeetingPlace, find_meeting_place
 from farcall.serialize.allowance import INSTALLED
 
 __all__ = ["Runtime", "start_runtime"]
@@ -84,14 +84,17 @@ def start_runtime(
     *,
     parts: Iterable[Callable[[Runtime], object]] = (),
     make_calls: MakeCalls = CallTable,
+    way_back: Meeting | None = None,
+    over: str = "",
 ) -> Runtime:
     """Meet the other members and connect to each; raises within the options' start timeout.
 
-    ``lifecycle`` has just been moved to "starting". ``parts`` are made before anything can arrive.
+    ``lifecycle`` has just been moved to "starting". ``parts`` are made before anything can arrive. ``way_back``: into
+    the group that this node was expelled from. ``over``: the cluster of a group of fixed size that let nobody in.
     """
     name = lifecycle.name
     deadline = monotonic() + options.start_deadline_s
-    place = find_meeting_place(rank, world_size, options.init_method)
+    place = find_meeting_place(rank, world_size, options.init_method) if way_back is None else way_back.place
     host = choose_host(options.advertise, place.host).host
     resources: Resources | None = None
     entry: DynamicRendezvous | None = None
@@ -105,12 +108,17 @@ def start_runtime(
         incarnation = new_incarnation(secrets.randbits(62))
         trust: Trust = "code" if INSTALLED.allowance is None else INSTALLED.allowance.trust
         me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
-        if place.is_dynamic:
-            entry = DynamicRendezvous(place, me, options, deadline)
-            membership = entry.membership
+        found: Membership | Meeting
+        if way_back is not None:
+            found = way_back
+        elif place.is_dynamic or place.contacts:
+            found = meet(place, me, options, deadline)
         else:
-            membership = join(place, me, options)
-        runtime = Runtime(lifecycle, options, resources, membership, entry=entry, make_calls=make_calls)
+            found = join(place, me, options, over)
+        if isinstance(found, Meeting):
+            entry = DynamicRendezvous(found, me, options, deadline)
+            found = entry.membership
+        runtime = Runtime(lifecycle, options, resources, found, place=place, entry=entry, make_calls=make_calls)
         for kind in parts:
             runtime.part(kind)
         runtime._connect(deadline)
@@ -136,17 +144,23 @@ class Runtime:
         resources: Resources,
         membership: Membership,
         *,
+        place: MeetingPlace,
         entry: DynamicRendezvous | None,
         make_calls: MakeCalls,
     ) -> None:
-        """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group without a fixed size."""
+        """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group that is there."""
         self.options: RpcBackendOptions = options
         self.timeout_s: float = options.rpc_timeout or 0.0
         """The timeout of calls that name none; 0: no limit."""
         self.info: WorkerInfo = WorkerInfo(lifecycle.name, membership.me.rank)
         self.started_at: float = monotonic()
         self.membership: Membership = membership
-        self.is_static: bool = entry is None
+        self.is_static: bool = membership.size > 0
+        """Has the group a fixed size?"""
+        self.successor: Runtime | None = None
+        """The same node as another member, after this one was expelled."""
+        self._place = place
+        self._stays_out = threading.Event()  # shutdown was called: an expelled node does not come back
         self.hooks: Hooks = Hooks()
         self.event_log: EventLog = EventLog()
         self.resources: Resources = resources
@@ -219,6 +233,7 @@ class Runtime:
             options,
             resources,
             is_static=self.is_static,
+            is_founder=self.is_static and entry is None,
             dispatcher=self.dispatcher,
             changes=self.member_changes,
             write_later=self.write_later,
@@ -465,7 +480,10 @@ class Runtime:
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
         if not self._lifecycle.move("leave"):
+            self._stays_out.set()
             self._lifecycle.wait_ended(2 * STOP_S)  # if it was expelled
+            if self.successor is not None:
+                self.successor.shutdown(graceful, timeout_s)
             return
         stop_reading()
         agreed = False
@@ -479,6 +497,7 @@ class Runtime:
                 late = self.leaving.enter(timeout_s)
                 agreed = not late and self._lifecycle.verdict is None
                 if agreed:
+                    self.watch.agreed_to_leave = True
                     for hook in self.hooks.agreed:
                         hook()
                     if isinstance(self.leaving, Withdrawing):
@@ -506,12 +525,8 @@ class Runtime:
         """On the I/O thread: the others hold this node for dead, and that is final."""
         if self._lifecycle.is_over():
             return
-        self._give_up(
-            Expelled(
-                f"{self.info.name} was declared dead by the other members ({why}): it can do no more here; call "
-                "shutdown(), then init_rpc to join again"
-            )
-        )
+        what = "joins again by itself, as a new member" if self._comes_back else "can do no more; call shutdown()"
+        self._give_up(Expelled(f"{self.info.name} was declared dead by the other members ({why}): it {what}"))
 
     def _on_io_thread_lost(self, error: BaseException) -> None:
         """On the I/O thread, which ends: a node without one would look alive, and answer nobody."""
@@ -523,27 +538,67 @@ class Runtime:
                 )
             )
 
+    @property
+    def _comes_back(self) -> bool:
+        return bool(self.hooks.expelled) and self.options.membership.rejoin and self.state == "running"
+
     def _give_up(self, verdict: RpcError) -> None:
         """This node can do no more: every call fails with ``verdict``."""
+        way_back = self._way_back() if isinstance(verdict, Expelled) and self._comes_back else None
         logger.error("%s", verdict)
         self._lifecycle.verdict = verdict
         self.links.myself.ended = verdict
         self.calls.end(verdict)
-        if not self._lifecycle.expel(self._end):
+
+        def end(verdict: RpcError) -> None:
+            self._end(verdict, comes_back=way_back is not None)
+            if way_back is not None:
+                for hook in self.hooks.expelled:
+                    hook(way_back)
+
+        if not self._lifecycle.expel(end):
             self.leaving.abort()  # the thread that starts or leaves ends the node
 
-    def _end(self, why: RpcError, linger: bool = False) -> None:
-        """Stop everything that runs; leave no thread, descriptor, file or segment behind."""
+    def _way_back(self) -> Meeting:
+        """How this node may join again: through those whom it knows. It keeps the store, and its part in the list."""
+        membership = self.membership
+        contacts = None if self._entry is None else self._entry.contacts
+        return Meeting(
+            self._place,
+            contacts,
+            membership.store,
+            membership.cluster_id,
+            membership.secret,
+            tuple(self.links.peers.who_may_let_us_in()),
+            membership.size,
+            self._stays_out,
+        )
+
+    def newest(self) -> Runtime:
+        """This node as the member that it is now."""
+        runtime = self
+        while runtime.successor is not None:
+            runtime = runtime.successor
+        return runtime
+
+    def _end(self, why: RpcError, linger: bool = False, comes_back: bool = False) -> None:
+        """Stop everything that runs; leave no thread, descriptor, file or segment behind.
+
+        ``comes_back``: those who subscribed to events of members wait for this node's next membership.
+        """
         name, links = self.info.name, self.links
         sigint.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
         try:
+            wanted = self._lifecycle.state == "leaving" and self._lifecycle.verdict is None
             self._lifecycle.end()
             why = self._lifecycle.verdict or why
             if self._entry is not None:
                 self._entry.close()
             links.watch.stop()
-            self.member_events.end()
-            links.say_goodbye(FORGOT_SHUTDOWN if self._exiting else LEFT, LINGER_S if linger else 0.0)
+            if not comes_back:
+                self.member_events.end()
+            farewell = FORGOT_SHUTDOWN if self._exiting else LEFT if wanted else GAVE_UP
+            links.say_goodbye(farewell, LINGER_S if linger else 0.0)
             self.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"
             links.cut(why)
             self.membership.close()

@@ -30,12 +30,12 @@ class LoopbackPeer(Peer):
         self,
         info: WorkerInfo,
         incarnation: int,
-        is_static: bool,
+        number: int,
         on_message: Callable[[Peer, Frame], None],
         memory: ReceivePool,
         on_control: Callable[[Peer, messages.Message], None],
     ) -> None:
-        super().__init__(info, incarnation, is_static)
+        super().__init__(info, incarnation, number)
         self._on_message = on_message
         self._memory = memory
         self._on_control = on_control

@@ -77,18 +77,17 @@ class Peer:
     number: int
     """What stands for this member in references and gradients.
 
-    In a group of fixed size the rank, which programs see (torch prints it as ``created_on``); else the incarnation,
-    since ranks are given away again. An incarnation is never as small as a rank.
+    The rank of a member of the first hour in a group of fixed size, since programs see it (torch prints it as
+    ``created_on``); else the incarnation, since ranks are given away again. An incarnation is never as small as a rank.
     """
     full: Fullness | None
     """Has it said that too many calls wait there?"""
 
-    def __init__(self, info: WorkerInfo, incarnation: int, is_static: bool) -> None:
-        """``is_static``: in a group of fixed size, where a rank is never given again."""
+    def __init__(self, info: WorkerInfo, incarnation: int, number: int) -> None:
         self.devices = None
         self.info = info
         self.incarnation = incarnation
-        self.number = info.id if is_static else incarnation
+        self.number = number
         self.full = None
         self.called: FunctionCounters = {}
         """How calls to this peer ended."""
@@ -179,7 +178,7 @@ class RemotePeer(Peer):
         self,
         info: WorkerInfo,
         incarnation: int,
-        is_static: bool,
+        number: int,
         write_later: Callable[[Callable[[], None]], None],
         here: WorkerInfo,
         fail_call: Callable[[int, str], None],
@@ -188,7 +187,7 @@ class RemotePeer(Peer):
 
         ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
         """
-        super().__init__(info, incarnation, is_static)
+        super().__init__(info, incarnation, number)
         self._write_later = write_later
         self.known: bool = True
         """Is it a member? Others are heard about membership only."""

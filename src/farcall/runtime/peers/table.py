@@ -34,6 +34,7 @@ from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.membership.events import LinkGivenUp
+from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.protocol.membership.messages import Introduction, Status
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.io.timers import NEVER
@@ -71,10 +72,12 @@ class PeerTable:
         resources: Resources,
         *,
         is_static: bool,
+        is_founder: bool,
         host: Host,
         watcher: Watcher,
         on_frame: Callable[[RemotePeer, Frame], None],
     ) -> None:
+        """``is_static``: a group of fixed size; ``is_founder``: and ``membership`` has all its first members."""
         self.named: dict[str | int, Peer] = {myself.info.name: myself, myself.info.id: myself}
         """The targets of calls, by name and by rank."""
         self.numbered: dict[int, Peer] = {myself.number: myself}
@@ -86,10 +89,11 @@ class PeerTable:
         self._gone: deque[RemotePeer] = deque()
         self._ends: dict[RemotePeer, float] = {}  # when to close whose link
         self._silent: dict[RemotePeer, float] = {}  # whose host is looked at, and until when at least
-        self._introductions: dict[int, Member] = {}
+        self._records: dict[int, Member] = {}  # who the strangers say they are
         self._me = myself
         self._membership = membership
         self._is_static = is_static
+        self._founders = {member.incarnation for member in membership.members} if is_founder else set()
         self._options = options
         self._resources = resources
         self._host = host
@@ -97,7 +101,12 @@ class PeerTable:
         self._on_frame = on_frame
         self._timer = resources.loop.timer(self._look_after_links)
         self.watch: FailureDetector = FailureDetector(
-            membership.me, membership.members if is_static else None, chosen(options), resources.loop, self
+            membership.me,
+            membership.members if is_founder else None,
+            chosen(options),
+            resources.loop,
+            self,
+            is_fixed=is_static,
         )
         """The membership protocol: decides which incarnations are members."""
         self.connector: Connector = Connector(self, self.watch, resources.loop, options, secret=membership.secret)
@@ -138,6 +147,18 @@ class PeerTable:
         status = self.watch.status_of(incarnation)
         return status is not None and status >= Status.DEAD
 
+    def why_closed(self, incarnation: int) -> str | None:
+        """Why a proven process that is no member of this group of fixed size is not even heard; None: it is."""
+        if self._is_static and self.watch.is_over and not self.watch.is_member(incarnation):
+            return GROUP_IS_OVER
+        return None
+
+    def who_may_let_us_in(self) -> list[Member]:
+        """Where to ask after this node was expelled: first the one that said so, then all others it knew, by rank."""
+        by = self.watch.expelled_by
+        known = {member.incarnation: member for member in [*self._records.values(), *self.watch.acquaintances()]}
+        return sorted(known.values(), key=lambda member: (member.incarnation != by, member.rank))
+
     def knows_us(self, incarnation: int) -> bool:
         """Has that member answered over its link, or is it gone? From any thread."""
         peer = self._by_incarnation.get(incarnation)
@@ -146,9 +167,8 @@ class PeerTable:
     # ------------------------------------------------------------------ peers and their links
 
     def _make(self, info: WorkerInfo, incarnation: int, transport: Transport) -> RemotePeer:
-        peer = RemotePeer(
-            info, incarnation, self._is_static, self._host.write_later, self._me.info, self.watcher.fail_unsent
-        )
+        number = info.id if incarnation in self._founders else incarnation
+        peer = RemotePeer(info, incarnation, number, self._host.write_later, self._me.info, self.watcher.fail_unsent)
         peer.link = Link(
             info,
             transport,
@@ -177,7 +197,7 @@ class PeerTable:
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
                 self.connector.give_up(other, "another process has its name or rank")
         peer.known = True
-        self._introductions.pop(peer.incarnation, None)
+        self._records.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
         self.numbered[peer.number] = peer
@@ -192,8 +212,7 @@ class PeerTable:
         transport = self._host.wrap(transport, info)
         incarnation = member.incarnation
         logger.debug("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
-        if not self._is_static and not dialled and member.admission:
-            self._introductions[incarnation] = member
+        if not dialled and member.admission:
             self.watch.on_message(incarnation, Introduction(member))
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and self._is_first(peer):
@@ -202,14 +221,15 @@ class PeerTable:
             peer.link.connect(transport, established.leftover)
             return peer
         new = self._make(info, incarnation, transport)
-        if peer is not None and self._is_static and peer.broken and not peer.link.session.received:
+        is_founder = incarnation in self._founders
+        if peer is not None and is_founder and peer.broken and not peer.link.session.received:
             peer = None  # while the node starts: its connection broke before anything had come over it
         if peer is None:
             self.connector.begin(new, established, dialled)
-        if peer is None and self._is_static:
+        if peer is None and is_founder:
             self._enter(new)
         else:
-            self._add_stranger(incarnation, new)
+            self._add_stranger(member, new)
         new.link.start(established.leftover)
         return new
 
@@ -218,7 +238,9 @@ class PeerTable:
         link = peer.link
         return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
 
-    def _add_stranger(self, incarnation: int, peer: RemotePeer) -> None:
+    def _add_stranger(self, member: Member, peer: RemotePeer) -> None:
+        incarnation = member.incarnation
+        self._records[incarnation] = member
         peer.known = False
         before = self._strangers.pop(incarnation, None)
         if before is None and len(self._strangers) >= MAX_STRANGERS:
@@ -246,7 +268,7 @@ class PeerTable:
             peer.close()
             if self._strangers.get(incarnation) is peer:
                 del self._strangers[incarnation]
-                self._introductions.pop(incarnation, None)
+                self._records.pop(incarnation, None)
             return
         self.connector.abandon(incarnation)
         if not self._is_static:
@@ -289,6 +311,8 @@ class PeerTable:
         peer = self._strangers.get(incarnation)
         if peer is None or peer.link.broken is not None:
             peer = self._make(WorkerInfo(member.name, member.rank), incarnation, Absent())
+        if self._is_static and not member.admission:
+            peer.number = member.rank
         self._enter(peer)
         self.watcher.on_entered(peer)
         self.watcher.on_change("joined", member, "")
@@ -302,8 +326,8 @@ class PeerTable:
 
     def on_admitted(self) -> None:
         """This node is a member: so are the strangers that have introduced themselves as members meanwhile."""
-        for incarnation, member in list(self._introductions.items()):
-            if incarnation in self._strangers:
+        for incarnation, member in list(self._records.items()):
+            if incarnation in self._strangers and member.admission:
                 self.watch.on_message(incarnation, Introduction(member))
 
     def on_unresponsive(self, member: Member, unresponsive: bool) -> None:

@@ -39,8 +39,10 @@ class Membership:
     cluster_id: str
     secret: Secret = field(repr=False)
     generation: int
+    size: int = 0
+    """How many members there are for good; 0: members come and go."""
     store: KeyStore | None = field(default=None, repr=False)
-    """Where members come and go, or where somebody was slow to read there what all agreed on."""
+    """Where members come and go, where it is a file, or where somebody was slow to read there what all agreed on."""
 
     @property
     def rank(self) -> int:

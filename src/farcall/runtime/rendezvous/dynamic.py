@@ -1,6 +1,7 @@
-"""The way of a node into a group without a fixed size: it asks a member to let it in, or founds the group.
+"""The way of a node into a group that is there: it asks a member to let it in. Without a fixed size, it may found one.
 
 Owns the search for a member that answers (`Search`) and this node's name on the list of contacts (`DynamicRendezvous`).
+A group of fixed size lets one in for a member that died, and only as long as nobody has left it.
 What the list in the store means is told in `contacts.py`; who is let in is settled by the members
 (`protocol/membership`). Runs on the threads that start and end the node, but for what says otherwise.
 
@@ -9,13 +10,14 @@ What the list in the store means is told in `contacts.py`; who is let in is sett
     a newcomer like us                                 the first on the list founds, the others wait for it
     nobody, or another process                         gone
     no answer                                          looked for again
+    a member of a group of fixed size that is over     gone: those who are left will meet anew
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import SystemRandom
 from time import monotonic
 from typing import NamedTuple, Protocol
@@ -27,6 +29,7 @@ from farcall.protocol.connector import Dial, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
+from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
@@ -43,7 +46,7 @@ from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Candidate", "DynamicRendezvous", "Meeting", "Search"]
+__all__ = ["Candidate", "DynamicRendezvous", "GroupIsOver", "Meeting", "Search", "is_there", "meet"]
 
 FIRST_CONNECTIONS_S = 5.0
 """How long a newcomer waits for its connections to all others: calls wait for them in any case."""
@@ -63,6 +66,20 @@ class Meeting(NamedTuple):
     cluster_id: str
     """Empty where only an address is known: the first member that proves itself tells it."""
     secret: Secret
+    members: tuple[Member, ...] = ()
+    """Members that were known before: they are asked, and nobody founds."""
+    size: int = 0
+    """Of a group of fixed size."""
+    cancelled: threading.Event | None = None
+    """Set when nobody wants in any more."""
+
+
+class GroupIsOver(InitError):
+    """Nobody of the group ``cluster_id`` is there any more who may let this node in."""
+
+    def __init__(self, text: str, cluster_id: str) -> None:
+        super().__init__(text)
+        self.cluster_id: str = cluster_id
 
 
 def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
@@ -70,7 +87,7 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
     secret = secret_of(options)
     proofs = Proofs(secret, options.has_secret, place.name)
     if place.contacts:
-        return Meeting(place, None, None, "", secret)
+        return Meeting(place, None, None, "", secret, size=max(0, place.world_size))
 
     def enter(cancelled: threading.Event) -> tuple[KeyStore, Contacts, Group]:
         while True:
@@ -122,9 +139,10 @@ class Search:
     def run(self, deadline: float) -> None:
         """Return when this node is a member; raises ``InitError``."""
         pauses = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5, jitter=_RANDOM)
+        cancelled = self._meeting.cancelled or threading.Event()
         while not self._try(deadline):
             pause_s = pauses.next_s()
-            if monotonic() + pause_s >= deadline:
+            if monotonic() + pause_s >= deadline or cancelled.is_set():
                 raise self._missing()
             Gate().wait(pause_s)
         if self._meeting.contacts is not None and self._gone:
@@ -133,6 +151,8 @@ class Search:
     def _try(self, deadline: float) -> bool:
         """Look at everybody once."""
         contacts = self._meeting.contacts
+        if self._meeting.members:
+            return self._try_known(self._meeting.members, deadline)
         if contacts is None:
             ways = self._meeting.place.contacts
             return any(self._look(Target(None, 0, [way]), deadline) is True for way in ways)
@@ -163,6 +183,24 @@ class Search:
         if may_found:
             self._candidate.found()
         return may_found
+
+    def _try_known(self, members: Sequence[Member], deadline: float) -> bool:
+        """Look at everybody who was a member once, in their order: those who were cut off meet at the same one."""
+        left = [member for member in members if member.incarnation not in self._gone]
+        if not left:
+            whys = "".join(f"; {name}: {why}" for name, why in self._why.items())
+            raise GroupIsOver(
+                f"{self._me.name} was not let in: nobody of the group is there any more{whys}", self._meeting.cluster_id
+            )
+        for member in left:
+            if monotonic() >= deadline:
+                break
+            outcome = self._look(Target.of(member, self._allowed), deadline)
+            if outcome is True:
+                return True
+            if outcome is None:
+                self._gone.add(member.incarnation)
+        return False
 
     def _read_list(self, contacts: Contacts, deadline: float) -> tuple[Group, bool]:
         """The list, and whether it is what the store says now: where that is gone, those read last may let us in."""
@@ -200,15 +238,25 @@ class Search:
             if found.error is not None:
                 self._why[name or target.ways[0]] = ended.why
             return None
+        if ended.step is Step.GIVEN_UP and meeting.members:
+            self._why[name] = ended.why
+            return None
         if ended.step is Step.GIVEN_UP:
             raise InitError(f"{self._me.name} was not let in by {name or target.ways[0]}: {ended.why}") from found.error
         if found.transport is None or found.established is None:
             if target.ways:
                 self._why[name] = ended.why
             return False
-        if found.established.peer.purpose != Listen(admits=True):
+        purpose = found.established.peer.purpose
+        if not isinstance(purpose, Listen) or not purpose.admits:
             found.close()
             return False
+        if purpose.size != meeting.size:
+            found.close()
+            raise BadRank(
+                f"{self._me.name} was given {_size_text(meeting.size)}, and {found.established.peer.member.name} "
+                f"{_size_text(purpose.size)}: give every process the same world_size, or none"
+            )
         return self._candidate.ask(found.transport, found.established, deadline)
 
     def _missing(self) -> MissingPeers:
@@ -221,18 +269,42 @@ class Search:
         )
 
 
+def _size_text(size: int) -> str:
+    return f"world_size={size}" if size else "no world_size"
+
+
+class _Looker:
+    """A candidate that only wants to know whether there is a member."""
+
+    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
+        transport.close()
+        return True
+
+    def found(self) -> None:
+        raise AssertionError("members that are known are asked, and nobody founds")
+
+
+def is_there(meeting: Meeting, me: Member, options: RpcBackendOptions, deadline: float) -> bool:
+    """Is there still one of the group that ``meeting`` names, which would let ``me`` in?"""
+    try:
+        Search(meeting, me, options, _Looker()).run(deadline)
+    except (GroupIsOver, MissingPeers):
+        return False
+    return True
+
+
 class DynamicRendezvous:
     """A node's way in, and its name on the list while it is a member."""
 
-    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> None:
-        """Find out where to ask; this node is on the list afterwards."""
-        self._meeting = meet(place, me, options, deadline)
+    def __init__(self, meeting: Meeting, me: Member, options: RpcBackendOptions, deadline: float) -> None:
+        """``me`` is on the list, if there is one."""
+        self._meeting = meeting
         self._options = options
         self._deadline = deadline
         self.contacts = self._meeting.contacts  # until this node leaves
         self._upkeep: Upkeep | None = None  # from the moment that this node is a member
         self.membership: Membership = Membership(
-            me, [me], self._meeting.cluster_id, self._meeting.secret, 0, self._meeting.store
+            me, [me], meeting.cluster_id, meeting.secret, 0, meeting.size, store=meeting.store
         )
 
     def enter(self, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
@@ -241,17 +313,20 @@ class DynamicRendezvous:
         listener.open(
             Hello(membership.me, membership.cluster_id, Listen()),
             membership.secret,
-            why_not=lambda peer: None,  # to be heard about membership; all else the members decide
+            # Else to be heard about membership; all else the members decide.
+            why_not=lambda hello: peers.why_closed(hello.member.incarnation),
             on_member=lambda transport, established: peers.connected(transport, established, False),
             returning=peers.connector,
             tls=tls_for(self._options, membership.secret),
         )
-        newcomer = _Newcomer(membership, listener, loop, peers)
+        newcomer = _Newcomer(membership, listener, loop, peers, self._meeting.cancelled or threading.Event())
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
+            if self._meeting.members:
+                self._upkeep.poke()  # others have put themselves on the list
         me = watch.me
-        listener.become(Hello(me, membership.cluster_id, Listen(admits=True)))
+        listener.become(Hello(me, membership.cluster_id, Listen(admits=True, size=membership.size)))
         others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
         # So that all know this node before any of them hears its name from a third one.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))
@@ -290,7 +365,15 @@ class DynamicRendezvous:
 class _Newcomer:
     """The node that wants in, as the search sees it."""
 
-    def __init__(self, membership: Membership, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        listener: PeerListener,
+        loop: Loop,
+        peers: PeerTable,
+        cancelled: threading.Event,
+    ) -> None:
+        self._cancelled = cancelled
         self._membership = membership
         self._listener = listener
         self._loop = loop
@@ -307,11 +390,14 @@ class _Newcomer:
             raise InitError(f"{watch.me.name}: the I/O thread does not answer")
         link = stranger[0].link
         patience_s = min(SPONSOR_S, deadline - monotonic())
-        if watch.join_through(stranger[0].incarnation, patience_s, lambda: not link.up):
+        is_lost = self._cancelled.is_set
+        if watch.join_through(stranger[0].incarnation, patience_s, lambda: is_lost() or not link.up):
             return True
         why = watch.why_refused
         if why is None:
             return False
+        if why == GROUP_IS_OVER:
+            raise GroupIsOver(f"{watch.me.name} was not let in: {why}", membership.cluster_id)
         kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
         raise kind(f"{watch.me.name} was not let in: {why}")
 

@@ -5,7 +5,7 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
     generation               the first generation that may still be open
     <g>/slot/<rank>          a member's record; whoever sets it first holds the rank
     <g>/beat/<rank>          counts up while its holder waits: tells a second process from a dead one's traces
-    <g>/table                rank 0's proposal, once every slot is filled
+    <g>/table                rank 0's proposal, once every slot is filled; the table that was formed, for good
     <g>/seen/<digest>/<rank> that rank has confirmed exactly that table
     <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
     <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
@@ -18,6 +18,10 @@ are before ``init_rpc`` returns, finds the port free for a process group.
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
 take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
 A ``join`` that raises leaves nothing behind, here or in the store, that a later one trips over.
+
+A group that was formed may have lost a member, and lets another one in for it. So before a process takes part in a new
+generation it looks whether anybody of the last group is there who would (`_running_group`); then it puts its record
+into the empty slot, for later ones to find it, and goes the way of `dynamic.py`.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from farcall.runtime.rendezvous.agreement import (
     read_table,
 )
 from farcall.runtime.rendezvous.contacts import Contacts
+from farcall.runtime.rendezvous.dynamic import Meeting, is_there
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, open_store
@@ -58,18 +63,21 @@ __all__ = ["StaticRendezvous", "join"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
+_LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
 _DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
+_LOOK_S = 5.0  # how long members of a group that may be over are looked for
 _FAREWELL_S, _ABANDONED_FAREWELL_S = 5.0, 0.5  # how long rank 0 stays for those who have not read the outcome
 
 
-def join(place: MeetingPlace, me: Member, options: RpcBackendOptions) -> Membership:
+def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> Membership | Meeting:
     """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
 
+    Or return whom to ask, where a group is there that may let us in; but not the one whose cluster is called ``over``.
     Raises ``BadRank``, ``DuplicateName`` (at every member), ``MissingPeers`` or another ``InitError``.
     """
-    meeting = StaticRendezvous(place, me, options)
+    meeting = StaticRendezvous(place, me, options, over)
 
-    def meet(cancelled: threading.Event) -> Membership:
+    def meet(cancelled: threading.Event) -> Membership | Meeting:
         meeting.cancelled = cancelled
         return meeting.run()
 
@@ -79,8 +87,10 @@ def join(place: MeetingPlace, me: Member, options: RpcBackendOptions) -> Members
 class StaticRendezvous:
     """One member's way to an agreement, possibly over several stores and generations."""
 
-    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions) -> None:
+    def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> None:
         self.place = place
+        self._options = options
+        self._over = over
         self.cancelled: threading.Event = threading.Event()
         self._me = me
         self._secret = secret_of(options)
@@ -101,7 +111,7 @@ class StaticRendezvous:
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
 
-    def run(self) -> Membership:
+    def run(self) -> Membership | Meeting:
         """Try stores until a table forms; afterwards this object holds no store."""
         try:
             while True:
@@ -149,8 +159,10 @@ class StaticRendezvous:
 
     # The meeting itself.
 
-    def _meet(self) -> Membership:
+    def _meet(self) -> Membership | Meeting:
         self._generation = self._first_open_generation()
+        if (running := self._running_group()) is not None:
+            return running
         while True:
             self._table = b""
             self._next_beat = 0.0
@@ -176,6 +188,33 @@ class StaticRendezvous:
         while self._open.read(self._key("outcome")) is not None:
             self._generation += 1
         return self._generation
+
+    def _running_group(self) -> Meeting | None:
+        """The way into the last group that was formed here, if anybody of it is there who lets this process in."""
+        for generation in reversed(range(max(0, self._generation - _LOOKED_AT), self._generation)):
+            key = f"{self._base}/{generation}"
+            outcome = self._open.read(f"{key}/outcome")
+            if outcome is None or not isinstance(read_outcome(outcome), Formed):
+                continue
+            table = self._open.read(f"{key}/table")
+            slots = () if table is None else read_table(table)
+            if len(slots) != self.place.world_size or slots[0].cluster_id == self._over:
+                return None
+            known: tuple[Member, ...] = ()
+            for slot in slots:
+                rank = slot.member.rank
+                later = self._open.read(f"{key}/slot/{rank}") if rank != self._me.rank else None
+                known += (slot.member,) * (rank != self._me.rank)
+                known += () if later is None else (read_slot(later).member,)
+            cluster_id = slots[0].cluster_id
+            meeting = Meeting(self.place, None, None, cluster_id, self._secret, known, len(slots))
+            deadline = min(self._deadline, time.monotonic() + _LOOK_S)
+            if not known or not is_there(meeting, self._me, self._options, deadline):
+                return None
+            check_agreement([self._slot if slot.member.rank == self._me.rank else slot for slot in slots])
+            self._open.write(f"{key}/slot/{self._me.rank}", self._slot_text)
+            return meeting
+        return None
 
     def _advance(self) -> None:
         """Point newcomers behind this generation, before this member leaves it."""
@@ -320,9 +359,13 @@ class StaticRendezvous:
             self._clear_up(len(slots))
         elif self._me.rank == 0:
             store = self._open.store
+        if self.place.scheme == "file":
+            store = self._open.store  # the last one that lets go of it deletes the file, which a successor needs
         check_agreement(slots)
         members = [slot.member for slot in slots]
-        return Membership(self._me, members, slots[0].cluster_id, self._secret, self._generation, store)
+        return Membership(
+            self._me, members, slots[0].cluster_id, self._secret, self._generation, len(slots), store=store
+        )
 
     def _wait_for_readers(self, count: int, seconds: float) -> bool:
         """Rank 0, which may host the store: stay until ``count`` others have read the outcome, if they do."""
@@ -339,9 +382,9 @@ class StaticRendezvous:
             self._open.store.delete_key(self._key(f"{what}/{self._me.rank}"))
 
     def _clear_up(self, size: int) -> None:
-        """Remove this generation's keys; that it is over stays written."""
+        """Remove this generation's keys; that it is over stays written, and who was in it."""
         keys = [self._key(f"{what}/{rank}") for rank in range(size) for what in ("slot", "beat")]
-        for key in [*keys, *self._seen_keys(), self._key("table"), self._key("left")]:
+        for key in [*keys, *self._seen_keys(), self._key("left"), f"{self._base}/{self._generation - 1}/table"]:
             self._open.store.delete_key(key)
         self._open.write(self._key("outcome"), as_text(Formed(())))
 

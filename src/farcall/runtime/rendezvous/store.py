@@ -119,14 +119,12 @@ def find_meeting_place(
     uses_environment = parts.scheme == "env"
     found_rank = _choose("rank", rank, query, environ if uses_environment else None)
     found_size = _choose_size(world_size, query, environ if uses_environment else None)
-    if parts.scheme == MEMBERS_SCHEME:
-        if found_size != -1:
-            raise BadRank("who joins through a member joins a group without a fixed size: leave world_size out")
-        contacts = _find_contacts(init_method)
-        first_host, first_port = parse_tcp(contacts[-1])
-        return MeetingPlace(init_method, parts.scheme, found_rank, -1, first_host, first_port, contacts=contacts)
     if found_size != -1 and not 0 <= found_rank < found_size:
         raise BadRank(f"rank {found_rank} does not fit world_size {found_size}: ranks go from 0 to {found_size - 1}")
+    if parts.scheme == MEMBERS_SCHEME:
+        contacts = _find_contacts(init_method)
+        host, port = parse_tcp(contacts[-1])
+        return MeetingPlace(init_method, parts.scheme, found_rank, found_size, host, port, contacts=contacts)
     common: dict[str, Any] = {
         "url": init_method,
         "scheme": parts.scheme,
@@ -136,8 +134,8 @@ def find_meeting_place(
         "attempt": environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         "use_libuv": query.get("use_libuv", environ.get("USE_LIBUV", "1")) == "1",
     }
-    host, port = _find_endpoint(init_method, environ)
-    return MeetingPlace(host=host, port=port, path=parts.path if parts.scheme == "file" else "", **common)
+    store_host, store_port = _find_endpoint(init_method, environ)
+    return MeetingPlace(host=store_host, port=store_port, path=parts.path if parts.scheme == "file" else "", **common)
 
 
 def _free_port() -> int:

@@ -31,6 +31,7 @@ from farcall.protocol.membership.events import (
     Refused,
     Send,
 )
+from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.protocol.membership.machine import MembershipMachine, State
 from farcall.protocol.membership.messages import (
     Ack,
@@ -102,8 +103,8 @@ class Bench:
                     self.feed(Heard(incarnation))
 
 
-def member(me: int = 1, size: int = 6, options: MembershipOptions = OPTIONS) -> Bench:
-    machine = MembershipMachine(RECORDS[me - 1], RECORDS[:size], options, random.Random(0), 0.0)
+def member(me: int = 1, size: int = 6, options: MembershipOptions = OPTIONS, is_fixed: bool = False) -> Bench:
+    machine = MembershipMachine(RECORDS[me - 1], RECORDS[:size], options, random.Random(0), 0.0, is_fixed=is_fixed)
     return Bench(machine)
 
 
@@ -279,9 +280,51 @@ def test_a_verdict_spoken_alone_is_kept_to_oneself() -> None:
     bench.advance(400)
     died = {effect.member.incarnation for effect in bench.effects if isinstance(effect, MemberDied)}
     assert died == {2, 3}
-    assert [send for send in bench.take(Send) if isinstance(send.message, Obituary | Gossip)] == []
+    told = [send.message for send in bench.take(Send) if isinstance(send.message, Obituary | Gossip)]
+    assert all(isinstance(message, Obituary) and message.alone for message in told)
     bench.receive(2, Ping(()))
     assert "cut off" in bench.take(Expelled)[0].why
+
+
+@pytest.mark.parametrize(("rank", "stays"), [(0, True), (1, False)])
+def test_of_two_that_gave_each_other_up_alone_the_lower_rank_stays(rank: int, stays: bool) -> None:
+    """Their messages cross, and yet only one of them goes: nobody would be left to let the other in again."""
+    bench = member(me=rank + 1, size=3)
+    other = 2 - rank
+    bench.silent_hosts = {1, 2, 3}
+    bench.advance(400)
+    assert len(bench.take(MemberDied)) == 2
+    bench.receive(other, Obituary(rank + 1, "it was not heard", 1, 2 - rank, alone=True))
+    assert (bench.machine.state is State.MEMBER) is stays
+    if stays:
+        (answer,) = bench.sent(Obituary)
+        assert isinstance(answer.message, Obituary)
+        assert answer.message.alone
+
+
+def test_one_that_was_deaf_is_answered_by_those_who_did_not_give_it_up() -> None:
+    bench = member(size=3)
+    bench.receive(2, Obituary(1, "it was not heard", 1, 1, alone=True))
+    assert bench.sent(Ack)
+    assert bench.machine.state is State.MEMBER
+
+
+def test_a_group_of_fixed_size_lets_one_in_for_a_member_that_died_until_somebody_leaves() -> None:
+    bench = member(size=3, is_fixed=True)
+    bench.receive(2, Gossip((Update(3, Status.DEAD, 0, None, "killed"),)))
+    successor = Member(RECORDS[2].name, RECORDS[2].rank, 77, ("tcp:h:1",))
+    bench.receive(77, Join(successor))
+    (offer,) = [send.message for send in bench.sent(Decision)]
+    assert isinstance(offer, Decision)
+    assert offer.why_not == ""
+    bench.receive(2, Gossip((Update(2, Status.LEFT, 0, None, "ended without shutdown()"),)))
+    bench.receive(77, Join(offer.member))
+    assert bench.sent(JoinAnswer), "who failed has not left the group"
+    bench.receive(77, Gossip((Update(77, Status.LEFT, 0),)))
+    bench.receive(78, Join(Member(RECORDS[2].name, RECORDS[2].rank, 78, ("tcp:h:1",))))
+    (refusal,) = [send.message for send in bench.sent(Decision)]
+    assert isinstance(refusal, Decision)
+    assert refusal.why_not == GROUP_IS_OVER
 
 
 def test_who_slept_accuses_nobody() -> None:
@@ -382,7 +425,7 @@ def test_who_is_dead_to_a_member_is_expelled() -> None:
     for message in (Obituary(1, "it slept", 5, 2), Gossip((Update(1, Status.DEAD, 0, None, "it slept"),))):
         bench = member()
         bench.receive(2, message)
-        assert bench.take(Expelled) == [Expelled("it slept")]
+        assert [effect.why for effect in bench.take(Expelled)] == ["it slept"]
         assert bench.machine.next_deadline() is None
         bench.receive(2, Ping(()))
         assert bench.effects == []

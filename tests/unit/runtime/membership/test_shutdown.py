@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 from tests.kit.clock import Clock
 
+from farcall.ids import WorkerInfo
 from farcall.protocol.departure import DepartureMessage
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
+from farcall.runtime.peers.peer import Peer
 
 LONG_S = 10.0
+OTHER = Peer(WorkerInfo("w1", 1), 5, 1)
 
 
 class StillLoop:
@@ -75,8 +78,20 @@ def test_idle_members_agree_and_leave() -> None:
     assert probes(leaver) == [1]
     leaver.other_is_ready(1)
     assert any(isinstance(message, DepartureReleased) for _, message in leaver.sent)
-    leaver.leaving.on_peer_gone(1)  # it was told and left: as good as an acknowledgement
+    leaver.leaving.on_peer_gone(OTHER)  # it was told and left: as good as an acknowledgement
     assert leaver.finished() == ()
+
+
+def test_one_that_came_for_a_dead_one_is_waited_for_and_the_end_of_the_dead_one_is_not_its_end() -> None:
+    leaver = Leaver()
+    leaver.other_is_ready(0)
+    leaver.leaving.on_peer_came(Peer(WorkerInfo("w1", 1), 6, 6))
+    leaver.leaving.on_peer_gone(OTHER)  # late
+    assert probes(leaver) == [1], "what the dead one said does not count"
+    leaver.other_is_ready(0)
+    assert probes(leaver) == [1, 2]
+    leaver.other_is_ready(2)
+    assert any(isinstance(message, DepartureReleased) for _, message in leaver.sent)
 
 
 def test_busy_member_waits_until_poked() -> None:
@@ -119,5 +134,5 @@ def test_new_work_between_the_looks_starts_another_round() -> None:
     leaver.activity += 1
     leaver.other_is_ready(1)
     assert probes(leaver) == [1, 2]
-    leaver.leaving.on_peer_gone(1)
+    leaver.leaving.on_peer_gone(OTHER)
     assert leaver.finished() == ()

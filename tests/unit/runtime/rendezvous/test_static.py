@@ -99,14 +99,14 @@ def test_everybody_gets_the_same_table(store: Any, start: Any, size: int) -> Non
     assert len({m.cluster_id for m in memberships}) == 1
     assert len({m.secret.values for m in memberships}) == 1
     assert len(memberships[0].secret.values[0]) == 32
-    assert all(m.store is None for m in memberships)
+    assert all(m.store is not None for m in memberships), "the file stays while there are members"
     assert sorted(m.rank for m in memberships) == list(range(size))
     assert len({record.incarnation for record in tables[0]}) == size
 
 
 def test_little_is_left_in_the_store(store: Any, start: Any) -> None:
     first, _ = joined([start("a", 0, 2), start("b", 1, 2)])
-    left = {key: store.get(key) for key in ("farcall/0/generation", "farcall/0/0/outcome")}
+    left = {key: store.get(key) for key in ("farcall/0/generation", "farcall/0/0/outcome", "farcall/0/0/table")}
     assert store.num_keys() == len(left)
     assert first.secret.values[0].hex() not in repr(first)
 
@@ -426,7 +426,7 @@ def test_the_url_gives_all() -> None:
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),
         (-1, 1, "env://", {**ENV, "RANK": "one"}, BadRank, "whole number"),
         (-1, 2, "tcp://h:1", ENV, BadRank, "rank parameter missing"),
-        (0, 2, "farcall://h:1", {}, BadRank, "leave world_size out"),
+        (2, 2, "farcall://h:1", {}, BadRank, "from 0 to 1"),
         (0, None, "farcall://h", {}, ValueError, "lacks a host or a port"),
         (0, None, "farcall://", {}, ValueError, "names no member"),
         (0, 2, "tcp://h:1?rank=1", {}, BadRank, "give it once"),
