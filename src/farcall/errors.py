@@ -29,7 +29,8 @@
     ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
     └── Cancelled               the call was cancelled, or the node shut down, before the answer came (``.delivery``)
 
-``RpcError`` derives from ``RuntimeError``, so programs that catch that keep working.
+``RpcError`` derives from ``RuntimeError``, so programs that catch that keep working. ``RemoteTraceback`` is none of
+these: it is the ``__cause__`` of an exception that a remote function raised.
 This module knows nothing of sockets, tensors or threads.
 """
 
@@ -61,6 +62,7 @@ __all__ = [
     "ReferenceLeak",
     "ReferenceLost",
     "RemoteError",
+    "RemoteTraceback",
     "RpcError",
     "RpcTimeout",
     "SerializationError",
@@ -154,6 +156,17 @@ class RemoteError(RpcError):
         self.type_name = type_name
         self.message = message
         self.remote_traceback = remote_traceback
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that a remote function raised: where, on the other worker, it came from."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return "\n" + self.text
 
 
 class Delivery(StrEnum):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from farcall.html import table
+
 MAX_NAME_CHARACTERS = 127
 _NAME = re.compile(r"[A-Za-z0-9_:\-]+")
 
@@ -29,6 +31,18 @@ class MemberInfo(WorkerInfo):
 
     unresponsive_s: float | None = None
     """For how long it has answered nobody, though it is not dead: it is busy, or stopped. None: it answers."""
+
+
+class MemberList(list[MemberInfo]):
+    """The members of a cluster, by rank; a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        head = ("name", "rank", "answers")
+        rows = [
+            (one.name, one.id, "yes" if one.unresponsive_s is None else f"not for {one.unresponsive_s:.0f} s")
+            for one in self
+        ]
+        return table(f"{len(self)} members", rows, head)
 
 
 # Structs without garbage collection: there may be a million of these, and none can be part of a cycle.

@@ -25,6 +25,7 @@ def test_a_node_and_its_futures(tmp_path: Path) -> None:
     with node:
         assert repr(node) == "<Node 'w0': rank 0 of 1, running>"
         assert "<th>members</th><td>w0</td>" in node._repr_html_()
+        assert "<th>w0</th><td>0</td><td>yes</td>" in node.members()._repr_html_()  # type: ignore[attr-defined]
         reference = node.remote("w0", list)
         assert repr(reference) == "<RRef 0:0 to a value of 'w0'>"
         assert "w0 (rank 0)" in reference._repr_html_()

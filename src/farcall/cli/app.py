@@ -56,7 +56,7 @@ def demo(
         Path | None, typer.Option("--output", "-o", help="Folder for the files; by default a new one, farcall-demo.")
     ] = None,
 ) -> None:
-    """Train a small model on this machine, with parameter servers; one is killed and comes back. Under two minutes."""
+    """Train a small model on this machine, with parameter servers; one is killed and comes back: about 10 s."""
     from farcall.cli.demo.show import run
 
     raise typer.Exit(run(_console(), steps // 2 * 2, output))
@@ -71,7 +71,7 @@ def certificates(
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
 ) -> None:
-    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall[tls]."""
+    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall\\[tls]."""
     from farcall.cli.certificates import make_certificates
 
     console = _console()

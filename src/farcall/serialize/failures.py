@@ -16,15 +16,18 @@ process (KeyboardInterrupt, SystemExit: anything that is not an Exception) never
 from __future__ import annotations
 
 import builtins
+import os
 import pickle
 import traceback
 from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from farcall import errors
-from farcall.errors import RemoteError
+from farcall.errors import RemoteError, RemoteTraceback
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.pickler import read_value, write_value
@@ -32,20 +35,10 @@ from farcall.serialize.pickler import read_value, write_value
 __all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
 
 _LONGEST_TEXT = 1 << 16
+_OURS = str(Path(__file__).parent.parent) + os.sep
 
 # What it takes to make the exception again: class, args, callable, its arguments, state, group members.
 _Reduction = tuple[type[Exception], tuple[Any, ...], Any, tuple[Any, ...], Any, "list[Any] | None"]
-
-
-class RemoteTraceback(Exception):
-    """The cause of a rebuilt exception: where, on the other worker, it came from."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return "\n" + self.text
 
 
 class ScriptError(torch.jit.Error, RuntimeError):
@@ -192,9 +185,17 @@ def _message(error: BaseException) -> str:
         return f"<its message cannot be made: {type(broken).__name__}>"
 
 
+def _from_the_function_on(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` without the frames of farcall's that called the function."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_OURS):
+        found = found.tb_next
+    return found or error.__traceback__
+
+
 def _traceback(error: BaseException) -> str:
     try:
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(type(error), error, _from_the_function_on(error)))
     except Exception as broken:
         text = f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
     if len(text) > _LONGEST_TEXT:

@@ -9,6 +9,7 @@ import traceback
 import pytest
 import torch
 
+from farcall import errors
 from farcall.errors import MissingPeers, RemoteError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, Frame
@@ -134,6 +135,13 @@ def test_remote_traceback_is_there_and_printed():
         assert "KeyError: 'root'" in text
         assert "direct cause" in text
     assert str(received) == "bad value"
+
+
+def test_what_a_user_reads_names_public_classes_only():
+    text = "".join(traceback.format_exception(decode_failure(encode_failure(ValueError("x"), "w1"))))
+    assert "farcall.errors.RemoteTraceback" in text
+    for name in errors.__all__:
+        assert getattr(errors, name).__module__ == "farcall.errors"
 
 
 def test_a_failure_passed_on_keeps_the_first_traceback():

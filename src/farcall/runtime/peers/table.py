@@ -26,7 +26,7 @@ from functools import partial
 from time import monotonic
 
 from farcall.channel.segment_map import SegmentMap
-from farcall.ids import MemberInfo, WorkerInfo
+from farcall.ids import MemberInfo, MemberList, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
@@ -129,7 +129,7 @@ class PeerTable:
 
     def members(self) -> list[MemberInfo]:
         """The same, and who is unresponsive. From any thread."""
-        silent, found = self.watch.unresponsive(), []
+        silent, found = self.watch.unresponsive(), MemberList()
         for peer in self._present():
             member = MemberInfo(*peer.info)
             member.unresponsive_s = silent.get(peer.incarnation)

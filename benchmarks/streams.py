@@ -1,0 +1,405 @@
+"""Streams beside gRPC and Ray, awaited calls beside `rpc_async`, batches beside batching by hand.
+
+    python benchmarks/streams.py --grpc VENV/bin/python --ray VENV/bin/python
+
+Two processes of one machine; each system runs in the interpreter named for it, one at a time, and those not named are
+left out. farcall runs in this one. All systems send the same items, from a generator to a loop that takes them.
+
+    figure                      what is timed
+    calls/s                     one blocking call per item
+    ints/s                      items of a stream, a whole number each
+    1 MiB tensors/s             items of a stream; beside it, calls with 8 in flight that return one each
+    p99 of awaited calls, ms    10,000 calls at once, awaited; beside it, the same by callbacks
+    actions/s                   16 callers ask for actions, as PyTorch's batch reinforcement learning example does: by a
+                                list of futures under a lock (40 lines), and by `farcall.batched` (10 lines)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INTS = 100_000
+TENSORS = 500
+CALLS = 10_000
+CALLERS = 16
+ACTIONS = 300
+IN_FLIGHT = 8
+SIZE = 64
+_TENSOR = torch.ones(1 << 18)
+Figures = dict[str, float]
+
+
+def noop(number: int) -> int:
+    return number
+
+
+def count(until: int) -> Iterator[int]:
+    yield from range(until)
+
+
+def tensors(until: int) -> Iterator[torch.Tensor]:
+    for _ in range(until):
+        yield _TENSOR
+
+
+def one_tensor() -> torch.Tensor:
+    return _TENSOR
+
+
+def rate(amount: int, work: Callable[[], Any]) -> float:
+    """How many of ``amount`` in a second; once before, to warm up."""
+    work()
+    began = time.perf_counter()
+    work()
+    return amount / (time.perf_counter() - began)
+
+
+# ---------------------------------------------------------------------- farcall
+
+
+def measure_farcall() -> Figures:
+    import farcall
+
+    url = f"tcp://127.0.0.1:{_free_port()}"
+    callee = subprocess.Popen([sys.executable, __file__, "--callee", url])
+    options = farcall.RpcBackendOptions(init_method=url)
+    farcall.init_rpc("caller", rank=0, world_size=2, rpc_backend_options=options)
+    ps = farcall.worker("callee")
+
+    def in_flight() -> None:
+        waiting: deque[Any] = deque()
+        for _ in range(TENSORS):
+            waiting.append(ps.start(one_tensor))
+            if len(waiting) == IN_FLIGHT:
+                waiting.popleft().result()
+        for future in waiting:
+            future.result()
+
+    found = {
+        "calls/s": rate(5000, lambda: [ps.call(noop, number) for number in range(5000)]),
+        "ints/s": rate(INTS, lambda: sum(1 for _ in ps.stream(count, INTS))),
+        "1 MiB tensors/s": rate(TENSORS, lambda: sum(1 for _ in ps.stream(tensors, TENSORS))),
+        "1 MiB tensors/s, calls, 8 in flight": rate(TENSORS, in_flight),
+        "p99 of awaited calls, ms": 1e3 * asyncio.run(_awaited(ps)),
+        "p99 of rpc_async, ms": 1e3 * _by_callbacks(ps),
+    }
+    for name, policy in (("batched", Batched), ("by hand", ByHand)):
+        found[f"actions/s, {name}"] = _actions(ps.create(policy))
+    farcall.shutdown()
+    callee.wait(60)
+    return found
+
+
+async def _awaited(ps: Any) -> float:
+    async def one(number: int) -> float:
+        began = time.perf_counter()
+        await ps.start(noop, number)
+        return time.perf_counter() - began
+
+    took: list[float] = []
+    for _ in range(3):
+        took = sorted(await asyncio.gather(*[one(number) for number in range(CALLS)]))
+    return took[CALLS * 99 // 100]
+
+
+def _by_callbacks(ps: Any) -> float:
+    took: list[float] = []
+    for _ in range(3):
+        took.clear()
+        made = []
+        for number in range(CALLS):
+            began = time.perf_counter()
+            future = ps.start(noop, number)
+            future.add_done_callback(lambda _, began=began: took.append(time.perf_counter() - began))
+            made.append(future)
+        for future in made:
+            future.result()
+        while len(took) < CALLS:  # callbacks run on threads of their own
+            time.sleep(0.001)
+    return sorted(took)[CALLS * 99 // 100]
+
+
+# The policy of the reinforcement learning example, twice: from the observation of one caller to its action.
+
+
+def _policy() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.ReLU(), torch.nn.Linear(SIZE, 2))
+
+
+def _choose(policy: torch.nn.Module, observations: list[torch.Tensor]) -> list[int]:
+    with torch.no_grad():
+        return policy(torch.stack(observations)).argmax(1).tolist()  # type: ignore[no-any-return]
+
+
+class ByHand:
+    """A future for each caller, all under one lock, completed when the last caller of a round has come."""
+
+    def __init__(self) -> None:
+        self._policy = _policy()
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[torch.Tensor, torch.futures.Future[int]]] = []
+
+    def act(self, observation: torch.Tensor) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        with self._lock:
+            self._waiting.append((observation, future))
+            if len(self._waiting) < CALLERS:
+                return future
+            batch, self._waiting = self._waiting, []
+        for (_, waiting), action in zip(batch, _choose(self._policy, [one for one, _ in batch]), strict=True):
+            waiting.set_result(action)
+        return future
+
+
+class Batched:
+    def __init__(self) -> None:
+        self._policy = _policy()
+
+
+def _decorate() -> None:
+    import farcall
+
+    ByHand.act = farcall.functions.async_execution(ByHand.act)  # type: ignore[assignment, method-assign]
+
+    def act(self: Batched, observations: list[torch.Tensor]) -> list[int]:
+        return _choose(self._policy, observations)
+
+    Batched.act = farcall.batched(max_size=CALLERS, within_s=0.01)(act)  # type: ignore[attr-defined]
+
+
+def _actions(policy: Any) -> float:
+    def caller() -> None:
+        observation = torch.rand(SIZE)
+        for _ in range(ACTIONS):
+            policy.call.act(observation)
+
+    def all_callers() -> None:
+        threads = [threading.Thread(target=caller) for _ in range(CALLERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return rate(CALLERS * ACTIONS, all_callers)
+
+
+def serve_farcall(url: str) -> None:
+    import farcall
+
+    options = farcall.RpcBackendOptions(init_method=url)
+    farcall.init_rpc("callee", rank=1, world_size=2, rpc_backend_options=options)
+    farcall.shutdown()
+
+
+# ---------------------------------------------------------------------- gRPC
+
+
+def measure_grpc() -> Figures:
+    """grpc.aio with messages of bytes: a number as text, a tensor as its memory. No protobuf, which would cost more."""
+    import grpc
+
+    address = f"127.0.0.1:{_free_port()}"
+    server = subprocess.Popen([sys.executable, __file__, "--grpc-server", address])
+
+    async def program() -> Figures:
+        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(address, options=unlimited) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 30)
+            call = channel.unary_unary("/s/noop")
+            stream = {name: channel.unary_stream(f"/s/{name}") for name in ("count", "tensors")}
+
+            async def timed(amount: int, work: Callable[[], Any]) -> float:
+                await work()
+                began = time.perf_counter()
+                await work()
+                return amount / (time.perf_counter() - began)
+
+            async def calls() -> None:
+                for number in range(2000):
+                    int(await call(b"%d" % number))
+
+            async def ints() -> None:
+                async for item in stream["count"](b"%d" % INTS):
+                    int(item)
+
+            async def large() -> None:
+                async for item in stream["tensors"](b"%d" % TENSORS):
+                    torch.frombuffer(bytearray(item), dtype=torch.float32)
+
+            return {
+                "calls/s": await timed(2000, calls),
+                "ints/s": await timed(INTS, ints),
+                "1 MiB tensors/s": await timed(TENSORS, large),
+            }
+
+    try:
+        return asyncio.run(program())
+    finally:
+        server.kill()
+        server.wait(30)
+
+
+def serve_grpc(address: str) -> None:
+    import grpc
+
+    async def answer(request: bytes, _: Any) -> bytes:
+        return request
+
+    async def ints(request: bytes, _: Any) -> AsyncIterator[bytes]:
+        for number in range(int(request)):
+            yield b"%d" % number
+
+    async def large(request: bytes, _: Any) -> AsyncIterator[bytes]:
+        for _index in range(int(request)):
+            yield _TENSOR.numpy().tobytes()
+
+    async def serve() -> None:
+        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        server = grpc.aio.server(options=unlimited)
+        handlers = {
+            "noop": grpc.unary_unary_rpc_method_handler(answer),
+            "count": grpc.unary_stream_rpc_method_handler(ints),
+            "tensors": grpc.unary_stream_rpc_method_handler(large),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", handlers),))
+        server.add_insecure_port(address)
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+# ---------------------------------------------------------------------- Ray
+
+
+def measure_ray() -> Figures:
+    """An actor with streaming generators (num_returns="streaming")."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"] = "1"
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    class Callee:
+        def noop(self, number: int) -> int:
+            return number
+
+        def count(self, until: int) -> Iterator[int]:
+            for number in range(until):  # noqa: UP028 (Ray sends to what it iterates over, and a range takes nothing)
+                yield number
+
+        def tensors(self, until: int) -> Iterator[torch.Tensor]:
+            for _ in range(until):
+                yield torch.ones(1 << 18)
+
+    actor = ray.remote(num_cpus=1)(Callee).remote()
+    few = 3000  # its items take a millisecond each
+
+    def items(name: str, amount: int) -> None:
+        for reference in getattr(actor, name).options(num_returns="streaming").remote(amount):
+            ray.get(reference)
+
+    found = {
+        "calls/s": rate(1000, lambda: [ray.get(actor.noop.remote(number)) for number in range(1000)]),
+        "ints/s": rate(few, lambda: items("count", few)),
+        "1 MiB tensors/s": rate(TENSORS, lambda: items("tensors", TENSORS)),
+    }
+    ray.shutdown()
+    return found
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+MEASURE: dict[str, Callable[[], Figures]] = {"farcall": measure_farcall, "grpc": measure_grpc, "ray": measure_ray}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grpc", metavar="PYTHON", help="an interpreter with grpcio and torch")
+    parser.add_argument("--ray", metavar="PYTHON", help="an interpreter with ray and torch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a file for the figures of all rounds, as JSON")
+    parser.add_argument("--only", choices=sorted(MEASURE), help=argparse.SUPPRESS)
+    parser.add_argument("--callee", help=argparse.SUPPRESS)
+    parser.add_argument("--grpc-server", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    _decorate_if_there()
+    if asked.callee:
+        serve_farcall(asked.callee)
+    elif asked.grpc_server:
+        serve_grpc(asked.grpc_server)
+    elif asked.only:
+        print(json.dumps(MEASURE[asked.only]()))
+    else:
+        pythons = {"farcall": sys.executable, "grpc": asked.grpc, "ray": asked.ray}
+        rounds: dict[str, list[Figures]] = {name: [] for name, python in pythons.items() if python}
+        for _ in range(asked.rounds):
+            for name in rounds:
+                done = subprocess.run(
+                    [pythons[name], __file__, "--only", name],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    timeout=900,
+                    check=True,
+                )
+                rounds[name].append(json.loads(done.stdout.splitlines()[-1]))
+        _show(rounds)
+        if asked.out is not None:
+            asked.out.write_text(json.dumps(rounds, indent=1) + "\n")
+
+
+def _decorate_if_there() -> None:
+    try:
+        _decorate()
+    except ImportError:
+        pass  # an environment for one of the others
+
+
+def _show(rounds: dict[str, list[Figures]]) -> None:
+    medians = {
+        name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
+        for name, found in rounds.items()
+    }
+    for figure in medians["farcall"]:
+        cells = [f"{name} {found[figure]:,.1f}" for name, found in medians.items() if figure in found]
+        print(f"{figure:40} " + "   ".join(cells))
+    ours = medians["farcall"]
+    print(f"\nstream of ints / one call per item       {ours['ints/s'] / ours['calls/s']:.1f} (wanted 5)")
+    tensors_share = ours["1 MiB tensors/s"] / ours["1 MiB tensors/s, calls, 8 in flight"]
+    print(f"stream of tensors / calls, 8 in flight   {tensors_share:.2f} (wanted 0.9)")
+    for name in ("grpc", "ray"):
+        if name in medians:
+            print(
+                f"stream of ints / {name}'s                  {ours['ints/s'] / medians[name]['ints/s']:.1f} (wanted 3)"
+            )
+    slower = ours["p99 of awaited calls, ms"] / ours["p99 of rpc_async, ms"]
+    print(f"p99 of awaited calls / of rpc_async      {slower:.2f} (wanted 2 at most)")
+    batched = ours["actions/s, batched"] / ours["actions/s, by hand"]
+    print(f"batched / by hand                        {batched:.2f} (wanted 1)")
+
+
+if __name__ == "__main__":
+    main()
