@@ -65,7 +65,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
 _LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
 _DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
-_LOOK_S = 5.0  # how long members of a group that may be over are looked for
+_LOOK_S, _LOOK_PART = 5.0, 0.2  # how long members of a group that may be over are looked for, of the time there is
 _FAREWELL_S, _ABANDONED_FAREWELL_S = 5.0, 0.5  # how long rank 0 stays for those who have not read the outcome
 
 
@@ -208,7 +208,8 @@ class StaticRendezvous:
                 known += () if later is None else (read_slot(later).member,)
             cluster_id = slots[0].cluster_id
             meeting = Meeting(self.place, None, None, cluster_id, self._secret, known, len(slots))
-            deadline = min(self._deadline, time.monotonic() + _LOOK_S)
+            now = time.monotonic()
+            deadline = now + min(_LOOK_S, _LOOK_PART * (self._deadline - now))
             if not known or not is_there(meeting, self._me, self._options, deadline):
                 return None
             check_agreement([self._slot if slot.member.rank == self._me.rank else slot for slot in slots])
