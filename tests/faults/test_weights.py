@@ -23,7 +23,7 @@ import farcall
 from farcall.errors import Superseded
 from farcall.testing.cluster import WorkerProcess, temporary_file_url
 
-ROUNDS = 1000 if os.environ.get("FARCALL_SOAK") == "full" else 8
+ROUNDS = 1000 if os.environ.get("FARCALL_SOAK") == "full" else 5
 SEED = int(os.environ.get("FARCALL_SEED", "1"))
 ROLLOUTS = 2
 TENSORS = 12

@@ -10,7 +10,7 @@ from tests.simulation.weights_cluster import Cluster
 
 from farcall.protocol.weights.publisher import PublisherState
 
-SEEDS = range(2_000 if os.environ.get("FARCALL_SOAK") == "full" else 150)
+SEEDS = range(2_000 if os.environ.get("FARCALL_SOAK") == "full" else 100)
 STEPS = 150
 MEMBERS = 4
 

@@ -6,6 +6,7 @@ torch and farcall are there in the same versions. Every question has a bound.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -92,7 +93,7 @@ def look_at_ray() -> list[Finding]:
         return [wrong("ray", "not in this environment", "pip install 'farcall[ray]'")]
     findings = [ok("ray", ray.__version__)]
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="ERROR")
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError) as error:
         first_line = str(error).partition("\n")[0]
         return [*findings, wrong("cluster", first_line, "ray start --head begins one; RAY_ADDRESS names another")]

@@ -1,0 +1,62 @@
+"""Values that are no tensors: read when they are asked for, under the rules of `farcall.allow`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from farcall.errors import NotAllowed
+from farcall.protocol.weights.messages import Claim, Key
+from farcall.serialize import Allowance, restrict
+from farcall.weights.layout import take_apart
+from farcall.weights.manifest import Manifest, decode_manifest, encode_manifest
+from farcall.weights.publication import _encode_values
+from farcall.weights.version import HeldVersion
+
+MADE: list[str] = []
+
+
+class Config:
+    def __setstate__(self, state: object) -> None:
+        MADE.append("made")
+
+    def __getstate__(self) -> object:
+        return {"x": 1}
+
+
+@pytest.fixture
+def restricted() -> Iterator[None]:
+    restrict(Allowance([torch.add], []))
+    yield
+    restrict(None)
+
+
+def version(values: dict[str, object]) -> HeldVersion:
+    leaves = take_apart(values)
+    containers = list(leaves.containers.items())
+    data = encode_manifest(Manifest([], [], [], containers, list(leaves.values), *_encode_values(leaves)))
+    return HeldVersion(Key(Claim(1, 1), 1), decode_manifest(data))
+
+
+@pytest.mark.usefixtures("restricted")
+def test_plain_values_need_no_allowance() -> None:
+    values = {"step": 3, "name": "policy", "sizes": [1, 2.5, None], "nested": {"flag": True}}
+    assert version(values).nested([]) == values
+
+
+@pytest.mark.usefixtures("restricted")
+def test_others_are_refused_unless_the_program_names_them() -> None:
+    MADE.clear()
+    with pytest.raises(NotAllowed):
+        version({"config": Config()}).nested([])
+    assert MADE == []
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    MADE.clear()
+    held = version({"config": Config()})
+    assert MADE == []
+    assert isinstance(held.nested([])["config"], Config)
+    assert MADE == ["made"]
