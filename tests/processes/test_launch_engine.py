@@ -3,14 +3,17 @@
 import os
 import secrets
 import signal
+import threading
 from collections import defaultdict
 
 import pytest
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import ProcessState, WorkerSpec
+from farcall.launcher.local import LocalEngine
 from farcall.launcher.worker import DRIVER, end_worker
 from farcall.runtime.node import runtime_of
 
@@ -89,3 +92,29 @@ def test_the_secret_is_in_no_argument_list(engine, driver):
     spec = spec_for(driver, 0)
     assert driver.secret not in repr(spec)
     assert not any(driver.secret in part for part in engine.command(spec))
+
+
+def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(driver):
+    local, watching = LocalEngine(), Watching()
+    specs = [spec_for(driver, rank) for rank in range(2)]
+    starting = threading.Thread(target=local.start, args=(specs, watching))
+    starting.start()  # it waits for the server, which loads torch
+    local.close()
+    starting.join(LONG_S)
+    assert not starting.is_alive()
+    assert len(driver.members()) == 1
+
+
+def test_a_fork_server_that_was_killed_is_replaced(driver):
+    local, watching = LocalEngine(), Watching()
+    try:
+        local.start([spec_for(driver, 0)], watching)
+        wait_until(lambda: len(driver.members()) == 2)
+        os.kill(driver["worker0"].call(os.getppid), signal.SIGKILL)
+        local.start([spec_for(driver, 1)], watching)
+        wait_until(lambda: len(driver.members()) == 3)
+        assert driver["worker0"].call(os.getenv, "RANK") == "0"  # workers outlive it
+    finally:
+        local.close()
+    assert len(watching.states) == 2
+    assert all(watching.is_over(spec) for spec in watching.states)

@@ -90,6 +90,7 @@ class Cluster:
         self._awaited: tuple[float, list[Supervised]] | None = None  # since when, and whom
         self._numbers = count()
         self._ended = threading.Event()
+        self._process = os.getpid()
         self._place = tempfile.TemporaryDirectory(prefix="farcall-launch-")
         init_method = f"file://{quote(self._place.name)}/store"
         common = options.replace(secret=self._secret, secret_file=None)
@@ -177,7 +178,9 @@ class Cluster:
             self[name]  # raises where there is none
         self._supervisor.remove(names)
         gone = [one for one in self._supervisor.workers() if one.name in names]
-        self._supervisor.wait(lambda: all(one.process.phase == "ended" for one in gone), 2 * FIRST_CALL_S)
+        if not self._supervisor.wait(lambda: not any(one.has_process for one in gone), FIRST_CALL_S):
+            late = ", ".join(one.name for one in gone if one.has_process)
+            raise RpcError(f"the engine has not ended {late} within {FIRST_CALL_S:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every worker runs: those that are starting, or are started again. Raises if one died for good."""
@@ -186,7 +189,7 @@ class Cluster:
 
     def shutdown(self, graceful: bool = True) -> None:
         """End all workers and leave; a second time does nothing. ``graceful``: they may end by themselves first."""
-        if self._ended.is_set():
+        if self._ended.is_set() or os.getpid() != self._process:  # a forked child has no workers
             return
         self._ended.set()
         atexit.unregister(self.shutdown)
@@ -196,6 +199,7 @@ class Cluster:
         finally:
             if slot.runtime is self._node:
                 api.shutdown(graceful=False)
+            MAIN.is_alone = False
             self._place.cleanup()
             self._output.close()
             self._table.close()
@@ -243,7 +247,7 @@ class Cluster:
         told = "\n".join(f"{name} {account}" for name, account in missing.items())
         late = "" if in_time else f" within {timeout_s:g} s"
         cause = next((one.error for one in workers if one.error is not None), None)
-        raise LaunchFailed(f"{len(missing)} of {len(workers)} workers did not start{late}:\n{told}", missing) from cause
+        raise LaunchFailed(f"{len(missing)} of {len(workers)} workers do not run{late}:\n{told}", missing) from cause
 
     # What the supervisor needs: `Crew`.
 

@@ -5,7 +5,7 @@ children end with it. A subclass says what the command is (`CommandEngine.comman
 (`spawn`).
 
 Thread rules
-- ``start``, ``end`` and ``close`` are called by one thread at a time.
+- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if that hangs.
 - One thread reads what all processes write and notices their ends; it alone tells the watcher and reaps. The lock
   guards the table of processes, and that no signal goes to a process after it was reaped.
 
@@ -59,10 +59,9 @@ class CommandEngine:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._children: dict[WorkerSpec, _Child] = {}
-        self._selector: selectors.BaseSelector | None = None
         self._wake_read, self._wake_write = -1, -1
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closed = threading.Event()
         close_in_children(self)
 
     def command(self, spec: WorkerSpec) -> Sequence[str]:
@@ -103,14 +102,13 @@ class CommandEngine:
         return spec.encode() + b"\n"
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
-        if self._closing:
-            raise EngineError("this engine was closed; make a new one")
-        if self._thread is None:
-            self._selector = selectors.DefaultSelector()
-            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-            self._thread = threading.Thread(target=self._watch, name="farcall-engine", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._closed.is_set():
+                raise EngineError("this engine was closed; make a new one")
+            if self._thread is None:
+                self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                self._thread = threading.Thread(target=self._watch, name="farcall-engine", daemon=True)
+                self._thread.start()
         for spec in specs:
             try:
                 child = _Child(spec, watcher, self.spawn(spec), self.line(spec))
@@ -119,6 +117,11 @@ class CommandEngine:
                 watcher.on_state(spec, ProcessState("ended", why, _CANNOT_START))
                 continue
             with self._lock:
+                if self._closed.is_set():  # by another thread, that waits no longer for this one
+                    child.send(signal.SIGKILL)
+                    child.reap()
+                    child.close()
+                    return
                 self._children[spec] = child
             watcher.on_state(spec, ProcessState("running", self.running_detail(spec)))
         self._wake()
@@ -127,11 +130,11 @@ class CommandEngine:
         self.send(specs, self.end_signal)
 
     def close(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closed.set()
+            left = list(self._children)
         if self._thread is None:
             return
-        with self._lock:
-            left = list(self._children)
         self.send(left, self.end_signal)
         self._wake()
         self._thread.join(CLOSE_S / 2)
@@ -141,8 +144,10 @@ class CommandEngine:
             with self._lock:
                 names = ", ".join(spec.name for spec in self._children)
             raise EngineError(f"still there {CLOSE_S:.0f} s after they were killed: {names}")
-        self._thread = None
-        os.close(self._wake_write)
+        with self._lock:
+            self._thread = None
+            os.close(self._wake_write)
+            self._wake_write = -1
 
     def close_after_fork(self) -> None:
         """In a forked child: let go of the lifelines, which would outlive their driver otherwise."""
@@ -158,21 +163,22 @@ class CommandEngine:
                     child.send(number)
 
     def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"x")
-        except OSError:
-            pass  # it is full, or the thread has ended: awake in any case
+        with self._lock:
+            try:
+                if self._wake_write >= 0:
+                    os.write(self._wake_write, b"x")
+            except BlockingIOError:
+                pass  # it is full: awake in any case
 
     def _watch(self) -> None:
         """The thread: read, notice ends, tell."""
-        selector = self._selector
-        assert selector is not None
         known: set[WorkerSpec] = set()
-        with selector:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ, None)
             while True:
                 with self._lock:
                     fresh = [child for spec, child in self._children.items() if spec not in known]
-                    if self._closing and not self._children:
+                    if self._closed.is_set() and not self._children:
                         break
                 for child in fresh:
                     known.add(child.spec)

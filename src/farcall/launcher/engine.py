@@ -117,7 +117,11 @@ class Watcher(Protocol):
 
 
 class Engine(Protocol):
-    """What starts and ends the processes of one cluster. Called by one thread at a time."""
+    """What starts and ends the processes of one cluster.
+
+    Called by one thread at a time, but for `close`: if ``start`` takes long, another thread closes the engine
+    meanwhile, and ``start`` must leave no process behind then.
+    """
 
     driver_host: str | None
     """The driver's address as workers can dial it; None: the one that routes lead from."""

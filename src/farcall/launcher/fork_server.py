@@ -70,8 +70,8 @@ class ForkServer:
 
     def _ask(self, question: bytes, descriptors: tuple[int, ...] = ()) -> int:
         with self._lock:
-            self._socket.settimeout(_ANSWER_S if self._has_answered else START_S)
             try:
+                self._socket.settimeout(_ANSWER_S if self._has_answered else START_S)
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
                 self._socket.sendmsg([question], rights)
                 answer = self._socket.recv(_MESSAGE_BYTES)
@@ -83,12 +83,13 @@ class ForkServer:
             return int(answer)
 
     def close(self) -> None:
-        """End the server; all of its workers have been reaped, or end by themselves."""
-        self._socket.close()
+        """End the server; all of its workers have been reaped, or end by themselves. From any thread."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        with self._lock:  # whoever waits for an answer hears that there is none
+            self._socket.close()
 
     def close_after_fork(self) -> None:
         """In a forked child: the lifeline is the driver's alone."""

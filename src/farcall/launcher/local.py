@@ -48,8 +48,10 @@ class LocalEngine(CommandEngine):
     def _fork(self, stdin: int, stdout: int) -> tuple[ForkServer, int]:
         try:
             return self._server, self._server.start(stdin, stdout)
-        except EngineError:  # somebody killed it
-            self._server.close()
+        except EngineError:
+            if self._closed.is_set():
+                raise
+            self._server.close()  # somebody killed it
             self._server = ForkServer()
             return self._server, self._server.start(stdin, stdout)
 

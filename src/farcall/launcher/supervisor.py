@@ -83,6 +83,11 @@ class Supervised:
     def state(self) -> State:
         return self.life.state
 
+    @property
+    def has_process(self) -> bool:
+        """Is there a process of its present life, as far as the engine says?"""
+        return self.spec is not None and self.process.phase != "ended"
+
     def account(self) -> str:
         """What is known of it, in a line or with its last lines."""
         if self.state not in (State.STARTING, State.DEAD):
@@ -129,7 +134,7 @@ class Supervisor:
         self._inbox.put(lambda: None)
 
     def workers(self) -> list[Supervised]:
-        """All that have not ended for good, and all that died, by rank."""
+        """All that were ever added, by rank."""
         with self._lock:
             return sorted(self._workers.values(), key=lambda worker: worker.rank)
 
@@ -160,7 +165,7 @@ class Supervisor:
             self._engine.close()
 
     def _all_gone(self) -> bool:
-        return all(worker.process.phase == "ended" for worker in self._workers.values() if worker.spec is not None)
+        return not any(worker.has_process for worker in self._workers.values())
 
     # What is heard, from any thread.
 
@@ -175,7 +180,7 @@ class Supervisor:
                 if worker.last_lines and not worker.last_lines[-1].endswith(b"\n"):
                     lines[0] = worker.last_lines.pop() + lines[0]
                 worker.last_lines.extend(lines)
-        self._crew.show(spec, data)
+        self._show(spec, data)
 
     def on_member(self, event: MemberEvent) -> None:
         self._inbox.put(lambda: self._on_member(event))
@@ -194,12 +199,26 @@ class Supervisor:
                         return
                     handle()
                 self._look_at_clock()
-                self._crew.tick()
+                self._tick()
         except BaseException as error:
             logger.exception("the supervisor of the workers failed")
             with self._lock:
                 self._failure = error
                 self._lock.notify_all()
+
+    # A full disk, or a terminal that went away, must end neither this thread nor the engine's.
+
+    def _show(self, spec: WorkerSpec, data: bytes) -> None:
+        try:
+            self._crew.show(spec, data)
+        except (OSError, ValueError) as error:
+            logger.info("what %s wrote cannot be shown: %s", spec.name, error)
+
+    def _tick(self) -> None:
+        try:
+            self._crew.tick()
+        except (OSError, ValueError) as error:
+            logger.info("the state of the workers cannot be shown: %s", error)
 
     def _stop(self) -> None:
         """A mark in the inbox: the thread ends there."""
@@ -236,7 +255,7 @@ class Supervisor:
                 self._condemned.pop(spec, None)
             self._lock.notify_all()
         if state.phase == "ended":
-            self._crew.show(spec, b"")
+            self._show(spec, b"")
 
     def _on_member(self, event: MemberEvent) -> None:
         with self._lock:
@@ -317,6 +336,6 @@ class Supervisor:
 
     def _condemn(self, worker: Supervised, patience_s: float) -> None:
         """Have its process ended, unless it does so by itself in time."""
-        if worker.spec is not None and worker.process.phase != "ended":
+        if worker.spec is not None and worker.has_process:
             until = monotonic() + patience_s
             self._condemned[worker.spec] = min(until, self._condemned.get(worker.spec, until))

@@ -26,6 +26,8 @@ START_FAILED = 82
 """The exit code of a worker that could not start."""
 END_S = 2.0
 """How long a worker that was told to end waits for its calls."""
+LOOK_S = 5.0
+"""How often a worker looks whether it still is a member: nothing tells it where it was expelled."""
 _end = threading.Event()
 
 
@@ -75,6 +77,7 @@ def serve(spec: WorkerSpec) -> None:
 
     import farcall
     from farcall.errors import RpcError
+    from farcall.runtime.node import current_runtime
 
     options: farcall.RpcBackendOptions = pickle.loads(spec.options) if spec.options else farcall.RpcBackendOptions()
     options = options.replace(
@@ -88,7 +91,10 @@ def serve(spec: WorkerSpec) -> None:
     farcall.on_member(_look_for_driver)
     if DRIVER not in (member.name for member in farcall.members()):
         _end.set()  # it went between our joining and our listening
-    _end.wait()
+    runtime = current_runtime()
+    while not _end.wait(LOOK_S):
+        if not runtime.running:
+            raise RpcError(f"{spec.name} is no member any more")  # the others hold it for dead
     try:
         farcall.shutdown(timeout=END_S)
     except RpcError:

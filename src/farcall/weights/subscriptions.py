@@ -201,15 +201,15 @@ class Subscriptions:
         try:
             with self._weights.lock:
                 if versions.versions.get(key) is not held:
-                    return  # it was dropped meanwhile
+                    return  # it was dropped this moment
                 missing = self._make_room(held)
+                # With the lock held: whoever drops the version stops the fetch before its blocks are filled with others.
+                arriving = Arriving(versions.name, key, lender.incarnation, missing)
+                self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
             name = self._weights.node.info.name
             logger.warning("%s: no room for version %s of %r: %s", name, held.version, versions.name, error)
             self.event(versions, subscriber.Failed(key))
-            return
-        arriving = Arriving(versions.name, key, lender.incarnation, missing)
-        self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
 
     def _make_room(self, held: HeldVersion) -> dict[Content, Block]:
         """Blocks for the contents of a version that are to be fetched; what is here is shared. With the lock held."""

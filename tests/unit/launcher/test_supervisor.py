@@ -1,0 +1,175 @@
+"""The supervisor over an engine and a crew of the test: what is heard, and what is done about it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.kit.waiting import wait_until
+
+from farcall.ids import WorkerInfo
+from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
+from farcall.launcher.lives import Restarts
+from farcall.launcher.supervisor import Supervisor
+from farcall.runtime.membership.events import MemberEvent
+
+
+class FakeEngine:
+    """Starts nothing; keeps what it was asked for."""
+
+    driver_host: str | None = None
+
+    def __init__(self) -> None:
+        self.started: list[WorkerSpec] = []
+        self.ended: list[WorkerSpec] = []
+        self.closed = False
+        self.refuses = False
+
+    def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
+        if self.refuses:
+            raise EngineError("no room")
+        self.started += specs
+
+    def end(self, specs: Sequence[WorkerSpec]) -> None:
+        self.ended += specs
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeCrew:
+    """A cluster without members."""
+
+    def __init__(self) -> None:
+        self.dismissed: list[str] = []
+        self.shown: list[tuple[str, bytes]] = []
+        self.fails = False
+        self.is_blind = False
+
+    def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
+        return WorkerSpec(name=name, rank=rank, life=life, secret="", meet="")
+
+    def prepare(self, name: str) -> None:
+        if self.fails:
+            raise ValueError("its state is lost")
+
+    def dismiss(self, name: str) -> None:
+        self.dismissed.append(name)
+
+    def show(self, spec: WorkerSpec, data: bytes) -> None:
+        if self.is_blind:
+            raise BrokenPipeError("nobody looks")
+        self.shown.append((spec.name, data))
+
+    def tick(self) -> None:
+        if self.is_blind:
+            raise BrokenPipeError("nobody looks")
+
+
+class Scene:
+    """One worker under a supervisor."""
+
+    def __init__(self, restarts: Restarts) -> None:
+        self.engine, self.crew = FakeEngine(), FakeCrew()
+        self.supervisor = Supervisor(self.engine, self.crew, restarts, start_timeout_s=1000.0)
+
+    def add(self) -> None:
+        (self.worker,) = self.supervisor.add([("worker0", 0)])
+
+    def started(self, lives: int) -> WorkerSpec:
+        wait_until(lambda: len(self.engine.started) >= lives)
+        return self.engine.started[lives - 1]
+
+    def member(self, kind: str, incarnation: str, why: str = "") -> None:
+        self.supervisor.on_member(MemberEvent(kind, WorkerInfo("worker0", 0), incarnation, why))
+
+    def is_in(self, state: str) -> None:
+        assert self.supervisor.wait(lambda: self.worker.state == state, 30.0), self.worker.state
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene(Restarts(most=1))
+    yield made
+    made.supervisor.close(patient=False)
+    assert made.engine.closed
+    assert not any(thread.name == "farcall-supervisor" for thread in threading.enumerate())
+
+
+def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
+    scene.add()
+    first = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    scene.supervisor.on_output(first, b"half a ")
+    scene.supervisor.on_output(first, b"line\nlast words\n")
+    assert list(scene.worker.last_lines) == [b"half a line\n", b"last words\n"]
+    scene.member("dead", "a", "its process has ended")
+    second = scene.started(2)
+    assert (second.name, second.rank, second.life) == ("worker0", 0, 1)
+    wait_until(lambda: scene.engine.ended == [first])  # whatever is left of it
+    scene.supervisor.on_state(first, ProcessState("ended", "", -9))  # late news of the first change nothing
+    scene.member("joined", "b")
+    scene.is_in("running")
+    scene.supervisor.on_state(second, ProcessState("ended", "", 3))
+    scene.is_in("dead")
+    assert scene.worker.account() == "ended with exit code 3"
+
+
+def test_an_end_with_zero_is_no_failure(scene: Scene) -> None:
+    scene.add()
+    spec = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    scene.member("left", "a")
+    scene.supervisor.on_state(spec, ProcessState("ended", "", None))  # of an engine that knows no exit codes
+    scene.is_in("ended")
+    assert len(scene.engine.started) == 1
+
+
+def test_a_first_start_that_fails_is_told_with_its_last_lines(scene: Scene) -> None:
+    scene.add()
+    spec = scene.started(1)
+    scene.supervisor.on_output(spec, b"Traceback\nValueError: no\n")
+    scene.supervisor.on_state(spec, ProcessState("ended", "", 1))
+    scene.is_in("dead")
+    assert scene.worker.account() == "ended with exit code 1; its last lines:\nTraceback\nValueError: no"
+
+
+def test_an_engine_that_refuses(scene: Scene) -> None:
+    scene.engine.refuses = True
+    scene.add()
+    scene.is_in("dead")
+    assert scene.worker.account() == "ended (no room)"
+
+
+def test_what_preparing_raises_is_kept_and_the_process_ended(scene: Scene) -> None:
+    scene.crew.fails = True
+    scene.add()
+    spec = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("dead")
+    assert isinstance(scene.worker.error, ValueError)
+    wait_until(lambda: scene.engine.ended == [spec])
+
+
+def test_who_is_removed_is_asked_first(scene: Scene) -> None:
+    scene.add()
+    spec = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    scene.supervisor.remove(["worker0"])
+    scene.is_in("ended")
+    assert scene.crew.dismissed == ["worker0"]
+    scene.supervisor.on_state(spec, ProcessState("ended", "", 0))
+    assert scene.supervisor.wait(lambda: not scene.worker.has_process, 30.0)
+
+
+def test_a_screen_that_went_away_ends_nothing(scene: Scene) -> None:
+    scene.crew.is_blind = True
+    scene.add()
+    spec = scene.started(1)
+    scene.supervisor.on_output(spec, b"nobody sees this\n")
+    scene.member("joined", "a")
+    scene.is_in("running")
