@@ -203,7 +203,7 @@ class Subscriptions:
                 if versions.versions.get(key) is not held:
                     return  # it was dropped this moment
                 missing = self._make_room(held)
-                # With the lock held: whoever drops the version stops the fetch before its blocks are filled with others.
+                # With the lock held: whoever drops the version stops the fetch before its blocks are filled again.
                 arriving = Arriving(versions.name, key, lender.incarnation, missing)
                 self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
