@@ -13,11 +13,14 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.protocol.weights import fetching as machine
+from farcall.protocol.weights.messages import Key
 from farcall.serialize.allowance import Allowance
 from farcall.serialize.functions import encode_function
 from farcall.weights.memory import Block
 from farcall.weights.node import Weights
 from farcall.weights.questions import borrow, find_route, read_chunk
+from farcall.weights.subscription import NameVersions
+from farcall.weights.subscriptions import Subscriptions
 
 COUNT = 400_000
 """Elements of a tensor: several chunks, the last one not full."""
@@ -141,6 +144,26 @@ def test_a_fetch_that_nobody_wants_any_more_writes_nothing(
     held.set()
     wait_until(lambda: not len(nodes[1]._runtime.calls))
     assert all(not any(bytes(block.view)) for block in blocks)
+
+
+def test_a_version_that_is_dropped_while_its_fetch_begins(
+    nodes: list[farcall.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No block is written to that may hold other bytes by then."""
+    dropping = threading.Event()
+    fetch = Subscriptions._fetch
+
+    def late(self: Subscriptions, versions: NameVersions, key: Key) -> None:
+        subscription.close()  # as another thread might, between the machine's word and this
+        fetch(self, versions, key)
+        dropping.set()
+
+    monkeypatch.setattr(Subscriptions, "_fetch", late)
+    subscription = nodes[1].subscribe("policy")
+    nodes[0].publish("policy", model(1.0)).push()
+    wait_until(dropping.is_set)
+    assert weights_of(nodes[1]).fetcher._all() == []
+    assert weights_of(nodes[1]).blocks.total_bytes == 0
 
 
 def test_least_privilege_leaves_weights_alone() -> None:

@@ -200,6 +200,8 @@ class Subscriptions:
             return
         missing = {}
         with self._weights.lock:
+            if versions.versions.get(key) is not held:
+                return  # it was dropped this moment
             blocks: list[Block | BorrowedBlock] = []
             for content in held.manifest.contents:
                 block = self.find_copy(content)
@@ -211,8 +213,9 @@ class Subscriptions:
                     held.own_blocks.append(block)
                 blocks.append(block)
             held.blocks, held.was_fetched = blocks, True
-        arriving = Arriving(versions.name, key, lender.incarnation, missing)
-        self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
+            # With the lock held: whoever drops the version stops the fetch before its blocks are filled with others.
+            arriving = Arriving(versions.name, key, lender.incarnation, missing)
+            self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
 
     def _on_fetched(
         self,
