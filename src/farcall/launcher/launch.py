@@ -16,7 +16,7 @@ from farcall.rpc.handles import Worker
 
 __all__ = ["ENGINES", "engine_class", "find_engine", "launch"]
 
-ENGINES = {
+ENGINES: dict[str, str] = {
     "local": "farcall.launcher.local:LocalEngine",
     "ssh": "farcall.launcher.engines.ssh:SshEngine",
     "slurm": "farcall.launcher.engines.slurm:SlurmEngine",

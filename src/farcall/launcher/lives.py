@@ -43,7 +43,7 @@ class Event(StrEnum):
     REMOVED = "removed"
 
 
-FINAL = frozenset({State.DEAD, State.ENDED})
+FINAL: frozenset[State] = frozenset({State.DEAD, State.ENDED})
 
 NEXT: dict[tuple[State, Event], State] = {
     (State.STARTING, Event.JOINED): State.PREPARING,

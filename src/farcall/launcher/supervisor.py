@@ -67,9 +67,9 @@ class Supervised:
     """One worker, as the supervisor knows it. Changed under the supervisor's lock."""
 
     def __init__(self, name: str, rank: int, restarts: Restarts) -> None:
-        self.name = name
-        self.rank = rank
-        self.life = Life(restarts)
+        self.name: str = name
+        self.rank: int = rank
+        self.life: Life = Life(restarts)
         self.spec: WorkerSpec | None = None
         self.process: ProcessState = _NEVER_STARTED
         self.incarnation: str | None = None

@@ -40,7 +40,7 @@ class Main:
     """Is it a program that no other worker runs? `farcall.launch` says so."""
 
 
-MAIN = Main()
+MAIN: Main = Main()
 
 
 @cache
