@@ -307,7 +307,7 @@ class StreamRequest(Request):
                 return
             # The error goes behind the last item, not into the answer, which might pass large items on their way.
             self.writer.finish(None if error is None else self.failure(error))
-            self.function_name = f"{self.function_name} (stream, {self.writer.describe()})"  # in traces
+            self.function_name: str = f"{self.function_name} (stream, {self.writer.describe()})"  # in traces
         except RpcError:
             self.server.answered(self)  # the reader's node is gone
         else:
