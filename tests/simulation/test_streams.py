@@ -61,7 +61,9 @@ class Pair:
     def __init__(self, source: random.Random) -> None:
         self.parts, self.words = Link(source), Link(source)
         node = SimpleNamespace(timeout_s=0.0, info="writer")
-        streams: Any = SimpleNamespace(node=node, flush_later=self._flush_later, close_later=lambda reader: None)
+        streams: Any = SimpleNamespace(
+            node=node, flush_later=self._flush_later, close_later=lambda reader: None, items_written=0, items_read=0
+        )
         self.writer = Writer(streams, self.parts, 7, outgoing=False)  # type: ignore[arg-type]
         self.reader = SimulatedReader(streams, self.words, "simulated", outgoing=False)  # type: ignore[arg-type]
         self.parts.deliver = lambda frame: self.reader.on_part(decode_part(frame.function), frame)

@@ -145,9 +145,9 @@ def _become_worker(questions: socket.socket, stdin: int, stdout: int) -> NoRetur
         os.close(stdout)
         sys.argv = ["farcall.launcher.worker"]
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        import numpy as np
-
-        np.random.seed()  # Python's own generator does this by itself, and torch's begins with the same seed always
+        numpy = sys.modules.get("numpy")  # need not be installed
+        if numpy is not None:
+            numpy.random.seed()  # Python's generator does this by itself; torch's always begins with the same seed
         from farcall.launcher.worker import main as work
 
         work()

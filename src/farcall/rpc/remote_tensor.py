@@ -74,8 +74,8 @@ class SharedTensor:
     __slots__ = ("tensor", "writable")
 
     def __init__(self, tensor: torch.Tensor, writable: bool) -> None:
-        self.tensor = tensor.detach()
-        self.writable = writable
+        self.tensor: torch.Tensor = tensor.detach()
+        self.writable: bool = writable
 
     def write(self, region: Region, source: torch.Tensor) -> None:
         """Copy ``source`` into a part of the tensor."""

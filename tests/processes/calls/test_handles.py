@@ -163,19 +163,19 @@ def test_a_future_that_becomes_done_while_it_is_gathered_counts_once(
     ps: farcall.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its reader is held between "done" and the wake, where it may lose its processor."""
-    wake, held, go = Future._wake, threading.Event(), threading.Event()
+    settle, held, go = Future.settle, threading.Event(), threading.Event()
 
-    def late(future: Future[int]) -> None:
+    def late(future: Future[int], value: int) -> None:
+        settle(future, value)
         if not held.is_set():
             held.set()
             go.wait(LONG_S)
-        wake(future)
 
     never = ps.start(Gate.wait, "counted")
     for combine in (farcall.gather, farcall.as_completed):
         held.clear()
         go.clear()
-        monkeypatch.setattr(Future, "_wake", late)
+        monkeypatch.setattr(Future, "settle", staticmethod(late))
         quick = ps.start(add, 1, 2)
         assert held.wait(LONG_S)
         found = combine(quick, never) if combine is farcall.gather else combine([quick, never])  # type: ignore[operator, arg-type]
