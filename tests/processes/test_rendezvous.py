@@ -59,7 +59,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
 
         def start_join(name: str, rank: int, size: int, url: str, timeout_s: float = 20) -> Future[Membership]:
             options = RpcBackendOptions(0, url, start_timeout_s=timeout_s)
-            return pool.submit(join, name, rank, size, options, [f"tcp://{name}:1"])
+            return pool.submit(join, name, rank, size, options, ["tcp://127.0.0.1:1"])
 
         yield start_join
 
