@@ -60,7 +60,7 @@ class Link(RemotePeer):
     __slots__ = ("_owner", "_to")
 
     def __init__(self, owner: Member, to: Member) -> None:
-        Peer.__init__(self, WorkerInfo(to.name, to.number), to.incarnation, is_static=False)
+        Peer.__init__(self, WorkerInfo(to.name, to.number), to.incarnation, to.number)
         self._owner, self._to = owner, to
         self.lending = object()  # type: ignore[assignment]
         outgoing = SimpleNamespace(send_with_descriptor=self._send_with_descriptor)

@@ -26,8 +26,9 @@ sys.platform = "win32"  # which lacks more than macOS does
 import farcall
 
 for found in pkgutil.walk_packages(farcall.__path__, "farcall."):
-    # The command and the kit for tests are for POSIX.
-    if not found.name.startswith(("farcall.cli", "farcall.testing", "farcall.__main__", "farcall.compat.rpc.faults")):
+    # The command, the launcher and the kit for tests are for POSIX.
+    posix = "farcall.cli", "farcall.launcher", "farcall.testing", "farcall.__main__", "farcall.compat.rpc.faults"
+    if not found.name.startswith(posix):
         importlib.import_module(found.name)
 """
 

@@ -59,7 +59,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
 
         def start_join(name: str, rank: int, world_size: int, timeout_s: float = 10, **more: Any) -> Future[Membership]:
             options = RpcBackendOptions(0, PLACE, start_timeout_s=timeout_s, **more)
-            return pool.submit(join, name, rank, world_size, options, [f"tcp://{name}:1"], "token")
+            return pool.submit(join, name, rank, world_size, options, [f"tcp://127.0.0.1:{rank + 1}"], "token")
 
         yield start_join
 
@@ -94,7 +94,7 @@ def test_everybody_gets_the_same_table(store: Any, start: Any, size: int) -> Non
     tables = [m.members for m in memberships]
     assert all(table == tables[0] for table in tables)
     assert [(m.name, m.rank, m.addresses, m.host_token) for m in tables[0]] == [
-        (f"w{rank}", rank, (f"tcp://w{rank}:1",), "token") for rank in range(size)
+        (f"w{rank}", rank, (f"tcp://127.0.0.1:{rank + 1}",), "token") for rank in range(size)
     ]
     assert len({m.cluster_id for m in memberships}) == 1
     assert len({m.secret.values for m in memberships}) == 1
