@@ -25,7 +25,7 @@ reader puts parts in order. Totals in a credit, not differences: the latest one 
     open       the writer died              broken, once all items that came in order have been taken
 
 Room: a writer may send while the items sent are fewer than those granted, and the bytes, too. So a reader never holds
-more than its window of items, nor more than its window of bytes and one item.
+more than its window of items, nor more than its window of bytes and one item; and the part that it hands out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from farcall.errors import (
     SerializationError,
     UnknownWorker,
 )
-from farcall.testing.cluster import run_cluster
+from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
 class Counter:
@@ -338,7 +338,7 @@ def test_a_function_that_only_the_caller_has() -> None:
     run_cluster(2, define_on_rank_0)
 
 
-def test_calls_before_init() -> None:
+def call_before_init(_: int) -> None:
     with pytest.raises(NotInitialized, match="init_rpc"):
         farcall.rpc_sync("w0", whoami)
     with pytest.raises(NotInitialized, match="init_rpc"):
@@ -347,3 +347,7 @@ def test_calls_before_init() -> None:
         farcall.shutdown()
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
+
+
+def test_calls_before_init() -> None:
+    finish(start_processes(1, call_before_init))  # where no other test had a node: a second shutdown does nothing
