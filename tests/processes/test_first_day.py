@@ -75,17 +75,25 @@ def test_a_forgotten_shutdown_is_told_on_both_sides(installed: Installed, tmp_pa
         installed,
         tmp_path,
         """
-        import os, time
+        import os, threading, time
         import farcall
+
+        called = threading.Event()
+
+        def stay():
+            called.set()
+            time.sleep(1000)
 
         rank = int(os.environ["RANK"])
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2)
         if rank == 0:
             try:
-                farcall.rpc_sync("w1", time.sleep, (1000,))
+                farcall.rpc_sync("w1", stay)
             except farcall.errors.PeerDead as error:
                 print("told:", error)
             farcall.shutdown()
+        else:
+            called.wait(60)
         """,
     )
     assert code == 0, output
