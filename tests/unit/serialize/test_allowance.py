@@ -407,14 +407,16 @@ class TestDataOnly:
         frame = Frame(REQUEST)
         write_value(frame, ([1, "text"], torch.ones(2)))
         written.append(bytes(frame.payload))
-        monkeypatch.setattr(pickle, "loads", entered)
-        monkeypatch.setattr(pickle._Unpickler, "load", entered)  # type: ignore[attr-defined]
-        for _, chance in rounds(3000):
-            payload = mutate(chance, chance.choice(written), written) + chance.choice(
-                (b"", b"F", b"T", b"S", b"C", b"D")
-            )
-            with suppress(SerializationError):
-                read_value(Frame(REQUEST, payload=payload or b"F", buffers=()))
+        # Undone before the restriction is lifted: lifting it takes whatever `pickle.loads` is then.
+        with monkeypatch.context() as patch:
+            patch.setattr(pickle, "loads", entered)
+            patch.setattr(pickle._Unpickler, "load", entered)  # type: ignore[attr-defined]
+            for _, chance in rounds(3000):
+                payload = mutate(chance, chance.choice(written), written) + chance.choice(
+                    (b"", b"F", b"T", b"S", b"C", b"D")
+                )
+                with suppress(SerializationError):
+                    read_value(Frame(REQUEST, payload=payload or b"F", buffers=()))
 
     def test_only_functions_that_are_named_are_called(self) -> None:
         assert decode_function(encode_function(known)) is known  # type: ignore[arg-type]
