@@ -170,6 +170,9 @@ class Node:
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
                 break
             self._succeed(expelled, runtime, lifecycle)
+            if way_back.cancelled.is_set():
+                # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
+                runtime.shutdown(graceful=False)
             return
         expelled.member_events.end()
 

@@ -18,10 +18,11 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.node
 from farcall import autograd
-from farcall.errors import BadRank, Expelled, ReferenceLost
+from farcall.errors import BadRank, Expelled, PeerDead, ReferenceLost
 from farcall.options import MembershipOptions
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.runtime.node import runtime_of
+from farcall.runtime.node import Runtime, runtime_of
+from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 both = pytest.mark.parametrize("size", [3, None], ids=["static", "dynamic"])
@@ -114,6 +115,18 @@ def test_a_backward_pass_goes_through_a_worker_that_was_replaced(tmp_path: Any) 
             wait_until(lambda: not runtime_of(node).peer("w2").broken)
             assert node.rpc_sync("w1", _train, ("w2",)) == [2.0, 2.0, 2.0]
             assert node.rpc_sync("w2", _train, ("w1",)) == [2.0, 2.0, 2.0]
+            together([node.shutdown, new.shutdown])
+
+
+def test_a_successor_under_another_name_is_one_member_not_two(tmp_path: Any) -> None:
+    with served(3, str(tmp_path)) as (url, node, others):
+        others[1].kill(signal.SIGKILL)
+        others[1].process.join()
+        with farcall.Node("another", 2, 3, farcall.RpcBackendOptions(init_method=url)) as new:
+            wait_until(lambda: "another" in [worker.name for worker in node.workers()])
+            assert [worker.name for worker in node.workers()] == ["w0", "w1", "another"]
+            with pytest.raises(PeerDead, match="w2"):
+                node.rpc_sync("w2", int, ("7",))
             together([node.shutdown, new.shutdown])
 
 
@@ -234,6 +247,8 @@ def test_who_comes_back_is_expelled_again_and_comes_back_again() -> None:
             after = runtime_of(nodes[2]).me.incarnation
             wait_until(lambda after=after: runtime_of(nodes[0]).peer("w2").incarnation == after)  # type: ignore[misc]
             assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
+        # Of those that came later nothing is left but the last; references name the first by its rank.
+        assert len(runtime_of(nodes[0]).members()) == 4
         together([node.shutdown for node in nodes])
 
 
@@ -265,6 +280,29 @@ def test_shutdown_ends_the_search_for_a_way_back(monkeypatch: pytest.MonkeyPatch
         assert not any(thread.name.endswith("-w1") for thread in threading.enumerate())
         with pytest.raises(Expelled):
             nodes[1].rpc_sync("w0", int, ("7",))
+
+
+def test_a_way_back_that_is_found_after_shutdown_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shutdown waits a while for an expelled node; who becomes a member afterwards must not stay one."""
+    with group(3) as nodes:
+        joined, goes_on = threading.Event(), threading.Event()
+        found: list[Runtime] = []
+        start = nodes[1]._start
+
+        def start_late(*args: Any) -> Runtime:
+            found.append(start(*args))
+            joined.set()
+            goes_on.wait(60)
+            return found[0]
+
+        monkeypatch.setattr(nodes[1], "_start", start_late)
+        monkeypatch.setattr(Lifecycle, "wait_ended", lambda lifecycle, timeout_s: None)
+        declare_dead(nodes[1], by=nodes[0])
+        assert joined.wait(60)
+        nodes[1].shutdown()
+        goes_on.set()
+        wait_until(lambda: not found[0].running)
+        wait_until(lambda: not any(thread.name.endswith("-w1") for thread in threading.enumerate()))
 
 
 def test_one_whose_user_does_not_want_it_stays_out() -> None:
