@@ -179,6 +179,7 @@ class Node:
     def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
         runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
         runtime.server.on_failure = expelled.server.on_failure
+        runtime.timeout_s = expelled.timeout_s  # perhaps changed since the start
         runtime.member_events.take_over(expelled.member_events)
         self._lifecycle, self._started = lifecycle, runtime
         expelled.successor = runtime

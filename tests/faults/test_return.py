@@ -229,9 +229,11 @@ def test_the_node_of_init_rpc_finds_back_in() -> None:
     options = farcall.RpcBackendOptions(init_method=url)
     together([lambda: farcall.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options), other.start])
     before = farcall.api.current_runtime()
+    farcall.api._set_rpc_timeout(17.0)
     judge = runtime_of(other)
     judge.call_soon(lambda: judge.watch.feed(LinkGivenUp(before.me.incarnation, "for the test")))
     wait_until(lambda: farcall.api.current_runtime() is not before)
+    assert farcall.api.get_rpc_timeout() == 17.0
     assert farcall.rpc_sync("other", int, ("7",)) == 7
     together([farcall.shutdown, other.shutdown])
     with pytest.raises(farcall.errors.NotInitialized):
