@@ -254,6 +254,54 @@ def test_who_comes_back_is_expelled_again_and_comes_back_again() -> None:
         together([node.shutdown for node in nodes])
 
 
+def test_a_worker_that_serves_in_shutdown_finds_back_in_and_serves_on() -> None:
+    """As most workers spend their lives: its shutdown() returns with that of all, and raises nothing."""
+    with group(3) as nodes:
+        ends: list[BaseException | None] = []
+
+        def serve() -> None:
+            try:
+                nodes[1].shutdown()
+                ends.append(None)
+            except BaseException as error:
+                ends.append(error)
+
+        before = runtime_of(nodes[1])
+        serving = threading.Thread(target=serve)
+        serving.start()
+        wait_until(lambda: before.leaving.entered)
+        for _ in range(2):
+            before = runtime_of(nodes[1])
+            declare_dead(nodes[1], by=nodes[0])
+            wait_until(back(nodes[1], before))
+            after = runtime_of(nodes[1]).me.incarnation
+            wait_until(lambda after=after: runtime_of(nodes[0]).peer("w1").incarnation == after)  # type: ignore[misc]
+            assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
+            wait_until(lambda: runtime_of(nodes[1]).leaving.entered)
+        assert not ends
+        together([nodes[0].shutdown, nodes[2].shutdown])
+        serving.join(60)
+        assert ends == [None]
+
+
+def test_a_worker_that_serves_in_shutdown_raises_where_it_is_to_stay_out() -> None:
+    with group(3, rejoin=False) as nodes:
+        before = runtime_of(nodes[1])
+        ends: list[BaseException] = []
+
+        def serve() -> None:
+            with pytest.raises(Expelled) as caught:
+                nodes[1].shutdown()
+            ends.append(caught.value)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        wait_until(lambda: before.leaving.entered)
+        declare_dead(nodes[1], by=nodes[0])
+        serving.join(60)
+        assert len(ends) == 1
+
+
 def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None:
     async def kinds(node: farcall.Node) -> list[str]:
         return [event.kind async for event in node.member_events()]

@@ -161,6 +161,10 @@ class Runtime:
         """The same node as another member, after this one was expelled."""
         self._place = place
         self._stays_out = threading.Event()  # shutdown was called: an expelled node does not come back
+        self._serves_on = (
+            False  # it was called, without a bound, in a group of fixed size, whose members leave together
+        )
+        self._return: Meeting | None = None  # the way back of a node that is expelled while it serves there
         self.hooks: Hooks = Hooks()
         self.event_log: EventLog = EventLog()
         self.resources: Resources = resources
@@ -490,6 +494,7 @@ class Runtime:
         late: tuple[str, ...] = ()
         try:
             if graceful:
+                self._serves_on = self.is_static and not timeout_s
                 self.server.on_answered = self.leaving.poke
                 if self._entry is not None:
                     self._entry.withdraw()
@@ -503,14 +508,38 @@ class Runtime:
                     if isinstance(self.leaving, Withdrawing):
                         self.watch.leave(LEAVE_S)
                         self.leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have asked for more
+        except BaseException:
+            self._return = None
+            raise
         finally:
-            self._end(Cancelled(f"{self.info.name} shut down before the answer came"), linger=agreed)
+            why = Cancelled(f"{self.info.name} shut down before the answer came")
+            self._end(why, linger=agreed, comes_back=self._return is not None)
+        if self._return is not None and self._goes_on_serving(self._return):
+            return
         if self._lifecycle.verdict is not None:
             raise self._lifecycle.verdict
         if late:
             raise ShutdownTimeout(
                 f"{self.info.name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self.leaving.late_names
             )
+
+    def _goes_on_serving(self, way_back: Meeting) -> bool:
+        """A worker that serves in shutdown() was expelled: be a member again, and leave with the others; else False.
+
+        Unlike one that works on, it asks for no longer than a start may take: nobody could end its search.
+        """
+        bound = threading.Timer(self.options.start_deadline_s, self._stays_out.set)
+        bound.daemon = True
+        bound.start()
+        try:
+            for hook in self.hooks.expelled:
+                hook(way_back)
+        finally:
+            bound.cancel()
+        if self.successor is None:
+            return False
+        self.successor.shutdown()
+        return True
 
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
@@ -540,7 +569,8 @@ class Runtime:
 
     @property
     def _comes_back(self) -> bool:
-        return bool(self.hooks.expelled) and self.options.membership.rejoin and self.state == "running"
+        stays = self._lifecycle.state == "running" or (self._serves_on and not self.watch.agreed_to_leave)
+        return bool(self.hooks.expelled) and self.options.membership.rejoin and stays
 
     def _give_up(self, verdict: RpcError) -> None:
         """This node can do no more: every call fails with ``verdict``."""
@@ -557,6 +587,7 @@ class Runtime:
                     hook(way_back)
 
         if not self._lifecycle.expel(end):
+            self._return = way_back
             self.leaving.abort()  # the thread that starts or leaves ends the node
 
     def _way_back(self) -> Meeting:

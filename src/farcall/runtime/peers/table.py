@@ -138,8 +138,8 @@ class PeerTable:
 
     def _present(self) -> list[Peer]:
         # One whose name or rank another has by now is remembered under what is left, and no member.
-        named = self.named
-        peers = {peer for peer in named.values() if named[peer.info.name] is peer is named[peer.info.id]}
+        named, peers = self.named, set(self.named.values())  # at once: the I/O thread may change them
+        peers = {peer for peer in peers if named.get(peer.info.name) is peer is named.get(peer.info.id)}
         if not self._is_static:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted(peers, key=lambda peer: peer.info.id)
