@@ -138,14 +138,12 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, Streams, Weights, Observability, self._on_made),
+            parts=(Recorder, NodeReferences, Streams, Weights, Observability),
             make_calls=make_calls,
+            come_back=self._come_back,
             way_back=way_back,
             over=over,
         )
-
-    def _on_made(self, runtime: Runtime) -> None:
-        runtime.hooks.expelled.append(partial(self._come_back, runtime))
 
     def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
         """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.

@@ -31,7 +31,8 @@ from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
 from farcall.rpc.future import Future
-from farcall.rpc.owned_values import OnWorker, Owned
+from farcall.rpc.owned_values import Owned
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, SyncCall, name_of
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.serving import Request
@@ -196,7 +197,7 @@ class Creation(PendingCall):
             finish: Callable[[], object] = partial(future.set_result, None)
         else:
             finish = partial(future.set_exception, copy.copy(error))  # type: ignore[arg-type]
-        self._references.node.executor.submit(OnWorker(finish))  # callbacks are user code
+        self._references.node.executor.submit(FunctionTask(finish, finish))  # callbacks are user code
 
 
 # ---------------------------------------------------------------------- questions

@@ -35,7 +35,7 @@ from farcall.html import table
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
-from farcall.rpc.owned_values import OnWorker, Owned, wait_for_value
+from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.owner_calls import (
     Creation,
     Proxy,
@@ -47,6 +47,7 @@ from farcall.rpc.owner_calls import (
     call_method_remote,
 )
 from farcall.rpc.streams import StreamMethods, stream_method
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -317,7 +318,7 @@ class RRef(Generic[T]):
                     tell()
                 else:
                     submit = self._references.node.executor.submit
-                    self._owned.when_ready(lambda: submit(OnWorker(tell)))
+                    self._owned.when_ready(lambda: submit(FunctionTask(tell, tell)))
             else:
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
