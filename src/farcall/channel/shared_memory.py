@@ -16,9 +16,7 @@ there, but are shared with the parent, not copied on write.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -28,6 +26,7 @@ import torch
 
 from farcall.channel.host_memory import Lease, leased, rounded_size
 from farcall.channel.segments import Arena, Block, SegmentRefused
+from farcall.transport.descriptors import close_in_children
 
 __all__ = ["Offer", "SegmentPool"]
 
@@ -64,7 +63,7 @@ class SegmentPool:
         self._orphans: deque[Block] = deque()
         self._usable = True
         self._complained = False
-        _pools.add(self)
+        close_in_children(self)
 
     # -- blocks
 
@@ -285,19 +284,7 @@ class SegmentPool:
                 del self._tensor_leases[address]
                 self._drop(block)
 
-    def _abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: the memory is the parent's, and a thread that is not here may hold the lock."""
         self._usable = False
         self._lock = threading.Lock()
-
-
-_pools: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for pool in list(_pools):
-        pool._abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)
