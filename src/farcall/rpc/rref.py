@@ -33,6 +33,7 @@ from farcall.errors import (
 )
 from farcall.html import table
 from farcall.ids import ForkId, RefId, WorkerInfo
+from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.owned_values import Owned, wait_for_value
@@ -65,10 +66,10 @@ _EXTENSION_CODE = 0x66617272
 _LOOK_AGAIN_S = 0.0005
 _MOST_ASKED = 8
 """How often a question is asked whose answers are lost."""
-_PAUSE_S = 0.005
+_FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
-_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 """The first and the longest pause before a question is asked again that an overloaded owner refused."""
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 class RRef(Generic[T]):
@@ -200,7 +201,8 @@ class RRef(Generic[T]):
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         began = monotonic()
         bound_s = references.node.timeout_s if timeout == UNSET_TIMEOUT else timeout
-        lost = refused = 0
+        lost = 0
+        pauses: Backoff | None = None
         # A question changes nothing at the owner, so it may be asked again: where a large answer was lost with its
         # connection, or where the owner was overloaded.
         while True:
@@ -223,8 +225,8 @@ class RRef(Generic[T]):
                 creation = self._creation
                 if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
                     raise  # the owner refused the creation, or a call that its function made, and not this question
-                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * _RANDOM.uniform(0.5, 1.0)
-                refused += 1
+                pauses = pauses or Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, jitter=_RANDOM)
+                pause_s = pauses.next_s()
                 if bound_s and monotonic() + pause_s > began + bound_s:
                     raise
                 with references.node.calls.waiting():

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farcall.protocol.frames import Frame
+from farcall.protocol.notes import Notes
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
 __all__ = ["Hooks"]
@@ -37,6 +38,8 @@ class Hooks:
     """The handler of each kind of control message; see `on_control`."""
     in_order: set[type[Any]] = field(default_factory=set)
     """Kinds whose handlers run on the thread that reads the link."""
+    find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
+    """Gives a frame its distributed autograd context, on the thread that reads the link."""
 
     def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
         """Have ``handle`` called for each control message of this kind.

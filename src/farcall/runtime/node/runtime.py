@@ -59,7 +59,7 @@ TRIM_EVERY_S = 10.0
 
 
 class Runtime:
-    """One member of a cluster, from the moment it knows the others, or whom to ask, until it has left."""
+    """One member of a cluster: complete as soon as the node knows the others, or a member to ask, until it has left."""
 
     def __init__(
         self,
@@ -140,16 +140,14 @@ class Runtime:
         )
         self.dispatcher: Dispatcher = Dispatcher(
             lifecycle.name,
-            self.loop,
-            self.admission,
-            self.calls,
-            self.server,
-            self.leaving,
-            lambda: self.links.watch,
-            lambda peer, frame: self.links.peers.hold(peer, frame),
-            self.hooks.controls,
-            self.hooks.in_order,
-            self.hooks.letters,
+            self.hooks,
+            loop=self.loop,
+            admission=self.admission,
+            calls=self.calls,
+            server=self.server,
+            leaving=self.leaving,
+            watch=lambda: self.links.watch,
+            hold=lambda peer, frame: self.links.peers.hold(peer, frame),
         )
         self.links: ClusterLinks = ClusterLinks(
             membership,
@@ -237,8 +235,7 @@ class Runtime:
     def _before_idle(self) -> None:
         """On a worker that has nothing to do now."""
         self.server.flush()
-        if self.leaving.entered:
-            self.leaving.poke()
+        self.something_ended()
 
     def _own_thread(self) -> None:
         current.work_for(self)
@@ -263,7 +260,7 @@ class Runtime:
 
     @property
     def watch(self) -> FailureDetector:
-        """The detector of failed members; it knows who is a member."""
+        """The failure detector, which has the table of members."""
         return self.links.watch
 
     @property
@@ -332,7 +329,7 @@ class Runtime:
         return self.links.peers.workers()
 
     def members_now(self) -> list[MemberInfo]:
-        """The same, and who of them is unresponsive."""
+        """All members, and since when each of them is unresponsive, if it is."""
         return self.links.peers.members()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
