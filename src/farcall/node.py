@@ -162,7 +162,7 @@ class Node:
                 logger.info("%s could not join again yet: %s", lifecycle.name, error)
                 continue
             except Exception as error:
-                # The end of its former life may not be known yet to the one who decides.
+                # The member that decides may not have heard yet of the end of this node's former membership.
                 if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
                     continue
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
@@ -325,7 +325,7 @@ class Node:
         return self._runtime.workers()
 
     def members(self) -> list[MemberInfo]:
-        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        """All members, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
         return self._runtime.members_now()
 
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:

@@ -5,8 +5,8 @@ receiver: one per link, the peer's segments mapped once. A descriptor travels on
 (``offer``), then tickets. A receiver's view that dies becomes a release, which the link sends back in
 batches.
 
-The pool owns who holds what: peers, by what was lent to them, and the user, by tensors made in a segment. Which bytes
-of which segment a block gets is `segments.py`'s business.
+The pool knows the holders of each block: peers that it was lent to, and the user, by tensors made in a segment. Which
+bytes of which segment a block gets is `segments.py`'s business.
 
 Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
 and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
@@ -130,7 +130,7 @@ class SegmentPool:
             logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
 
     def release_all(self, peer: Hashable) -> None:
-        """The link to the peer is gone: forget what it held and what it was offered.
+        """The link to the peer is gone: forget the blocks it held and the segments it was offered.
 
         Its process may live on, with tensors over our blocks. So these are never used again: their segments take no new
         blocks, and go when the last block of others in them is free.

@@ -1,4 +1,4 @@
-"""Calls to the owner of a value, at the side of those who refer to it: creating calls, questions, method calls.
+"""Calls to the owner of a value, on the side of the holder of a reference: creating calls, questions, method calls.
 
 Owns how such a call is sent and what its failure means: an owner that is gone makes the reference lost, and a failed
 creation is the reason why there is no value. The owner runs the functions of `owner_methods.py`. Must not know how

@@ -213,7 +213,7 @@ def _joined(writer: _Writer) -> Written:
 
 
 def write_copied(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written:
-    """Like `write_flat`, for those who take no pickles: what pickle would keep together is copied, one by one.
+    """Like `write_flat`, for readers that take no pickles: values that pickle would keep together are copied singly.
 
     Raises ``TypeError``, which names what does not fit.
     """

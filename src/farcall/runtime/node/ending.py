@@ -105,7 +105,7 @@ class Ending:
     # ------------------------------------------------------------------ verdicts
 
     def on_expelled(self, why: str) -> None:
-        """On the I/O thread: the others hold this node for dead, and that is final."""
+        """On the I/O thread: the others have declared this node dead, and that is final."""
         if self._node.lifecycle.is_over():
             return
         name = self._node.info.name
@@ -146,7 +146,7 @@ class Ending:
             node.leaving.abort()  # the thread that starts or leaves ends the node
 
     def _way_back(self) -> Meeting:
-        """How this node may join again: through those whom it knows. It keeps the store, and its part in the list."""
+        """How this node may join again: through members that it knows. It keeps the store, and its part in the list."""
         entry, membership = self._node.entry, self._node.membership
         return Meeting(
             self._place,
@@ -164,7 +164,7 @@ class Ending:
     def end(self, why: RpcError, linger: bool = False, comes_back: bool = False) -> None:
         """Stop everything that runs; leave no thread, descriptor, file or segment behind.
 
-        ``comes_back``: those who subscribed to events of members wait for this node's next membership.
+        ``comes_back``: subscribers to members' events wait for this node's next membership.
         """
         node = self._node
         lifecycle, links, name = node.lifecycle, node.links, node.info.name
