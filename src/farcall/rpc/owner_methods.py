@@ -4,7 +4,7 @@ Ordinary functions, called by ordinary requests, so they run where calls run and
 value by the two numbers of a `RefId`; the caller keeps its own fork until the answer, so the value stays. No thread
 waits for a value that is still being made: the request is answered later.
 
-The names of these functions are part of the wire: `rref.py` and `owner_calls.py` spell them out.
+The names of these functions are part of the wire: `rref.py` and `method_calls.py` spell them out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """`RRef`: a reference to a value that lives on one node and is used from many.
 
 Owns the operations that a program has on a reference. One object is one fork of the reference, held as long as the
-object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends the calls
-to the owner.
+object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends questions
+to the owner, `method_calls.py` those for methods of the value.
 
 Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
+
+Over 400 lines: the operations of one class, and the documentation that programs read of it.
 """
 
 from __future__ import annotations
@@ -36,17 +38,9 @@ from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
+from farcall.rpc.method_calls import Proxy, Start, call_method, call_method_async, call_method_remote
 from farcall.rpc.owned_values import Owned, wait_for_value
-from farcall.rpc.owner_calls import (
-    Creation,
-    Proxy,
-    Start,
-    ask,
-    ask_async,
-    call_method,
-    call_method_async,
-    call_method_remote,
-)
+from farcall.rpc.owner_calls import Creation, ask, ask_async
 from farcall.rpc.streams import StreamMethods, stream_method
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate

@@ -17,7 +17,8 @@ compiled code write pickles.
 
 All integers are little-endian. `write_flat` returns None for what does not fit: a subclass, another class, a tensor
 with strides, attributes or another device, a container or a storage met twice, since pickle keeps their identity. It
-does not know frames. Invariant: every length that a reader meets is compared with what is left.
+does not know frames. Invariant: every length that a reader meets is compared with what is left. (Over 400 lines: writer
+and reader of one form are read side by side, and beside their C copies.)
 """
 
 from __future__ import annotations
