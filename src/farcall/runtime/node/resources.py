@@ -29,7 +29,7 @@ class Resources:
         try:
             self.loop: Loop = Loop(name, options.busy_wait_s)
             try:
-                addresses = listening_addresses(options.allowed_transports, host)
+                addresses = listening_addresses(options.allowed_transports, host, options.port)
                 self.listener: PeerListener = PeerListener(addresses, self.loop)
             except BaseException:
                 self.loop.stop()
