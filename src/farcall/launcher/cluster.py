@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any, Self, TypeVar
@@ -37,6 +38,8 @@ from farcall.launcher.supervisor import END_S, Supervised, Supervisor
 from farcall.launcher.table import LiveTable, rows_of
 from farcall.launcher.worker import DRIVER, end_worker, is_ready
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import incarnation_text
+from farcall.protocol.membership.events import LinkGivenUp
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.handles import Worker
 from farcall.rpc.mapping import map_over
@@ -303,6 +306,14 @@ class Cluster:
             self._parcel.send(worker)
         if self._on_start is not None:
             self._on_start(worker)
+
+    def bury(self, incarnation: str) -> None:
+        # Members find out by themselves as a rule, but not where its host answers and they cannot reach its port.
+        watch = self._node.links.peers.watch
+        for member in watch.members():
+            if incarnation_text(member.incarnation) == incarnation:
+                verdict = LinkGivenUp(member.incarnation, "its process was ended, and is replaced")
+                self._node.call_soon(partial(watch.feed, verdict))
 
     def dismiss(self, name: str) -> None:
         try:

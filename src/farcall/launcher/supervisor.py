@@ -54,6 +54,9 @@ class Crew(Protocol):
     def prepare(self, name: str) -> None:
         """A member is there: bring it into its state. May block, may raise."""
 
+    def bury(self, incarnation: str) -> None:
+        """A process was ended and is about to be replaced: have no member hold it for alive. Must not raise."""
+
     def dismiss(self, name: str) -> None:
         """Ask the worker to end in good order. Must not raise."""
 
@@ -232,6 +235,7 @@ class Supervisor:
         now = monotonic()
         with self._lock:
             started = [worker for worker in workers if worker.state is State.STARTING]
+            before = [worker.incarnation for worker in started if worker.incarnation is not None]
             for worker in started:
                 worker.spec = self._crew.make_spec(worker.name, worker.rank, worker.life.number)
                 worker.process = _NEVER_STARTED
@@ -240,6 +244,8 @@ class Supervisor:
                 worker.late_at = now + self._start_timeout_s
                 worker.has_left = False
             specs = [worker.spec for worker in started if worker.spec is not None]
+        for incarnation in before:
+            self._crew.bury(incarnation)
         try:
             self._engine.start(specs, self)
         except (EngineError, OSError) as error:

@@ -48,6 +48,7 @@ class FakeCrew:
 
     def __init__(self) -> None:
         self.dismissed: list[str] = []
+        self.buried: list[str] = []
         self.shown: list[tuple[str, bytes]] = []
         self.fails = False
         self.is_blind = False
@@ -59,6 +60,9 @@ class FakeCrew:
     def prepare(self, name: str) -> None:
         if self.fails:
             raise ValueError("its state is lost")
+
+    def bury(self, incarnation: str) -> None:
+        self.buried.append(incarnation)
 
     def dismiss(self, name: str) -> None:
         self.before_dismissal()
@@ -115,6 +119,7 @@ def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
     scene.member("dead", "a", "its process has ended")
     second = scene.started(2)
     assert (second.name, second.rank, second.life) == ("worker0", 0, 1)
+    assert scene.crew.buried == ["a"]  # before it has a successor, which has its name
     wait_until(lambda: scene.engine.ended == [first])  # whatever is left of it
     scene.supervisor.on_state(first, ProcessState("ended", "", -9))  # late news of the first change nothing
     scene.member("joined", "b")
