@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.kit.launching import runs, wait_gone
+from tests.kit.launching import ROOT
 
 pytest.importorskip("nbclient", reason="nbclient is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 pytest.importorskip("cloudpickle", reason="the notebook extra is not installed")
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
 def shown(cell: dict) -> str:
@@ -33,36 +33,48 @@ def environment_of(folder: Path) -> dict[str, str]:
     return environment | {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
 
 
-LAUNCH = """
+RESTARTED = """
+from jupyter_client.manager import start_new_kernel
+from tests.kit.launching import runs, wait_gone
+
+LAUNCH = '''
 import os
 import farcall
 cluster = farcall.launch(2)
 print(*(worker.call(os.getpid) for worker in cluster))
+'''
+said = []
+
+
+def hear(message):
+    said.append(message["content"].get("text", "") + "".join(message["content"].get("traceback", ())))
+
+
+manager, client = start_new_kernel(startup_timeout=120)
+try:
+    assert client.execute_interactive(LAUNCH, timeout=120, output_hook=hear)["content"]["status"] == "ok", said
+    workers = [int(word) for word in "".join(said).split()]
+    assert len(workers) == 2, said
+    assert all(map(runs, workers))
+    manager.restart_kernel()
+    wait_gone(workers)
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
 """
 
 
 @pytest.mark.timeout(240)
-def test_a_kernel_that_is_restarted_leaves_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jupyter_client.manager import start_new_kernel
-
-    for name, text in environment_of(tmp_path).items():
-        monkeypatch.setenv(name, text)
-    manager, client = start_new_kernel(startup_timeout=120, cwd=str(tmp_path))
-    try:
-        said: list[str] = []
-
-        def hear(message: dict) -> None:
-            said.append(message["content"].get("text", "") + "".join(message["content"].get("traceback", ())))
-
-        assert client.execute_interactive(LAUNCH, timeout=120, output_hook=hear)["content"]["status"] == "ok", said
-        workers = [int(word) for word in "".join(said).split()]
-        assert len(workers) == 2, said
-        assert all(map(runs, workers))
-        manager.restart_kernel()
-        wait_gone(workers)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+def test_a_kernel_that_is_restarted_leaves_no_worker(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESTARTED],
+        cwd=ROOT,
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(240)
