@@ -63,6 +63,11 @@ def _call(to: str) -> int:
     return result
 
 
+def _reaches(name: str) -> bool:
+    """On a worker: does it know the present member of that name, and is it connected to it?"""
+    return not farcall.api.current_runtime().peer(name).broken
+
+
 def _successor(rank: int, url: str, size: int | None) -> farcall.Node:
     return farcall.Node(f"w{rank}", rank, size, farcall.RpcBackendOptions(init_method=url))
 
@@ -112,6 +117,7 @@ def test_a_backward_pass_goes_through_a_worker_that_was_replaced(tmp_path: Any) 
         others[1].process.join()
         with _successor(2, url, 3) as new:
             wait_until(lambda: not runtime_of(node).peer("w2").broken)
+            wait_until(lambda: node.rpc_sync("w1", _reaches, ("w2",)))
             assert node.rpc_sync("w1", _train, ("w2",)) == [2.0, 2.0, 2.0]
             assert node.rpc_sync("w2", _train, ("w1",)) == [2.0, 2.0, 2.0]
             together([node.shutdown, new.shutdown])
