@@ -253,8 +253,10 @@ def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None
         listens = threading.Thread(target=lambda: heard.extend(asyncio.run(kinds(nodes[1]))))
         listens.start()
         wait_until(lambda: before.member_events._callbacks)
+        told: list[str] = []
+        nodes[1].on_member(lambda event: told.append(event.kind))  # after the iterator
         declare_dead(nodes[1], by=nodes[0])
-        wait_until(back(nodes[1], before))
+        wait_until(lambda: "rejoined" in told)
         nodes[1].shutdown()
         listens.join(60)
         assert not listens.is_alive()
