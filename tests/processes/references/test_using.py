@@ -183,7 +183,7 @@ def test_references_are_generic_under_mypy(tmp_path: Path) -> None:
         )
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path)]
-    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=280)
     lines = [line.partition(": ")[2].replace("builtins.", "") for line in done.stdout.splitlines()]
     assert lines[:2] == ['note: Revealed type is "int"', 'note: Revealed type is "list[str]"'], done.stdout
     assert ["error" in line for line in lines[2:]] == [True], done.stdout
