@@ -138,14 +138,12 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, Streams, Weights, Observability, self._on_made),
+            parts=(Recorder, NodeReferences, Streams, Weights, Observability),
             make_calls=make_calls,
+            come_back=self._come_back,
             way_back=way_back,
             over=over,
         )
-
-    def _on_made(self, runtime: Runtime) -> None:
-        runtime.hooks.expelled.append(partial(self._come_back, runtime))
 
     def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
         """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.
@@ -164,7 +162,7 @@ class Node:
                 logger.info("%s could not join again yet: %s", lifecycle.name, error)
                 continue
             except Exception as error:
-                # The end of its former life may not be known yet to the one who decides.
+                # The member that decides may not have heard yet of the end of this node's former membership.
                 if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
                     continue
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
@@ -327,7 +325,7 @@ class Node:
         return self._runtime.workers()
 
     def members(self) -> list[MemberInfo]:
-        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        """All members, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
         return self._runtime.members_now()
 
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:

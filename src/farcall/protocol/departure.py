@@ -104,7 +104,7 @@ class Late(NamedTuple):
 
 
 class LogWaiting(NamedTuple):
-    """Still waiting: tell the user for whom (and for how many more)."""
+    """Still waiting: tell the user for which members (and for how many more)."""
 
     late: tuple[Late, ...]
     unnamed_count: int
@@ -146,7 +146,7 @@ class Departure:
         self._activity = 0
         self._effects: list[Effect] = []
 
-        # As one who reports.
+        # As a member that reports.
         self._sequence = 0
         self._rounds_seen: dict[int, int] = {}  # coordinator -> its latest probe
         self._expect_my_report: set[int] = set()  # told "not ready": they get a report once we are
@@ -236,7 +236,7 @@ class Departure:
         self._reports.pop(rank, None)
         self._expect_my_report.discard(rank)
         self._unacknowledged.discard(rank)
-        self._first_look = None  # it looked at one who is no more
+        self._first_look = None  # it looked at a member that is gone
         if self._state is DepartureState.WAITING:
             self._report_to(self.coordinator)
         self._settle()
@@ -386,7 +386,7 @@ class Departure:
         self._state = state
         self._deadline = self._next_tick = None
 
-    # --- who is late -----------------------------------------------------------------------------------
+    # --- late members ----------------------------------------------------------------------------------
 
     def _why_not_ready(self, rank: int) -> str | None:
         """As far as this node knows; None if the peer is ready."""
