@@ -168,12 +168,16 @@ class Node:
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
                 break
             self._succeed(expelled, runtime, lifecycle)
+            if way_back.cancelled.is_set():
+                # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
+                runtime.shutdown(graceful=False)
             return
         expelled.member_events.end()
 
     def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
         runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
         runtime.server.on_failure = expelled.server.on_failure
+        runtime.timeout_s = expelled.timeout_s  # perhaps changed since the start
         runtime.member_events.take_over(expelled.member_events)
         self._lifecycle, self._started = lifecycle, runtime
         expelled.successor = runtime

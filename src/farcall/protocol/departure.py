@@ -139,6 +139,7 @@ class Departure:
         self._names = dict(members)
         self._peers = set(members) - {my_rank}  # those with a link still up
         self._gone: dict[int, float] = {}  # rank -> when its link ended
+        self._came: dict[int, float] = {}  # rank -> when it came, for one that was gone
         self._now = 0.0
         self._state = DepartureState.WORKING
         # Busy until told otherwise: a driver that forgets to tell delays a shutdown instead of breaking work.
@@ -246,6 +247,7 @@ class Departure:
         rank = event.rank
         self._names[rank] = event.name
         self._peers.add(rank)
+        self._came[rank] = self._now
         for known in (self._gone, self._reports, self._rounds_seen):
             known.pop(rank, None)
         self._asked.discard(rank)
@@ -395,7 +397,10 @@ class Departure:
             return NOT_CALLED
         if report.calls_in_flight:
             return _still_busy(report.calls_in_flight)
-        unnoticed = [gone for gone in self._gone if gone not in report.gone]
+        # Who came after a death has never had a link to the dead one.
+        came = self._came.get(rank)
+        deaths = [gone for gone, at in self._gone.items() if came is None or at > came]
+        unnoticed = [gone for gone in deaths if gone not in report.gone]
         if any(self._now < self._gone[gone] + LOST_LINK_GRACE_S for gone in unnoticed):
             return f"has not noticed yet that {self._names[min(unnoticed)]} is gone"
         return None

@@ -147,6 +147,8 @@ class ClusterLinks:
         self.connector.stop()
         for peer in self._left:
             peer.control(messages.Goodbye(reason))
+        for peer in self._left:
+            peer.link.outgoing.flush_behind_others()
         if linger_s:
             deadline = monotonic() + linger_s
             for peer in self._left:

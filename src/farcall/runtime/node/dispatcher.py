@@ -260,7 +260,7 @@ class Dispatcher:
             self._watch().on_goodbye(peer.incarnation, "" if message.reason == messages.LEFT else message.reason[:100])
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
-        self._leaving.on_message(peer.info.id, message)
+        self._leaving.on_message(peer, message)
 
     def _on_news(self, peer: RemotePeer, message: Message) -> None:
         self._watch().on_message(peer.incarnation, message)

@@ -7,6 +7,7 @@ thread ends the node: the one that moves it out of its last state.
     `shutdown` is called         the program                     all agree first, if it is graceful
     the process ends             the program, at its exit        closes what is open, waits for nobody
     the others expelled it       I/O, then one of its own        joins again as a new member, where it may
+    the same, in `shutdown`      the program                     the same, and serves on until all leave together
     its I/O thread failed        I/O, then one of its own        every call says so
     this is a forked child       the child's only one            lets go of what belongs to the parent
 """
@@ -55,6 +56,8 @@ class Ending:
         self._come_back = come_back
         self._exiting = False
         self._stays_out = threading.Event()  # shutdown was called: an expelled node does not come back
+        self._serves_on = False  # it was called without a bound, in a group of fixed size: until all leave together
+        self._return: Meeting | None = None  # the way back of a node that is expelled while it serves there
 
     def shutdown(self, graceful: bool, timeout_s: float) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
@@ -71,6 +74,7 @@ class Ending:
         late: tuple[str, ...] = ()
         try:
             if graceful:
+                self._serves_on = node.is_static and not timeout_s
                 node.server.on_answered = leaving.poke
                 if node.entry is not None:
                     node.entry.withdraw()
@@ -84,14 +88,38 @@ class Ending:
                     if isinstance(leaving, Withdrawing):
                         node.watch.leave(LEAVE_S)
                         leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have asked for more
+        except BaseException:
+            self._return = None
+            raise
         finally:
-            self.end(Cancelled(f"{node.info.name} shut down before the answer came"), linger=agreed)
+            why = Cancelled(f"{node.info.name} shut down before the answer came")
+            self.end(why, linger=agreed, comes_back=self._return is not None)
+        if self._return is not None and self._serve_again(self._return):
+            return
         if lifecycle.verdict is not None:
             raise lifecycle.verdict
         if late:
             raise ShutdownTimeout(
                 f"{node.info.name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", leaving.late_names
             )
+
+    def _serve_again(self, way_back: Meeting) -> bool:
+        """The node was expelled while it served in `shutdown`: be a member again, and leave with the others.
+
+        False: it was not let in, within the time of a start. One that works on asks for longer, but can be shut down.
+        """
+        assert self._come_back is not None
+        bound = threading.Timer(self._node.options.start_deadline_s, self._stays_out.set)
+        bound.daemon = True
+        bound.start()
+        try:
+            self._come_back(self._node, way_back)
+        finally:
+            bound.cancel()
+        if self._node.successor is None:
+            return False
+        self._node.successor.shutdown()
+        return True
 
     def leave_at_exit(self) -> None:
         """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
@@ -125,7 +153,8 @@ class Ending:
     @property
     def _may_return(self) -> bool:
         node = self._node
-        return self._come_back is not None and node.options.membership.rejoin and node.state == "running"
+        stays = node.lifecycle.state == "running" or (self._serves_on and not node.watch.agreed_to_leave)
+        return self._come_back is not None and node.options.membership.rejoin and stays
 
     def _give_up(self, verdict: RpcError) -> None:
         """This node can do no more: every call fails with ``verdict``."""
@@ -143,6 +172,7 @@ class Ending:
                 come_back(node, way_back)
 
         if not node.lifecycle.expel(end):
+            self._return = way_back
             node.leaving.abort()  # the thread that starts or leaves ends the node
 
     def _way_back(self) -> Meeting:
