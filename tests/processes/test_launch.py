@@ -51,7 +51,7 @@ def square_or_die(item):
 
 def loaded_by_the_server():
     program = "from farcall.launcher import fork_server; fork_server._load(); import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=250)
     return set(done.stdout.split())
 
 
@@ -102,9 +102,9 @@ def test_a_worker_that_dies_comes_back_with_its_state(tmp_path):
         cluster["worker1"].call(print, "first life")
         os.kill(before, signal.SIGKILL)
         with pytest.raises(NetworkError):
-            under_way.result(timeout=60)
+            under_way.result(timeout=250)
         wait_until(lambda: cluster.states()["worker1"] != "running" or cluster._supervisor.workers()[1].life.number)
-        cluster.wait(timeout=60)
+        cluster.wait(timeout=250)
         assert cluster["worker1"].call(os.getpid) != before
         assert cluster["worker1"].call(os.getenv, "RANK") == "1"
         assert cluster["worker1"].call(os.getenv, "FARCALL_RESTARTS") == "1"
@@ -131,7 +131,7 @@ def test_without_restarts_the_dead_stay_dead(tmp_path):
         wait_until(lambda: cluster.states()["worker0"] == "dead")
         assert [worker.name for worker in cluster.workers] == ["worker1"]
         with pytest.raises(LaunchFailed, match=r"(?s)1 of 2 workers do not run.*worker0 "):
-            cluster.wait(timeout=60)
+            cluster.wait(timeout=250)
 
 
 def test_a_start_that_fails_says_what_the_worker_said(tmp_path):

@@ -78,7 +78,7 @@ def test_no_worker_outlives_its_driver(end, tmp_path):
         processes = [int(text) for text in line.split()[1:]]
         if number is not None:
             driver.send_signal(number)
-        said = driver.communicate(timeout=60)[1]
+        said = driver.communicate(timeout=250)[1]
     assert driver.returncode != 0
     if end.startswith("raise"):
         assert said.rstrip().endswith("ValueError: mine")
@@ -98,6 +98,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(600)
 def test_an_interrupted_start_leaves_no_worker(tmp_path):
     (tmp_path / "program.py").write_text(IN_ON_START)
     with subprocess.Popen(
@@ -107,7 +108,7 @@ def test_an_interrupted_start_leaves_no_worker(tmp_path):
         line = driver.stdout.readline()
         assert line.startswith("PID"), driver.communicate()
         driver.send_signal(signal.SIGINT)
-        said = driver.communicate(timeout=60)[1]
+        said = driver.communicate(timeout=250)[1]
     assert said.rstrip().endswith("KeyboardInterrupt")
     wait_gone([int(line.split()[1])])
 
@@ -143,6 +144,7 @@ farcall.launch(1)
 """
 
 
+@pytest.mark.timeout(600)
 def test_workers_allow_what_their_program_allows(tmp_path):
     (tmp_path / "served.py").write_text("def add(a, b):\n    return a + b\ndef subtract(a, b):\n    return a - b\n")
     (tmp_path / "program.py").write_text(ALLOWED)
@@ -150,7 +152,7 @@ def test_workers_allow_what_their_program_allows(tmp_path):
 
     def run(name):
         command = [sys.executable, name]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
 
     done = run("program.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,6 +164,7 @@ def test_workers_allow_what_their_program_allows(tmp_path):
     assert "farcall.allow names __main__:mine, which workers cannot import" in done.stderr
 
 
+@pytest.mark.timeout(600)
 def test_nothing_is_imported_from_where_a_program_happens_to_run(tmp_path):
     """Somebody may have put a trap there, in /tmp say."""
     elsewhere = tmp_path / "elsewhere"
@@ -172,7 +175,7 @@ def test_nothing_is_imported_from_where_a_program_happens_to_run(tmp_path):
         "import farcall\nwith farcall.launch(1) as cluster: print(cluster[0].call(len, 'four'))"
     )
     done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], cwd=elsewhere, capture_output=True, text=True, timeout=100
+        [sys.executable, tmp_path / "program.py"], cwd=elsewhere, capture_output=True, text=True, timeout=250
     )
     assert done.stdout == "4\n", done.stderr
 
@@ -191,7 +194,7 @@ with farcall.launch(2, ship=True) as cluster:
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_working_directory_is_shipped_once(tmp_path):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     (project / "data").mkdir(parents=True)
@@ -209,7 +212,7 @@ def test_the_working_directory_is_shipped_once(tmp_path):
             env={**os.environ, "XDG_RUNTIME_DIR": str(elsewhere), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.split()[0]
