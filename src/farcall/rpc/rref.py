@@ -46,7 +46,6 @@ from farcall.rpc.owner_calls import (
     call_method_async,
     call_method_remote,
 )
-from farcall.rpc.streams import StreamMethods, stream_method
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -54,6 +53,7 @@ from farcall.serialize import Encoding, current_decoding, current_encoding, regi
 
 if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
+    from farcall.rpc.streams import StreamMethods
 
 T = TypeVar("T")
 
@@ -263,6 +263,8 @@ class RRef(Generic[T]):
 
         ``rref.stream(Class.method, ...)`` is the same, for type checkers.
         """
+        from farcall.rpc.streams import StreamMethods, stream_method  # most programs have no streams
+
         return StreamMethods(stream_method, self, UNSET_TIMEOUT)
 
     def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:
