@@ -145,14 +145,12 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, _load_later, Observability, self._on_made),
+            parts=(Recorder, NodeReferences, _load_later, Observability),
             make_calls=make_calls,
+            come_back=self._come_back,
             way_back=way_back,
             over=over,
         )
-
-    def _on_made(self, runtime: Runtime) -> None:
-        runtime.hooks.expelled.append(partial(self._come_back, runtime))
 
     def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
         """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.
@@ -171,18 +169,22 @@ class Node:
                 logger.info("%s could not join again yet: %s", lifecycle.name, error)
                 continue
             except Exception as error:
-                # The end of its former life may not be known yet to the one who decides.
+                # The member that decides may not have heard yet of the end of this node's former membership.
                 if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
                     continue
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
                 break
             self._succeed(expelled, runtime, lifecycle)
+            if way_back.cancelled.is_set():
+                # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
+                runtime.shutdown(graceful=False)
             return
         expelled.member_events.end()
 
     def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
         runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
         runtime.server.on_failure = expelled.server.on_failure
+        runtime.timeout_s = expelled.timeout_s  # perhaps changed since the start
         runtime.member_events.take_over(expelled.member_events)
         self._lifecycle, self._started = lifecycle, runtime
         expelled.successor = runtime
@@ -342,7 +344,7 @@ class Node:
         return self._runtime.workers()
 
     def members(self) -> list[MemberInfo]:
-        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        """All members, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
         return self._runtime.members_now()
 
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
@@ -416,9 +418,8 @@ def _streams_of(runtime: Runtime) -> Streams:
 
 def _load_later(runtime: Runtime) -> None:
     """Have the layers that most programs never use loaded by the first message for them."""
-    runtime.hooks.on_first(
-        get_args(weights_messages.Message), lambda: weights_of(runtime), in_order=(weights_messages.BlockOffered,)
-    )
+    pushed = (weights_messages.BlockOffered, weights_messages.VersionPushed)
+    runtime.hooks.on_first(get_args(weights_messages.Message), lambda: weights_of(runtime), in_order=pushed)
     credit = (StreamCredit, StreamClosed)
     runtime.hooks.on_first(credit, lambda: _streams_of(runtime), in_order=credit)
     runtime.server.stream_request = lambda server, peer, frame: _streams_of(runtime).request(server, peer, frame)
