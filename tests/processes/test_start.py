@@ -17,9 +17,10 @@ from farcall.protocol.weights.messages import Message
 from farcall.rpc.streams import Streams
 from farcall.runtime.node import runtime_of
 
-MOST_MODULES = 180
+MOST_MODULES = 185
 """What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
 NOT_LOADED = (
+    "farcall.channel.device_memory",
     "farcall.cli",
     "farcall.launcher",
     "farcall.observe.capture",
@@ -35,6 +36,7 @@ NOT_LOADED = (
     "farcall.rpc.handles",
     "farcall.rpc.retry",
     "farcall.rpc.streams",
+    "farcall.runtime.devices.node",
     "farcall.weights",
 )
 PLAIN = """
