@@ -98,11 +98,11 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
 
 
 def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() -> None:
-    finish(start_processes(4, _all_meet, tcp_url(), 4), BOUND_S)
+    finish(start_processes(4, _all_meet, tcp_url(), 4))
 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
-    finish(start_processes(4, _all_meet, url, 4), BOUND_S)
+    finish(start_processes(4, _all_meet, url, 4))
 
 
 # --- the store dies ----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _serve_the_store(rank: int, url: str, gone: str) -> None:
 
 def test_the_members_outlive_the_store(tmp_path: Any) -> None:
     url = tcp_url()
-    finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")), BOUND_S)
+    finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")))
 
 
 # --- everything else works in such groups --------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _fetch(reference: Any) -> Any:
 
 
 def test_autograd_references_optimizer_and_remote_modules(url: str) -> None:
-    finish(start_processes(3, _train, url), 2 * BOUND_S)
+    finish(start_processes(3, _train, url))
 
 
 def test_a_name_is_free_again_after_a_leave(url: str) -> None:
@@ -327,7 +327,7 @@ def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str, monk
     with member("stays", 7, url) as stays:
         with this_process(url):
             node = api.current_runtime()
-            node.call_soon(lambda: node._on_expelled("for the test"))
+            node.call_soon(lambda: node.ending.on_expelled("for the test"))
             wait_until(lambda: not node.running)
             with pytest.raises(Expelled, match="for the test"):
                 farcall.rpc_sync("stays", int, ("7",))
@@ -355,7 +355,7 @@ def _come_and_go(rank: int, url: str, rounds: int) -> int:
 
 def test_many_come_and_go_at_once(url: str) -> None:
     with member("stays", 100, url) as stays:
-        assert all(done >= 5 for done in finish(start_processes(6, _come_and_go, url, 5), 3 * BOUND_S))
+        assert all(done >= 5 for done in finish(start_processes(6, _come_and_go, url, 5)))
         wait_until(lambda: names(stays) == ["stays"])
         for rank in range(6):
             with pytest.raises(PeerDead):
@@ -364,7 +364,7 @@ def test_many_come_and_go_at_once(url: str) -> None:
 
 def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> None:
     with team(3, url) as nodes:
-        entry, me = runtime_of(nodes[1])._entry, runtime_of(nodes[1]).membership.me
+        entry, me = runtime_of(nodes[1]).entry, runtime_of(nodes[1]).membership.me
         assert entry is not None
         contacts = entry.contacts
         assert contacts is not None
@@ -375,7 +375,7 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
 def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
         late, incarnation = member("w1", 1, url), new_incarnation(7)
-        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda random_bits: incarnation)
+        monkeypatch.setattr("farcall.runtime.node.start.new_incarnation", lambda random_bits: incarnation)
         group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()

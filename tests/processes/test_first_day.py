@@ -20,7 +20,7 @@ def test_a_function_that_is_not_defined_yet_is_told_as_such(installed: Installed
         installed,
         tmp_path,
         """
-        import os
+        import os, time
         import farcall
 
         rank = int(os.environ["RANK"])
@@ -32,6 +32,8 @@ def test_a_function_that_is_not_defined_yet_is_told_as_such(installed: Installed
             return 2 * x
 
         if rank == 0:
+            while farcall.rpc_sync("w1", farcall.metrics).state != "serving":
+                time.sleep(0.01)  # it is about to call shutdown
             farcall.rpc_sync("w1", double, args=(1,))
         """,
     )
@@ -75,20 +77,20 @@ def test_a_forgotten_shutdown_is_told_on_both_sides(installed: Installed, tmp_pa
         installed,
         tmp_path,
         """
-        import os, threading, time
+        import os, threading
         import farcall
 
         called = threading.Event()
 
-        def stay():
+        def call():
             called.set()
-            time.sleep(1000)
 
         rank = int(os.environ["RANK"])
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2)
         if rank == 0:
             try:
-                farcall.rpc_sync("w1", stay)
+                while True:  # so that it may be writing when the other ends
+                    farcall.rpc_sync("w1", call)
             except farcall.errors.PeerDead as error:
                 print("told:", error)
             farcall.shutdown()

@@ -28,7 +28,7 @@ from farcall.channel.segments import SegmentRefused
 
 _SEAL_SHRINK = 0x0002
 
-# Releases are worth waking somebody for when they give much back. Others wait for the next frame that leaves.
+# A thread is woken only for releases that give much back. Others wait for the next frame that leaves.
 _URGENT_BYTES = 4 << 20
 # So many of the latest releases are looked at for a block to use again: those of one call's arguments.
 _MOST_LOOKED_AT = 4
@@ -73,8 +73,8 @@ def _c_library() -> ctypes.CDLL:
 def map_file(descriptor: int, size: int, *, private: bool = False, writable: bool = True) -> memoryview:
     """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment.
 
-    It is unmapped when the last view of it dies. ``private``: what is written stays here (copy on write). The view of a
-    mapping that is not ``writable`` looks as if it were; who writes to it ends the process.
+    The mapping ends with its last view. ``private``: writes stay in this process (copy on write). The view of a mapping
+    that is not ``writable`` looks as if it were, but a write to it ends the process.
     """
     library = _c_library()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -214,14 +214,12 @@ class SegmentMap:
             others.append(block)
         if others:
             self.released.extend(reversed(others))
-            self._announce(urgent=False)  # who took the releases meanwhile has not seen these
+            self._announce(urgent=False)  # a thread that took the releases meanwhile has not seen these
         return found
 
     def take_releases(self) -> list[tuple[int, int]]:
-        """All (segment_id, offset) to release, each as often as it was viewed; they are the caller's to
-        send."""
-        # The flag first: whoever appends after this sees it down and announces; whoever appended before is
-        # drained.
+        """All (segment_id, offset) to release, each as often as it was viewed. The caller sends them."""
+        # The flag first: a thread that appends after this sees it down and announces; earlier releases are drained.
         self._announced = False
         self.owed_bytes = 0
         released = self.released
@@ -234,7 +232,7 @@ class SegmentMap:
             taken.append((segment_id, offset))
 
     def close(self) -> None:
-        """Forget the segments. Views that still exist stay valid; their end is nobody's business any more."""
+        """Forget the segments. Views that still exist stay valid; their end is not told any more."""
         self._closed = True
         self._on_release = None
         self._segments.clear()

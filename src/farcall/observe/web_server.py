@@ -2,8 +2,8 @@
 
 Owns the port, its thread and the connections. Answers ``GET`` only. At most MOST_CONNECTIONS at a time, each with a
 thread; the head of a request is at most MOST_HEAD_BYTES, and a connection over which no request was answered for
-QUIET_S is closed. Whoever wants more is turned away; the node, which has other threads, never notices.
-Knows nothing of what is served, nor of who may see it.
+QUIET_S is closed. Further connections are turned away; the node, which has other threads, never notices.
+Knows neither the pages nor their readers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP_S: Final = 2.0
 
 
 class Request(NamedTuple):
-    """What is asked."""
+    """One request of a client."""
 
     target: str
     host: str
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is answered."""
+    """The answer to one request."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         head = self.headers
         if head.get("Content-Length") or head.get("Transfer-Encoding"):
-            self.close_connection = True  # nobody reads what follows
+            self.close_connection = True  # the rest of the request is not read
         answer = self.server.answer(Request(self.path, head.get("Host", ""), head.get("Accept", "")))
         self.send_response(answer.status)
         for name, value in _HEADERS.items():

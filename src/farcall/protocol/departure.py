@@ -8,8 +8,8 @@ is `ACTIONS`, at the end of this file.
 
 *Ready* is: shutting down, idle, and aware of every death the coordinator knows of. The last matters because a link's
 end comes after all that the dead node sent over it: a member that knows of the death has seen its last requests. Two
-that merely lost their link to each other must not block the rest, so whoever is reported to coordinates, even with a
-smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
+that merely lost their link to each other must not block the rest, so a member that gets reports coordinates, even with
+a smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
 have not noticed after a long grace is held to be only a lost link. Messages may come twice or out of order.
 
 The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and reads the
@@ -25,7 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from farcall.protocol.messages import (
     DepartureAcknowledged,
@@ -44,56 +46,56 @@ MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
 DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
 
 
-class LocalEntered(NamedTuple):
+class LocalEntered(msgspec.Struct, frozen=True):
     """The user called shutdown here; a ``timeout_s`` of 0 means no bound."""
 
     timeout_s: float
 
 
-class LocalIdle(NamedTuple):
+class LocalIdle(msgspec.Struct, frozen=True):
     """No call is being waited for or served here; ``activity`` counts all that ever were."""
 
     activity: int
 
 
-class LocalBusy(NamedTuple):
+class LocalBusy(msgspec.Struct, frozen=True):
     """``calls_in_flight`` calls are being waited for or served here."""
 
     calls_in_flight: int
 
 
-class PeerGone(NamedTuple):
+class PeerGone(msgspec.Struct, frozen=True):
     """The link to ``rank`` has ended and everything it brought has been handled: dead or left."""
 
     rank: int
 
 
-class PeerCame(NamedTuple):
+class PeerCame(msgspec.Struct, frozen=True):
     """There is a link to ``rank``, which has come for one that is gone."""
 
     rank: int
     name: str
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A departure message came from ``rank``."""
 
     rank: int
     message: DepartureMessage
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` to ``rank``; if its link has ended, do nothing."""
 
     rank: int
     message: DepartureMessage
 
 
-class Finished(NamedTuple):
+class Finished(msgspec.Struct, frozen=True):
     """This node may close its links, once what it was told to send is written."""
 
 
-class Late(NamedTuple):
+class Late(msgspec.Struct, frozen=True):
     """A member that is waited for, and why."""
 
     name: str
@@ -103,14 +105,14 @@ class Late(NamedTuple):
         return f"{self.name} {self.why}"
 
 
-class LogWaiting(NamedTuple):
-    """Still waiting: tell the user for whom (and for how many more)."""
+class LogWaiting(msgspec.Struct, frozen=True):
+    """Still waiting: tell the user for which members (and for how many more)."""
 
     late: tuple[Late, ...]
     unnamed_count: int
 
 
-class TimedOut(NamedTuple):
+class TimedOut(msgspec.Struct, frozen=True):
     """The bound given to shutdown has passed; this node gives up on the others."""
 
     late: tuple[Late, ...]
@@ -139,6 +141,7 @@ class Departure:
         self._names = dict(members)
         self._peers = set(members) - {my_rank}  # those with a link still up
         self._gone: dict[int, float] = {}  # rank -> when its link ended
+        self._came: dict[int, float] = {}  # rank -> when it came, for one that was gone
         self._now = 0.0
         self._state = DepartureState.WORKING
         # Busy until told otherwise: a driver that forgets to tell delays a shutdown instead of breaking work.
@@ -146,7 +149,7 @@ class Departure:
         self._activity = 0
         self._effects: list[Effect] = []
 
-        # As one who reports.
+        # As a member that reports.
         self._sequence = 0
         self._rounds_seen: dict[int, int] = {}  # coordinator -> its latest probe
         self._expect_my_report: set[int] = set()  # told "not ready": they get a report once we are
@@ -194,7 +197,7 @@ class Departure:
         return min(deadlines, default=None)
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """Do what has become due."""
+        """Do the work that has become due."""
         self._now = now
         if self._deadline is not None and now >= self._deadline:
             if self._state is DepartureState.RELEASING:
@@ -236,7 +239,7 @@ class Departure:
         self._reports.pop(rank, None)
         self._expect_my_report.discard(rank)
         self._unacknowledged.discard(rank)
-        self._first_look = None  # it looked at one who is no more
+        self._first_look = None  # it looked at a member that is gone
         if self._state is DepartureState.WAITING:
             self._report_to(self.coordinator)
         self._settle()
@@ -246,6 +249,7 @@ class Departure:
         rank = event.rank
         self._names[rank] = event.name
         self._peers.add(rank)
+        self._came[rank] = self._now
         for known in (self._gone, self._reports, self._rounds_seen):
             known.pop(rank, None)
         self._asked.discard(rank)
@@ -386,7 +390,7 @@ class Departure:
         self._state = state
         self._deadline = self._next_tick = None
 
-    # --- who is late -----------------------------------------------------------------------------------
+    # --- late members ----------------------------------------------------------------------------------
 
     def _why_not_ready(self, rank: int) -> str | None:
         """As far as this node knows; None if the peer is ready."""
@@ -395,7 +399,10 @@ class Departure:
             return NOT_CALLED
         if report.calls_in_flight:
             return _still_busy(report.calls_in_flight)
-        unnoticed = [gone for gone in self._gone if gone not in report.gone]
+        # Who came after a death has never had a link to the dead one.
+        came = self._came.get(rank)
+        deaths = [gone for gone, at in self._gone.items() if came is None or at > came]
+        unnoticed = [gone for gone in deaths if gone not in report.gone]
         if any(self._now < self._gone[gone] + LOST_LINK_GRACE_S for gone in unnoticed):
             return f"has not noticed yet that {self._names[min(unnoticed)]} is gone"
         return None

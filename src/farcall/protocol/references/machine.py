@@ -220,7 +220,7 @@ class References:
         return True
 
     def _reaches(self, member: int) -> bool:
-        # Not "is not dead": a newcomer was never told of those who died before it came.
+        # Not "is not dead": a newcomer was never told of members that died before it came.
         return member in self._live or member == self.me
 
     def _new_fork(self, ref: RefId, owner: int, *, holder: int, receiver: int) -> Fork:
@@ -330,7 +330,8 @@ class References:
         return self._user.unconfirmed + self._user.pending_children
 
     def counts(self) -> Counts:
-        owned, used = self.snapshot()
+        snapshot = self.snapshot()
+        owned, used = snapshot.owned, snapshot.used
         elsewhere = [sum(n for holder, n in o.forks_by_holder.items() if holder != self.me) for o in owned]
         return Counts(
             owned=len(owned),

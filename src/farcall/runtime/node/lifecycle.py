@@ -8,7 +8,7 @@
 
 The thread that starts or shuts down a node and its I/O thread, which learns that it is expelled, change the state under
 the lock: the one that moves it away from "running" ends the node. Any thread reads, without the lock.
-Knows nothing of what is to be started or stopped.
+Knows none of the parts that start or stop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lifecycle:
         self.is_running: bool = False
         """May calls be made? True in the states "running" and "leaving": every call asks, so it is kept."""
         self.verdict: RpcError | None = None
-        """Why the others hold this node for dead, if they do: that is final."""
+        """Why the node can do no more, if so: the others have declared it dead, or its I/O thread failed. Final."""
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
 
