@@ -8,28 +8,34 @@ if (location.protocol === "file:") {
 
     constructor(url) {
       super();
+      const address = new URL(url, document.baseURI);
       this.#frame.hidden = true;
-      document.body.appendChild(this.#frame);
-      const inside = this.#frame.contentWindow;
-      const load = (source) =>
-        new Promise((resolve, reject) => {
-          const script = inside.document.createElement("script");
-          script.src = new URL(source, url);
-          script.onload = resolve;
-          script.onerror = () => reject(new Error(`${source} could not be loaded`));
-          inside.document.head.appendChild(script);
-        });
-      inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
-      inside.importScripts = async (...sources) => {
-        for (const source of sources) await load(source);
-      };
-      this.#ready = load(url);
+      this.#frame.srcdoc = "<!doctype html>";
+      this.#ready = new Promise((resolve) => this.#frame.addEventListener("load", resolve, { once: true })).then(() => {
+        const inside = this.#frame.contentWindow; // not before: the document that a frame begins with is replaced
+        const load = (source) =>
+          new Promise((resolve, reject) => {
+            const script = inside.document.createElement("script");
+            script.src = new URL(source, address);
+            script.onload = resolve;
+            script.onerror = () => reject(new Error(`${source} could not be loaded`));
+            inside.document.head.appendChild(script);
+          });
+        inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+        inside.importScripts = async (...sources) => {
+          for (const source of sources) await load(source);
+        };
+        return load(address);
+      });
       this.#ready.catch((error) => this.dispatchEvent(new ErrorEvent("error", { error, message: error.message })));
+      document.body.appendChild(this.#frame);
     }
 
     postMessage(data) {
-      const inside = this.#frame.contentWindow;
-      this.#ready.then(() => inside.dispatchEvent(new inside.MessageEvent("message", { data }))).catch(() => {});
+      this.#ready.then(
+        () => this.#frame.contentWindow.dispatchEvent(new MessageEvent("message", { data })),
+        () => {}, // told above
+      );
     }
 
     terminate() {
