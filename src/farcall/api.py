@@ -380,7 +380,7 @@ def _leave_at_exit() -> None:
     runtime = slot.runtime
     if runtime is not None:
         slot.runtime = None
-        runtime.leave_at_exit()
+        runtime.ending.leave_at_exit()
     wait_for_lost_processes()
 
 

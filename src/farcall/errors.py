@@ -24,6 +24,7 @@
     │   ├── ReferenceLost         the owner of a reference's value is gone, or has no such value
     │   └── HandshakeRefused      the peer is no member of this cluster
     ├── RpcTimeout (TimeoutError too)   the answer did not come in time
+    ├── PublicationClosed       the publisher of weights has closed its publication: no version follows
     ├── Superseded              another worker has taken over the name that this one published
     ├── ReferenceLeak           references were still held when all members had left
     ├── ShutdownTimeout (TimeoutError too)   a member did not agree to leave in time (``.late``)
@@ -59,6 +60,7 @@ __all__ = [
     "NotPicklable",
     "Overloaded",
     "PeerDead",
+    "PublicationClosed",
     "ReferenceLeak",
     "ReferenceLost",
     "RemoteError",
@@ -244,6 +246,10 @@ class RpcTimeout(RpcError, TimeoutError):
     def __init__(self, message: str = "", delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
         self.delivery = delivery
+
+
+class PublicationClosed(RpcError):
+    """The publisher of weights has closed its publication: no version follows until another worker publishes them."""
 
 
 class Superseded(RpcError):

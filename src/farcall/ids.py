@@ -49,14 +49,14 @@ class MemberList(list[MemberInfo]):
 
 
 class RefId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """A reference, cluster-wide: who created it, and its number there."""
+    """A reference, cluster-wide: its creator, and its number there."""
 
     created_on: int
     local_id: int
 
 
 class ForkId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """One holder's copy of a reference: who created the fork, and its number there."""
+    """One holder's copy of a reference: the creator of the fork, and its number there."""
 
     created_on: int
     local_id: int

@@ -138,14 +138,12 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, Streams, Weights, Observability, self._on_made),
+            parts=(Recorder, NodeReferences, Streams, Weights, Observability),
             make_calls=make_calls,
+            come_back=self._come_back,
             way_back=way_back,
             over=over,
         )
-
-    def _on_made(self, runtime: Runtime) -> None:
-        runtime.hooks.expelled.append(partial(self._come_back, runtime))
 
     def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
         """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.
@@ -164,18 +162,22 @@ class Node:
                 logger.info("%s could not join again yet: %s", lifecycle.name, error)
                 continue
             except Exception as error:
-                # The end of its former life may not be known yet to the one who decides.
+                # The member that decides may not have heard yet of the end of this node's former membership.
                 if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
                     continue
                 logger.error("%s cannot join again: %s", lifecycle.name, error)
                 break
             self._succeed(expelled, runtime, lifecycle)
+            if way_back.cancelled.is_set():
+                # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
+                runtime.shutdown(graceful=False)
             return
         expelled.member_events.end()
 
     def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
         runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
         runtime.server.on_failure = expelled.server.on_failure
+        runtime.timeout_s = expelled.timeout_s  # perhaps changed since the start
         runtime.member_events.take_over(expelled.member_events)
         self._lifecycle, self._started = lifecycle, runtime
         expelled.successor = runtime
@@ -327,7 +329,7 @@ class Node:
         return self._runtime.workers()
 
     def members(self) -> list[MemberInfo]:
-        """The same, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
+        """All members, each with ``unresponsive_s``: for how long it has answered nobody, or None."""
         return self._runtime.members_now()
 
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:

@@ -4,7 +4,7 @@
 `MemoryOptions`, `LimitOptions`, `ObservingOptions`, `TlsOptions`). Each owns its defaults, the environment variables
 behind them and the values it allows. An argument wins over its environment variable, which wins over the default; both
 are read when the object is made, so an options object that exists is complete and valid, and no other module reads
-``FARCALL_*``.
+these variables. (Others are about the process, not about a node: ``FARCALL_CACHE``, ``FARCALL_SPEEDUPS``.)
 
 Knows neither torch nor sockets: users of the options find out whether an address can be reached, or shared memory
 works here. Long because the checks of all groups share their forms.

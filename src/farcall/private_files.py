@@ -1,8 +1,8 @@
 """Directories and files that nobody but this user may enter, read or write: checked, not hoped for.
 
-Knows no other part. Whoever may write to a directory of ours could put files of their own there, and whoever may read
-one could read keys; so both are looked at before they are used, and a symbolic link is neither. `fingerprint` tells
-when files have changed, to those who read theirs again.
+Knows no other part. A user who may write to a directory of ours could put files there, and one who may read it could
+read keys; so owner and mode are checked before a file is used, and a symbolic link never is. `fingerprint` tells when
+files have changed, for readers that read theirs again.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
         list(pool.map(farcall.Node.start, nodes))
         leaves = pool.submit(nodes[0].shutdown)
         wait_until(lambda: runtime_of(nodes[0]).leaving.entered)  # it waits for w1, which stays
-        runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0])._on_expelled("for the test"))
+        runtime_of(nodes[0]).call_soon(lambda: runtime_of(nodes[0]).ending.on_expelled("for the test"))
         with pytest.raises(Expelled):
             leaves.result(BOUND_S)
         nodes[1].shutdown(graceful=False)
@@ -269,7 +269,7 @@ def test_the_shutdown_of_one_that_was_expelled_waits_for_its_end() -> None:
     node.start()
     may_end = threading.Event()
     runtime_of(node).hooks.ended.append(may_end.wait)  # type: ignore[arg-type]
-    runtime_of(node).call_soon(lambda: runtime_of(node)._on_expelled("for the test"))
+    runtime_of(node).call_soon(lambda: runtime_of(node).ending.on_expelled("for the test"))
     wait_until(lambda: not runtime_of(node).running)
     with pytest.raises(Expelled):
         node.rpc_sync("w0", int, ("1",))

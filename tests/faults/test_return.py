@@ -18,10 +18,11 @@ from tests.kit.waiting import wait_until
 import farcall
 import farcall.node
 from farcall import autograd
-from farcall.errors import BadRank, Expelled, ReferenceLost
+from farcall.errors import BadRank, Expelled, PeerDead, ReferenceLost
 from farcall.options import MembershipOptions
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.runtime.node import runtime_of
+from farcall.runtime.node import Runtime, runtime_of
+from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
 both = pytest.mark.parametrize("size", [3, None], ids=["static", "dynamic"])
@@ -114,6 +115,18 @@ def test_a_backward_pass_goes_through_a_worker_that_was_replaced(tmp_path: Any) 
             wait_until(lambda: not runtime_of(node).peer("w2").broken)
             assert node.rpc_sync("w1", _train, ("w2",)) == [2.0, 2.0, 2.0]
             assert node.rpc_sync("w2", _train, ("w1",)) == [2.0, 2.0, 2.0]
+            together([node.shutdown, new.shutdown])
+
+
+def test_a_successor_under_another_name_is_one_member_not_two(tmp_path: Any) -> None:
+    with served(3, str(tmp_path)) as (url, node, others):
+        others[1].kill(signal.SIGKILL)
+        others[1].process.join()
+        with farcall.Node("another", 2, 3, farcall.RpcBackendOptions(init_method=url)) as new:
+            wait_until(lambda: "another" in [worker.name for worker in node.workers()])
+            assert [worker.name for worker in node.workers()] == ["w0", "w1", "another"]
+            with pytest.raises(PeerDead, match="w2"):
+                node.rpc_sync("w2", int, ("7",))
             together([node.shutdown, new.shutdown])
 
 
@@ -216,9 +229,11 @@ def test_the_node_of_init_rpc_finds_back_in() -> None:
     options = farcall.RpcBackendOptions(init_method=url)
     together([lambda: farcall.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options), other.start])
     before = farcall.api.current_runtime()
+    farcall.api._set_rpc_timeout(17.0)
     judge = runtime_of(other)
     judge.call_soon(lambda: judge.watch.feed(LinkGivenUp(before.me.incarnation, "for the test")))
     wait_until(lambda: farcall.api.current_runtime() is not before)
+    assert farcall.api.get_rpc_timeout() == 17.0
     assert farcall.rpc_sync("other", int, ("7",)) == 7
     together([farcall.shutdown, other.shutdown])
     with pytest.raises(farcall.errors.NotInitialized):
@@ -234,7 +249,57 @@ def test_who_comes_back_is_expelled_again_and_comes_back_again() -> None:
             after = runtime_of(nodes[2]).me.incarnation
             wait_until(lambda after=after: runtime_of(nodes[0]).peer("w2").incarnation == after)  # type: ignore[misc]
             assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
+        # Of those that came later nothing is left but the last; references name the first by its rank.
+        assert len(runtime_of(nodes[0]).members()) == 4
         together([node.shutdown for node in nodes])
+
+
+def test_a_worker_that_serves_in_shutdown_finds_back_in_and_serves_on() -> None:
+    """As most workers spend their lives: its shutdown() returns with that of all, and raises nothing."""
+    with group(3) as nodes:
+        ends: list[BaseException | None] = []
+
+        def serve() -> None:
+            try:
+                nodes[1].shutdown()
+                ends.append(None)
+            except BaseException as error:
+                ends.append(error)
+
+        before = runtime_of(nodes[1])
+        serving = threading.Thread(target=serve)
+        serving.start()
+        wait_until(lambda: before.leaving.entered)
+        for _ in range(2):
+            before = runtime_of(nodes[1])
+            declare_dead(nodes[1], by=nodes[0])
+            wait_until(back(nodes[1], before))
+            after = runtime_of(nodes[1]).me.incarnation
+            wait_until(lambda after=after: runtime_of(nodes[0]).peer("w1").incarnation == after)  # type: ignore[misc]
+            assert nodes[0].rpc_sync("w1", int, ("7",)) == 7
+            wait_until(lambda: runtime_of(nodes[1]).leaving.entered)
+        assert not ends
+        together([nodes[0].shutdown, nodes[2].shutdown])
+        serving.join(60)
+        assert ends == [None]
+
+
+def test_a_worker_that_serves_in_shutdown_raises_where_it_is_to_stay_out() -> None:
+    with group(3, rejoin=False) as nodes:
+        before = runtime_of(nodes[1])
+        ends: list[BaseException] = []
+
+        def serve() -> None:
+            with pytest.raises(Expelled) as caught:
+                nodes[1].shutdown()
+            ends.append(caught.value)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        wait_until(lambda: before.leaving.entered)
+        declare_dead(nodes[1], by=nodes[0])
+        serving.join(60)
+        assert len(ends) == 1
 
 
 def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None:
@@ -265,6 +330,29 @@ def test_shutdown_ends_the_search_for_a_way_back(monkeypatch: pytest.MonkeyPatch
         assert not any(thread.name.endswith("-w1") for thread in threading.enumerate())
         with pytest.raises(Expelled):
             nodes[1].rpc_sync("w0", int, ("7",))
+
+
+def test_a_way_back_that_is_found_after_shutdown_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shutdown waits a while for an expelled node; who becomes a member afterwards must not stay one."""
+    with group(3) as nodes:
+        joined, goes_on = threading.Event(), threading.Event()
+        found: list[Runtime] = []
+        start = nodes[1]._start
+
+        def start_late(*args: Any) -> Runtime:
+            found.append(start(*args))
+            joined.set()
+            goes_on.wait(60)
+            return found[0]
+
+        monkeypatch.setattr(nodes[1], "_start", start_late)
+        monkeypatch.setattr(Lifecycle, "wait_ended", lambda lifecycle, timeout_s: None)
+        declare_dead(nodes[1], by=nodes[0])
+        assert joined.wait(60)
+        nodes[1].shutdown()
+        goes_on.set()
+        wait_until(lambda: not found[0].running)
+        wait_until(lambda: not any(thread.name.endswith("-w1") for thread in threading.enumerate()))
 
 
 def test_one_whose_user_does_not_want_it_stays_out() -> None:

@@ -75,3 +75,18 @@ def on_road(road: str) -> Iterator[None]:
     }[road]
     with patch.object(pickler, "write_flat", write), patch.object(pickler, "read_flat", read):
         yield
+
+
+def over_the_wire(value: Any, *, tensors: list[torch.Tensor] | None = None) -> Any:
+    """Encode, move the bytes somewhere else, decode."""
+    payload, buffers = encode(value)
+    return decode(bytes(payload), [memoryview(bytearray(buffer)) for buffer in buffers], tensors=tensors)
+
+
+def assert_same(received: torch.Tensor, sent: torch.Tensor) -> None:
+    assert type(received) is type(sent)
+    assert received.dtype == sent.dtype
+    assert received.shape == sent.shape
+    assert received.requires_grad == sent.requires_grad
+    assert received.layout == sent.layout
+    assert torch.equal(received, sent)

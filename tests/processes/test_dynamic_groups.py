@@ -327,7 +327,7 @@ def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str, monk
     with member("stays", 7, url) as stays:
         with this_process(url):
             node = api.current_runtime()
-            node.call_soon(lambda: node._on_expelled("for the test"))
+            node.call_soon(lambda: node.ending.on_expelled("for the test"))
             wait_until(lambda: not node.running)
             with pytest.raises(Expelled, match="for the test"):
                 farcall.rpc_sync("stays", int, ("7",))
@@ -364,7 +364,7 @@ def test_many_come_and_go_at_once(url: str) -> None:
 
 def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> None:
     with team(3, url) as nodes:
-        entry, me = runtime_of(nodes[1])._entry, runtime_of(nodes[1]).membership.me
+        entry, me = runtime_of(nodes[1]).entry, runtime_of(nodes[1]).membership.me
         assert entry is not None
         contacts = entry.contacts
         assert contacts is not None
@@ -375,7 +375,7 @@ def test_the_list_of_contacts_is_kept_up_by_those_who_are_there(url: str) -> Non
 def test_a_barrier_waits_for_one_that_its_leader_does_not_know_yet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with team(1, url) as nodes, ThreadPoolExecutor() as pool:
         late, incarnation = member("w1", 1, url), new_incarnation(7)
-        monkeypatch.setattr("farcall.runtime.node.runtime.new_incarnation", lambda random_bits: incarnation)
+        monkeypatch.setattr("farcall.runtime.node.start.new_incarnation", lambda random_bits: incarnation)
         group = (("w0", runtime_of(nodes[0]).me.incarnation), ("w1", incarnation))
         future = nodes[0].rpc_async("w0", _contribute, (group, 0, "w0", 1, BOUND_S))
         assert not future.done()

@@ -75,20 +75,20 @@ def test_a_forgotten_shutdown_is_told_on_both_sides(installed: Installed, tmp_pa
         installed,
         tmp_path,
         """
-        import os, threading, time
+        import os, threading
         import farcall
 
         called = threading.Event()
 
-        def stay():
+        def call():
             called.set()
-            time.sleep(1000)
 
         rank = int(os.environ["RANK"])
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2)
         if rank == 0:
             try:
-                farcall.rpc_sync("w1", stay)
+                while True:  # so that it may be writing when the other ends
+                    farcall.rpc_sync("w1", call)
             except farcall.errors.PeerDead as error:
                 print("told:", error)
             farcall.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -15,7 +16,7 @@ from tests.kit.waiting import wait_until
 from torch import nn
 
 import farcall
-from farcall.errors import CorruptWeights, RpcTimeout, Superseded
+from farcall.errors import CorruptWeights, PublicationClosed, RpcTimeout, Superseded
 from farcall.weights.node import Weights
 
 
@@ -304,6 +305,50 @@ def test_a_subscription_that_ends_gives_its_memory_back(nodes: list[farcall.Node
     wait_until(lambda: again.version == publication.version)
     again.verify()
     assert again.get()["x"].eq(1).all()
+
+
+def test_waiters_hear_that_the_publisher_has_closed_it(nodes: list[farcall.Node]) -> None:
+    values = {"x": torch.zeros(10)}
+    subscription = nodes[1].subscribe("closed")
+    policy = nodes[0].publish("closed", values)
+    last = policy.push()
+
+    async def read() -> list[object]:
+        return [version async for version in nodes[2].subscribe("closed")]
+
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(subscription.wait, newer_than=last, timeout=None) for _ in range(2)]
+        reading = threads.submit(asyncio.run, read())
+        wait_until(lambda: len(policy.subscribers) == 2 and set(policy.subscribers.values()) == {last})
+        policy.close()
+        for future in waiting:
+            with pytest.raises(PublicationClosed, match=f"'closed' has closed it, and its last version is {last}"):
+                future.result(LONG_S)
+        assert reading.result(LONG_S) == [last]
+    with pytest.raises(RuntimeError, match="is closed"):
+        policy.push()
+    assert subscription.publisher is None
+    assert subscription.load_into({"x": torch.ones(10)}) == last
+    assert subscription.wait(timeout=LONG_S) == last
+    with pytest.raises(RpcTimeout, match="closed it, and no other has taken over"):
+        subscription.wait(newer_than=last, timeout=0.01)  # it was told before
+    version = nodes[2].publish("closed", values).push()
+    assert subscription.wait(newer_than=last, timeout=LONG_S) == version
+
+
+def test_the_last_push_before_the_close_arrives(nodes: list[farcall.Node]) -> None:
+    values = {"x": torch.zeros(1000)}
+    subscription = nodes[1].subscribe("last")
+    with nodes[0].publish("last", values) as policy:
+        for step in range(50):
+            values["x"].fill_(step)
+            last = policy.push()
+    version = None
+    while version != last:
+        version = subscription.wait(newer_than=version, timeout=LONG_S)
+    with pytest.raises(PublicationClosed):
+        subscription.wait(newer_than=last, timeout=LONG_S)
+    assert subscription.get()["x"].eq(49).all()
 
 
 def test_waiters_hear_that_the_node_ends() -> None:

@@ -6,9 +6,10 @@ import gc
 import os
 
 import pytest
-from tests.simulation.weights_cluster import Cluster
+from tests.simulation.weights_cluster import Cluster, Member
 
 from farcall.protocol.weights.publisher import PublisherState
+from farcall.protocol.weights.subscriber import SubscriberState
 
 SEEDS = range(2_000 if os.environ.get("FARCALL_SOAK") == "full" else 100)
 STEPS = 150
@@ -38,6 +39,8 @@ def run(seed: int) -> Cluster:
             cluster.let_go(member)
         elif what < 0.45:
             cluster.publish(member)
+        elif what < 0.46:
+            cluster.close_publication(member)
         elif what < 0.48:
             cluster.cut_links(*source.sample(cluster.alive, 2))
         elif what < 0.51 and len(cluster.alive) > 2:
@@ -63,6 +66,19 @@ def test_every_version_that_is_read_is_whole(seeds: range) -> None:
             raise
 
 
+def nothing_is_missing(cluster: Cluster, active: list[Member]) -> None:
+    """At rest every subscriber has the newest version of the publisher, and waits for none that is not to come."""
+    for member in cluster.alive:
+        if member.subscription is None:
+            continue
+        machine = member.subscription._versions.machine
+        assert machine.state is not SubscriberState.ENDED or machine.is_over, member.name
+        assert not machine.arriving, (member.name, machine.arriving)
+        if active and active[0].publication is not None and active[0].publication.version is not None:
+            assert member.subscription.version is not None, member.name
+            assert member.subscription.version.number == active[0].publication.version.number, member.name
+
+
 def come_to_rest(cluster: Cluster) -> None:
     """At rest one publisher is left at most; its next version comes to all who want it, and memory is bounded."""
     source = cluster.random
@@ -72,6 +88,7 @@ def come_to_rest(cluster: Cluster) -> None:
         if member.publication is not None and member.publication.machine.state is PublisherState.PUBLISHED
     ]
     assert len(active) <= 1, [member.name for member in active]
+    nothing_is_missing(cluster, active)
     for member in cluster.alive:
         cluster.subscribe(member)
         member.held.clear()

@@ -217,7 +217,7 @@ class Cluster:
 
     def push(self, member: Member) -> None:
         publication = member.publication
-        if publication is None or publication.machine.state is PublisherState.CLAIMING:
+        if publication is None or publication.machine.state in (PublisherState.CLAIMING, PublisherState.CLOSED):
             return
         self.stamp += 1.0
         for tensor in member.values.values():
@@ -228,6 +228,10 @@ class Cluster:
             return
         pushed = (member.incarnation, version.number)
         assert self.pushed.setdefault(pushed, self.stamp) == self.stamp, f"two versions {pushed}"
+
+    def close_publication(self, member: Member) -> None:
+        if member.publication is not None:
+            member.publication.close()
 
     def subscribe(self, member: Member) -> None:
         if member.subscription is None:

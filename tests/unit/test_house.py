@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -59,3 +60,36 @@ def test_unit_tests_lie_where_the_code_lies() -> None:
         path.parent.relative_to(ROOT / "tests" / "unit") for path in (ROOT / "tests" / "unit").rglob("test_*.py")
     }
     assert [str(folder) for folder in folders if not (SOURCE / folder).is_dir()] == []
+
+
+MADE_EMPTY = {"Counter", "Event", "Lock", "RLock", "WeakKeyDictionary", "WeakSet", "defaultdict", "local", "set"}
+
+
+def is_state(statement: ast.stmt, own_classes: set[str]) -> bool:
+    """Does a module-level statement make something that changes later: a lock, an empty container, one of its own?"""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
+    match statement.value:
+        case ast.Dict(keys=[]) | ast.List(elts=[]):
+            return True
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[]):
+            return name in MADE_EMPTY or name in own_classes
+        case ast.Call(func=ast.Name(id="ContextVar")):
+            return True
+    return False
+
+
+def has_state(module: Path) -> bool:
+    tree = ast.parse(module.read_text())
+    classes = {statement.name for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    assigned_by_functions = any(isinstance(node, ast.Global) for node in ast.walk(tree))
+    return assigned_by_functions or any(is_state(statement, classes) for statement in tree.body)
+
+
+def test_every_module_with_state_is_in_the_table() -> None:
+    page = (ROOT / "docs" / "design" / "ARCHITECTURE.md").read_text()
+    [table] = re.findall(r"^## State of the process\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", table))
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if has_state(path)}
+    folders = {name for name in named if name.endswith("/")}
+    assert {name for name in found if not name.startswith(tuple(folders))} == named - folders

@@ -70,7 +70,7 @@ class Port(Protocol):
 
     @property
     def worker_id(self) -> int:
-        """This worker."""
+        """The number of this worker."""
 
     @property
     def origin(self) -> int:

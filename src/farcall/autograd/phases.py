@@ -25,7 +25,7 @@ from farcall.protocol.gradients import Wavefront
 __all__ = ["Answers", "Heard", "Phases"]
 
 Answers = dict[Node, Reached]
-"""By receive."""
+"""What the pass brought to each receive."""
 Heard = list[tuple[Edge, bool]]
 """Edges of sources that have been heard, and whether the pass reached them."""
 

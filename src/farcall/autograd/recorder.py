@@ -128,7 +128,7 @@ class Recorder:
         node.hooks.ended.append(self._close)
         node.hooks.unsettled.append(lambda: len(self.contexts.running))
         node.hooks.letters[GRADIENTS] = self.take_frame
-        node.dispatcher.find_recording = self.find_context
+        node.hooks.find_recording = self.find_context
 
     # --- for programs -------------------------------------------------------------------------------------
 

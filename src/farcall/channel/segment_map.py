@@ -63,8 +63,8 @@ class MappedSegment:
 def map_file(descriptor: int, size: int, *, private: bool = False, writable: bool = True) -> memoryview:
     """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment.
 
-    It is unmapped when the last view of it dies. ``private``: what is written stays here (copy on write). The view of a
-    mapping that is not ``writable`` looks as if it were; who writes to it ends the process.
+    The mapping ends with its last view. ``private``: writes stay in this process (copy on write). The view of a mapping
+    that is not ``writable`` looks as if it were, but a write to it ends the process.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -207,14 +207,12 @@ class SegmentMap:
             others.append(block)
         if others:
             self.released.extend(reversed(others))
-            self._announce(urgent=False)  # who took the releases meanwhile has not seen these
+            self._announce(urgent=False)  # a thread that took the releases meanwhile has not seen these
         return found
 
     def take_releases(self) -> list[tuple[int, int]]:
-        """All (segment_id, offset) to release, each as often as it was viewed; they are the caller's to
-        send."""
-        # The flag first: whoever appends after this sees it down and announces; whoever appended before is
-        # drained.
+        """All (segment_id, offset) to release, each as often as it was viewed. The caller sends them."""
+        # The flag first: a thread that appends after this sees it down and announces; earlier releases are drained.
         self._announced = False
         self.owed_bytes = 0
         released = self.released

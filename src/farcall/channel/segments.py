@@ -100,7 +100,7 @@ class Segment:
         #: Which peers have its descriptor.
         self.offered_to: set[object] = set()
         self.idle_since: float | None = None
-        #: Somebody we have no link to may still look at blocks of it: hand out nothing more.
+        #: A process without a link to us may still read its blocks: hand out no more of them.
         self.stranded: bool = False
         # Freed ranges, by offset: their pages exist. Beyond _untouched no page was ever used.
         self._ranges: list[tuple[int, int]] = []
@@ -199,7 +199,7 @@ class Arena:
         self._binned_bytes += block.capacity
 
     def strand(self, segment: Segment) -> None:
-        """Somebody we have no link to may look at its blocks: hand out nothing more of it."""
+        """Hand out no more blocks of ``segment``: a process without a link to us may still read them."""
         segment.stranded = True
         self._empty_bins_of(segment)
 

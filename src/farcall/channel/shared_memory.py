@@ -5,8 +5,8 @@ receiver: one per link, the peer's segments mapped once. A descriptor travels on
 (``offer``), then tickets. A receiver's view that dies becomes a release, which the link sends back in
 batches.
 
-The pool owns who holds what: peers, by what was lent to them, and the user, by tensors made in a segment. Which bytes
-of which segment a block gets is `segments.py`'s business.
+The pool knows the holders of each block: peers that it was lent to, and the user, by tensors made in a segment. Which
+bytes of which segment a block gets is `segments.py`'s business.
 
 Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
 and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
@@ -16,9 +16,7 @@ there, but are shared with the parent, not copied on write.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -28,6 +26,7 @@ import torch
 
 from farcall.channel.host_memory import Lease, leased, rounded_size
 from farcall.channel.segments import Arena, Block, SegmentRefused
+from farcall.transport.descriptors import close_in_children
 
 __all__ = ["Offer", "SegmentPool"]
 
@@ -64,7 +63,7 @@ class SegmentPool:
         self._orphans: deque[Block] = deque()
         self._usable = True
         self._complained = False
-        _pools.add(self)
+        close_in_children(self)
 
     # -- blocks
 
@@ -131,7 +130,7 @@ class SegmentPool:
             logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
 
     def release_all(self, peer: Hashable) -> None:
-        """The link to the peer is gone: forget what it held and what it was offered.
+        """The link to the peer is gone: forget the blocks it held and the segments it was offered.
 
         Its process may live on, with tensors over our blocks. So these are never used again: their segments take no new
         blocks, and go when the last block of others in them is free.
@@ -285,19 +284,7 @@ class SegmentPool:
                 del self._tensor_leases[address]
                 self._drop(block)
 
-    def _abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: the memory is the parent's, and a thread that is not here may hold the lock."""
         self._usable = False
         self._lock = threading.Lock()
-
-
-_pools: weakref.WeakSet[SegmentPool] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for pool in list(_pools):
-        pool._abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_all)

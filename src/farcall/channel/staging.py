@@ -31,13 +31,13 @@ __all__ = ["COMPANY_BYTES", "LANDING_BYTES", "SLOT_BYTES", "download", "to_devic
 
 CHUNK_BYTES = 16 << 20
 LANDING_BYTES = 64 * 1024
-"""The largest download."""
+"""Larger tensors are not downloaded this way."""
 SLOT_BYTES = 32 * 1024
-"""The largest upload."""
+"""Larger tensors are not uploaded this way."""
 HALF_RING_SLOTS = 32
 COMPANY_BYTES = 32 * 1024
 WORTH_BYTES = 1024
-"""What is smaller is not made longer: somebody may keep many of them."""
+"""Smaller tensors get no company: a program may keep many of them, and the company with each."""
 LOOKS = 20
 """So often a download is looked at before it is waited for: some 20 us, where it takes 10. Who waits lets go of the
 interpreter, and with two busy threads gets it back late."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from farcall.cli.figures import duration, rate, size
 from farcall.errors import InitError
 from farcall.observe.cluster import record
 from farcall.observe.dashboard.server import Dashboard
@@ -32,13 +33,13 @@ _BUSIEST = 5
 Cell = Callable[[Row], str | Text]
 _WIDE: dict[str, Cell] = {
     "cpu": lambda row: f"{100 * row.cpus:.0f} %",
-    "memory": lambda row: _size(row.now.memory_bytes),
-    "calls/s": lambda row: _rate(row.called_per_s),
-    "served/s": lambda row: _rate(row.served_per_s),
-    "p50": lambda row: _duration(row.latency.percentile(50)),
-    "p99": lambda row: _duration(row.latency.percentile(99)),
-    "out/s": lambda row: _size(row.sent_per_s),
-    "in/s": lambda row: _size(row.received_per_s),
+    "memory": lambda row: size(row.now.memory_bytes),
+    "calls/s": lambda row: rate(row.called_per_s),
+    "served/s": lambda row: rate(row.served_per_s),
+    "p50": lambda row: duration(row.latency.percentile(50)),
+    "p99": lambda row: duration(row.latency.percentile(99)),
+    "out/s": lambda row: size(row.sent_per_s),
+    "in/s": lambda row: size(row.received_per_s),
     "flight": lambda row: f"{row.now.calls_in_flight}/{row.now.served_in_flight}",
     "queue": lambda row: Text(str(row.now.pool.queued), style="bold red" if row.now.pool.queued else ""),
     "threads": lambda row: f"{row.now.pool.busy}/{row.now.pool.threads}",
@@ -47,20 +48,26 @@ _WIDE: dict[str, Cell] = {
 }
 _NARROW: dict[str, Cell] = {
     **{title: _WIDE[title] for title in ("calls/s", "p50", "p99")},
-    "bytes/s": lambda row: _size(row.sent_per_s + row.received_per_s),
+    "bytes/s": lambda row: size(row.sent_per_s + row.received_per_s),
     **{title: _WIDE[title] for title in ("queue", "refs")},
 }
 """The columns of a terminal with fewer than ENOUGH_COLUMNS."""
 ENOUGH_COLUMNS = 124
 
 
+def _headed(texts: Iterable[str], figures: Iterable[str]) -> Table:
+    """An empty table; its columns of figures follow those of texts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in texts:
+        table.add_column(title, no_wrap=True)
+    for title in figures:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
 def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
     cells = _WIDE if columns >= ENOUGH_COLUMNS else _NARROW
-    table = Table(box=None, pad_edge=False, expand=False, header_style="bold")
-    table.add_column("worker", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for title in cells:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _headed(("worker", "state"), cells)
     for row in found:
         state = Text(row.now.state, style="green" if row.now.state in ("running", "serving") else "yellow")
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
@@ -73,17 +80,14 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
 
 def _busiest(before: list[Metrics], now: list[Metrics]) -> Table:
     """The functions that took most of the workers' time."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("function", no_wrap=True)
-    for title in ("runs", "p50", "p99", "in all"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _headed(("function",), ("runs", "p50", "p99", "in all"))
     for row in busiest(before, now)[:_BUSIEST]:
         table.add_row(
             Text(row.function),
             str(row.latency.count),
-            _duration(row.latency.percentile(50)),
-            _duration(row.latency.percentile(99)),
-            _duration(row.latency.total_s),
+            duration(row.latency.percentile(50)),
+            duration(row.latency.percentile(99)),
+            duration(row.latency.total_s),
         )
     return table
 
@@ -93,20 +97,17 @@ def _batches(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
     found = batches(before, now)[:_BUSIEST]
     if not found:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("batched function", no_wrap=True)
-    for title in ("runs", "mean size", "largest", "mean wait"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _headed(("batched function",), ("runs", "mean size", "largest", "mean wait"))
     for row in found:
-        size, wait = f"{row.items / row.runs:.1f}", _duration(row.waited_s / max(1, row.items))
-        table.add_row(Text(row.function), str(row.runs), size, str(row.largest), wait)
+        mean, wait = f"{row.items / row.runs:.1f}", duration(row.waited_s / max(1, row.items))
+        table.add_row(Text(row.function), str(row.runs), mean, str(row.largest), wait)
     return [table]
 
 
 def _streams(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
     """The streams, if there are any; each has two ends."""
     ends, per_s = sum(one.streams.open for one in now), stream_items_per_s(before, now)
-    return [Text(f"streams: {ends} ends open, {_rate(per_s)} items/s read")] if ends or per_s else []
+    return [Text(f"streams: {ends} ends open, {rate(per_s)} items/s read")] if ends or per_s else []
 
 
 def _weights(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
@@ -114,17 +115,13 @@ def _weights(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
     found = weights(before, now)
     if not found:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("weights", no_wrap=True)
-    table.add_column("publisher", no_wrap=True)
-    for title in ("version", "MiB", "pushes/s"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _headed(("weights", "publisher"), ("version", "MiB", "pushes/s"))
     table.add_column("who has which")
     for row in found:
         who = Text(row.publisher) if row.publisher else Text("nobody", style="bold red")
-        size = f"{row.size_bytes / 2**20:.0f}"
+        mebibytes = f"{row.size_bytes / 2**20:.0f}"
         told = Text(row.told(_BUSIEST))
-        table.add_row(Text(row.name), who, row.version, size, _rate(row.pushes_per_s), told)
+        table.add_row(Text(row.name), who, row.version, mebibytes, rate(row.pushes_per_s), told)
     return [table]
 
 
@@ -154,29 +151,6 @@ def watch(console: Console, observer: Observer, every_s: float) -> None:
             live.update(page(heard, before, console.width), refresh=True)
             before = heard.answers
             time.sleep(every_s)
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 10 or per_s == 0 else f"{per_s:.1f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds == 0:
-        return "-"
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return "<1 us"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} GiB"
 
 
 def serve_dashboard(console: Console, observer: Observer, address: str, place: tuple[str, int]) -> None:

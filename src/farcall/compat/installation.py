@@ -134,7 +134,7 @@ def _put_in_place() -> None:
 
 
 class _Forwarding(ModuleType):
-    """The class that an old module gets: whoever holds it talks to the new one."""
+    """The class that an old module gets: its holders talk to the new one."""
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__("__dict__")

@@ -207,7 +207,7 @@ def _references() -> list[Undo]:
     from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
     from farcall.compat.rpc.unserved import find_unserved
     from farcall.errors import RpcError
-    from farcall.rpc.owner_calls import Proxy, call_method_remote
+    from farcall.rpc.method_calls import Proxy, call_method_remote
     from farcall.rpc.rref import RRef
 
     make: Callable[..., None] = RRef.__init__

@@ -19,7 +19,7 @@ from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.future import Future, call_async
-from farcall.rpc.owner_calls import call_method, call_method_async
+from farcall.rpc.method_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 

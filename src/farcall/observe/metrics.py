@@ -195,7 +195,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     streams: StreamMetrics = StreamMetrics()
     weights: list[WeightsMetrics] = []
     weights_bytes: int = 0
-    """Memory for versions of weights that this worker owns, whoever reads them."""
+    """Memory for versions of weights that this worker owns, also while only others read them."""
     cpu_s: float = 0.0
     """Processor time of its process, of all threads."""
     memory_bytes: int = 0

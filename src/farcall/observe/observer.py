@@ -64,7 +64,7 @@ class Answers(Generic[A]):
 
     cluster_id: str
     answers: list[A]
-    """By rank."""
+    """The answers, by the rank of their workers."""
     silent: list[WorkerState]
     """Workers that did not answer: those with ``gone`` set are known to be gone, the others said nothing in time."""
 

@@ -311,7 +311,7 @@ class _ProcessProfiler:
 
     def begin_run(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
         if not self.recorders and (wanted is None or not wanted.home):
-            return None  # its caller keeps what it records, and nobody does here
+            return None  # its caller keeps its own record, and there is no recorder here
         return Run(worker, wanted)
 
     def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -29,7 +29,7 @@ class MetricsServer:
     """The server of one node's metrics."""
 
     def __init__(self, node: Runtime, host: str, port: int, tls: Tls | None) -> None:
-        """With ``tls``, to others than this machine's: who asks must show a certificate of the cluster's authority."""
+        """With ``tls``, also to other machines: a client must show a certificate of the cluster's authority."""
         try:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import choose_encoder

@@ -161,7 +161,7 @@ class WeightsRow:
         return self.pushes_per_s * self.size_bytes
 
     def told(self, most: int) -> str:
-        """Who has which version, those that lag behind first; ``most`` workers at most."""
+        """Each subscriber and its version, the furthest behind first; ``most`` workers at most."""
         found = sorted(self.subscribers.items(), key=lambda item: (item[1], item[0]))
         texts = [
             f"{worker} {number}" + (f" ({self.number - number} behind)" if number < self.number else "")
@@ -171,7 +171,7 @@ class WeightsRow:
 
 
 def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRow]:
-    """The names of published weights, with who publishes and who has which version."""
+    """The names of published weights, each with its publisher and the version of each subscriber."""
     looks = list(pairs_of_looks(before, now))
     found = []
     for name in sorted({each.name for _, one, _ in looks for each in one.weights}):

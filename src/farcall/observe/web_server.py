@@ -2,8 +2,8 @@
 
 Owns the port, its thread and the connections. Answers ``GET`` only. At most MOST_CONNECTIONS at a time, each with a
 thread; the head of a request is at most MOST_HEAD_BYTES, and a connection over which no request was answered for
-QUIET_S is closed. Whoever wants more is turned away; the node, which has other threads, never notices.
-Knows nothing of what is served, nor of who may see it.
+QUIET_S is closed. Further connections are turned away; the node, which has other threads, never notices.
+Knows neither the pages nor their readers.
 """
 
 from __future__ import annotations

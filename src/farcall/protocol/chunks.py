@@ -1,15 +1,15 @@
 """Large messages on their way out: cut into chunks, so that others pass between them.
 
 Owns which bytes of a message make up a chunk, and what becomes of a message whose chunks are lost. Knows no socket,
-thread or lock: whoever writes holds the link's write lock, and so does whoever resumes a session. How chunks look on
-the wire, and how they are put together again, is in `frames.py`.
+thread or lock: its callers hold the link's write lock, to write and to resume a session. The layout of chunks, and the
+way they are put together again, is in `frames.py`.
 
 A message that fits into one chunk goes as a plain frame. Each chunk of another one is a frame of the link's: counted,
 acknowledged, and, where the connection broke, written again alone.
 
     the message is            a chunk of it is lost
     in hand: being written    the chunk is written again: the memory is still ours
-    repeatable                the same, at any time: nobody changes its memory
+    repeatable                the chunk is written again, at any time: nobody changes the memory
     written                   its memory is its sender's again: the peer drops what it has, and gets `instead`
     given up                  nothing: the peer has been told, or will be, behind the chunks
 """

@@ -1,11 +1,11 @@
-"""Getting connected to a member, and staying so: what each outcome of an attempt leads to, and who may come back.
+"""Getting connected to a member, and staying so: the next step after each outcome of an attempt, and every return.
 
 Owns the decisions, sans I/O: a `Dial` says when to try again and when to stop, a `Bond` what joins two members over all
 their connections. Deadlines go by the ``now`` that is passed in. Must not know transports, threads or links.
 
     goal       a dial of
     START      a starting member of a group of fixed size, to those of lower rank
-    JOIN       a newcomer, to those who may let it in; one attempt, its caller decides about the next
+    JOIN       a newcomer, to members that may let it in; one attempt, its caller decides about the next
     CONNECT    the later of two members, to the earlier one, or of any member that has news for another
     RESUME     the member that dialled at first, after a connection broke
     REMIND     the member that was dialled: does the other one live? It is to dial again, and may not know it yet

@@ -104,7 +104,7 @@ class Late(NamedTuple):
 
 
 class LogWaiting(NamedTuple):
-    """Still waiting: tell the user for whom (and for how many more)."""
+    """Still waiting: tell the user for which members (and for how many more)."""
 
     late: tuple[Late, ...]
     unnamed_count: int
@@ -139,6 +139,7 @@ class Departure:
         self._names = dict(members)
         self._peers = set(members) - {my_rank}  # those with a link still up
         self._gone: dict[int, float] = {}  # rank -> when its link ended
+        self._came: dict[int, float] = {}  # rank -> when it came, for one that was gone
         self._now = 0.0
         self._state = DepartureState.WORKING
         # Busy until told otherwise: a driver that forgets to tell delays a shutdown instead of breaking work.
@@ -146,7 +147,7 @@ class Departure:
         self._activity = 0
         self._effects: list[Effect] = []
 
-        # As one who reports.
+        # As a member that reports.
         self._sequence = 0
         self._rounds_seen: dict[int, int] = {}  # coordinator -> its latest probe
         self._expect_my_report: set[int] = set()  # told "not ready": they get a report once we are
@@ -236,7 +237,7 @@ class Departure:
         self._reports.pop(rank, None)
         self._expect_my_report.discard(rank)
         self._unacknowledged.discard(rank)
-        self._first_look = None  # it looked at one who is no more
+        self._first_look = None  # it looked at a member that is gone
         if self._state is DepartureState.WAITING:
             self._report_to(self.coordinator)
         self._settle()
@@ -246,6 +247,7 @@ class Departure:
         rank = event.rank
         self._names[rank] = event.name
         self._peers.add(rank)
+        self._came[rank] = self._now
         for known in (self._gone, self._reports, self._rounds_seen):
             known.pop(rank, None)
         self._asked.discard(rank)
@@ -386,7 +388,7 @@ class Departure:
         self._state = state
         self._deadline = self._next_tick = None
 
-    # --- who is late -----------------------------------------------------------------------------------
+    # --- late members ----------------------------------------------------------------------------------
 
     def _why_not_ready(self, rank: int) -> str | None:
         """As far as this node knows; None if the peer is ready."""
@@ -395,7 +397,10 @@ class Departure:
             return NOT_CALLED
         if report.calls_in_flight:
             return _still_busy(report.calls_in_flight)
-        unnoticed = [gone for gone in self._gone if gone not in report.gone]
+        # Who came after a death has never had a link to the dead one.
+        came = self._came.get(rank)
+        deaths = [gone for gone, at in self._gone.items() if came is None or at > came]
+        unnoticed = [gone for gone in deaths if gone not in report.gone]
         if any(self._now < self._gone[gone] + LOST_LINK_GRACE_S for gone in unnoticed):
             return f"has not noticed yet that {self._names[min(unnoticed)]} is gone"
         return None

@@ -32,6 +32,8 @@ ones take turns. So an answer, a cancellation or a release never overtakes what 
 
 Invariant: whatever the split of the stream, the same frames come out; a buffer of LARGE_BYTES or more is received
 straight into the memory that ``allocate`` gave for it, never through a joined ``bytes``.
+
+Over 400 lines, because writer and reader of one layout are checked against each other, on one page.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Handshake:
         return due
 
     def _on_greeting(self, message: bytes, body: bytes) -> bytes:
-        """Learn who the peer claims to be; answer with a proof (dialer) or our greeting (listener)."""
+        """Read the peer's claim of itself; answer with a proof (dialer) or our greeting (listener)."""
         try:
             greeting = read_greeting(body)
         except ValueError as error:
@@ -273,7 +273,7 @@ class Handshake:
                 f"{peer.member.name!r} dialled {peer.dialled!r}, which is no address of this node's: somebody relays "
                 "the connection, or the address is stale",
             )
-        # Checked before the dialer proves anything: who is not wanted gets no proof to guess the secret from.
+        # Checked before the dialer proves anything: an unwanted peer gets no proof to guess the secret from.
         if self._expected_peer is not None and peer.member.name != self._expected_peer:
             raise refuse(
                 RefusalReason.WRONG_PEER,

@@ -1,4 +1,4 @@
-"""`Hello`: who a node says it is and what it wants, in the clear; the handshake's messages as bytes; refusals.
+"""`Hello`: a node's name, place and wish, in the clear; the handshake's messages as bytes; refusals.
 
     purpose                        said by a dialer that
     Connect(is_first)              makes a link; ``is_first``: it knows of no connection before this one
@@ -77,7 +77,7 @@ class Listen(_Purpose, frozen=True, tag=5):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Who a node says it is, what it wants, and where. Who was given only an address leaves the cluster out."""
+    """A node's claim of itself, its wish, and the cluster. A node that was given only an address leaves that out."""
 
     member: Member
     cluster_id: _ShortText
@@ -158,7 +158,7 @@ def read_greeting(body: bytes) -> Greeting:
 
 
 def observer_key(secret: bytes) -> bytes:
-    """What stands in for the secret where an observer proves itself: whoever has only this can become no member."""
+    """The key that observers prove instead of the secret: nobody becomes a member with this alone."""
     return hkdf_expand(hkdf_extract(b"farcall observer", secret), b"key")
 
 

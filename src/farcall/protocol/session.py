@@ -74,7 +74,7 @@ Kept: TypeAlias = bytes | Unkept
 
 
 class Session:
-    """One end."""
+    """One end of a session."""
 
     __slots__ = ("acknowledged", "due_at", "due_at_bytes", "kept", "received", "sent_again", "state")
 

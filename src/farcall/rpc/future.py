@@ -52,7 +52,7 @@ class Future(Outcome[T], PendingCall):
 
     settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
     """How a future is given its value: so that TorchScript can use it, where that is in use."""
-    thread_id: int  # of whoever waits
+    thread_id: int  # of the thread that waits
     _value: Any = _NONE_YET
     """The result once it is there, as torch has it too: to ask torch for it takes four times as long."""
 
@@ -189,7 +189,7 @@ class Future(Outcome[T], PendingCall):
             if self._node.device_list and has_devices(frame.payload):
                 self._stamp = stamp(value, self._node.device_list)
             self.settle(self, value)
-            self._value = value  # behind its stamp: who sees the value waits for that
+            self._value = value  # after its stamp: a thread that sees the value waits for the stamp
             if self._waiters:
                 self._wake()
 
@@ -261,4 +261,4 @@ class _Completion:
             future.complete(frame)
 
     def drop(self) -> None:
-        self.run(False)  # whoever waits for the future must not wait for good
+        self.run(False)  # or threads would wait for this future for good

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import torch
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.functions import async_execution
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
@@ -127,23 +128,8 @@ class _Gathers:
         while len(self._failed) >= KEPT_FAILURES:
             del self._failed[next(iter(self._failed))]
         self._failed[key] = error
-        self._node.executor.submit(_Unfinished(gather, error))
-
-
-class _Unfinished:
-    """The failure of a gather, as a task of the executor."""
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, gather: _Gather, error: RpcError) -> None:
-        self._gather = gather
-        self._error = error
-
-    def run(self, more: bool) -> None:
-        self._gather.future.set_exception(self._error)  # type: ignore[arg-type]
-
-    def drop(self) -> None:
-        """The node ended first, and with it the calls of all waiting members."""
+        # Dropped where the node ends first: so do the calls of all waiting members.
+        self._node.executor.submit(FunctionTask(partial(gather.future.set_exception, error)))  # type: ignore[arg-type]
 
 
 @async_execution

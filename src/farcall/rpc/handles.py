@@ -43,7 +43,7 @@ class Worker:
         serial: bool = False,
         node: Runtime | None = None,
     ) -> None:
-        """``node``: who calls; None: the current node, at each call."""
+        """``node``: the caller; None: the current node, at each call."""
         if timeout != UNSET_TIMEOUT:
             check_timeout(timeout)
         if retry is not None:

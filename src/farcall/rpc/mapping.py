@@ -87,13 +87,13 @@ class Roster(Protocol):
     """The workers of a `map`."""
 
     look_s: float | None
-    """How long a map waits for results before it looks again who is there; None: always the same are."""
+    """How long a map waits for results before it looks for other workers; None: there will be no others."""
 
     def now(self) -> Mapping[Hashable, Worker]:
         """Who can be called. A worker that comes back has another key."""
 
     def wait(self) -> bool:
-        """Nobody is there: wait a moment for somebody; False: none will come."""
+        """No worker is there: wait a moment for one; False: none will come."""
 
 
 class _Fixed:

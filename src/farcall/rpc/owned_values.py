@@ -27,7 +27,7 @@ from farcall.errors import Cancelled, ReferenceLost, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import StoredFailure
 from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server
@@ -41,7 +41,7 @@ from farcall.serialize import decode_failure, encode_failure
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
-__all__ = ["NOT_MADE", "KeptRequest", "OnWorker", "Owned", "OwnedValues", "dispose", "wait_for_value"]
+__all__ = ["NOT_MADE", "KeptRequest", "Owned", "OwnedValues", "dispose", "wait_for_value"]
 
 NOT_MADE = "value still being made"
 _HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
@@ -242,23 +242,6 @@ class KeptRequest(Request):
         super().drop()
 
 
-class OnWorker:
-    """A task of the executor that runs one function, also when the executor stops first."""
-
-    __slots__ = ("_function",)
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def run(self, more: bool) -> None:
-        self._function()
-
-    def drop(self) -> None:
-        self._function()
-
-
 def dispose(node: Runtime, values: list[Owned]) -> None:
     """Drop ``values``, which nobody else holds: on a worker thread where destructors may be user code.
 
@@ -269,5 +252,5 @@ def dispose(node: Runtime, values: list[Owned]) -> None:
             del owned  # or the value would die with this frame, here, if the worker is done first
             doomed = values[:]
             values.clear()
-            node.executor.submit(OnWorker(doomed.clear))
+            node.executor.submit(FunctionTask(doomed.clear, doomed.clear))
             return

@@ -1,8 +1,8 @@
-"""Calls to the owner of a value, at the side of those who refer to it: creating calls, questions, method calls.
+"""Calls to the owner of a value, on the side of the holder of a reference: creating calls and questions.
 
 Owns how such a call is sent and what its failure means: an owner that is gone makes the reference lost, and a failed
-creation is the reason why there is no value. The owner runs the functions of `owner_methods.py`. Must not know how
-references are counted: that is `references.py`.
+creation is the reason why there is no value. The owner runs the functions of `owner_methods.py`; methods of the value
+itself are asked for by `method_calls.py`. Must not know how references are counted: that is `references.py`.
 
     a creation   event                    becomes     with
     (none)       sent                     pending
@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
-from farcall.protocol.frames import FAILURE, REQUEST, Frame
+from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
 from farcall.rpc.future import Future
-from farcall.rpc.owned_values import OnWorker, Owned
+from farcall.rpc.owned_values import Owned
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, SyncCall, name_of
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.serving import Request
@@ -39,15 +40,11 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import decode_failure, withdraw, write_call
+from farcall.serialize import decode_failure, withdraw
 
 if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
     from farcall.rpc.rref import RRef
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
 
 _MOST_LOOKS = 100
 """How often a failed creation looks whether calls that it must fail have been sent by now."""
@@ -196,7 +193,7 @@ class Creation(PendingCall):
             finish: Callable[[], object] = partial(future.set_result, None)
         else:
             finish = partial(future.set_exception, copy.copy(error))  # type: ignore[arg-type]
-        self._references.node.executor.submit(OnWorker(finish))  # callbacks are user code
+        self._references.node.executor.submit(FunctionTask(finish, finish))  # callbacks are user code
 
 
 # ---------------------------------------------------------------------- questions
@@ -303,100 +300,3 @@ class _Answer(Future[Any]):
         if creation is not None and creation.error is not None and isinstance(error, Overloaded | ReferenceLost):
             error = copy.copy(creation.error)  # as in `ask`
         super().fail(error)
-
-
-# ---------------------------------------------------------------------- methods of the value
-
-_PATH = b"pfarcall.rpc.owner_methods\0methods.of_"
-_known: dict[str, tuple[MethodName, bytes]] = {}
-
-
-class MethodName:
-    """The name of a method, in the place of the function that a call names in its errors."""
-
-    __slots__ = ("__qualname__",)
-
-    def __init__(self, name: str) -> None:
-        self.__qualname__ = name
-
-    def __call__(self) -> None:
-        raise TypeError("the method lives at the owner")
-
-
-class Proxy:
-    """``rref.rpc_sync()`` and its like: turns attribute access into a call of the owner's method of that name.
-
-    It does not know the attributes of the value: a missing one is the owner's AttributeError.
-    """
-
-    __slots__ = ("_call", "_rref", "_timeout_s")
-
-    def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float | None) -> None:
-        if timeout_s != UNSET_TIMEOUT:
-            check_timeout(timeout_s)  # before arguments are encoded, and references among them forked
-        self._call = call
-        self._rref = rref
-        self._timeout_s = timeout_s
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, self._rref, name, self._timeout_s)
-
-    def __repr__(self) -> str:
-        return f"<methods of {self._rref!r}>"
-
-
-class Start(Proxy, Generic[T]):
-    """``rref.start``: methods of the owner by name, or passed in, which type checkers understand."""
-
-    __slots__ = ()
-
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[R]: ...
-    @overload
-    def __call__(
-        self, method: Callable[Concatenate[T, P], torch.futures.Future[R]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[R]: ...
-    @overload
-    def __call__(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
-    def __call__(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return call_method_async(self._rref, method.__name__, self._timeout_s, *args, **kwargs)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Callable[..., Future[Any]]: ...
-
-
-def method_request(
-    rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Peer, MethodName, Frame]:
-    """The owner of ``rref``, the name for errors, and the request that calls the method ``name``."""
-    known = _known.get(name)
-    if known is None:
-        known = _known[name] = (MethodName(name), _PATH + name.encode())
-    what, function = known
-    ref = rref._fork.ref
-    peer = rref._references.peer(rref._fork)
-    frame = Frame(REQUEST, 0, 0, function)
-    if rref._serial:
-        frame.serial = ref
-    write_call(frame, ((ref.created_on, ref.local_id, args, kwargs or None), None), peer)
-    return peer, what, frame
-
-
-def call_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the method and return its result."""
-    return ask(rref, *method_request(rref, name, args, kwargs), timeout_s)
-
-
-def call_method_async(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Future[Any]:
-    """Call the method; a future of its result."""
-    return ask_async(rref, *method_request(rref, name, args, kwargs), timeout_s)
-
-
-def call_method_remote(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-    """Call the method; a reference to its result, which the owner of the object owns."""
-    references = rref._references
-    timeout_s = references.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
-    return references.create(*method_request(rref, name, args, kwargs), timeout_s, rref)

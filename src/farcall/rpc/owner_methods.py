@@ -1,10 +1,10 @@
-"""The functions that an owner runs for those who refer to its values: copy, method call, type, backward pass.
+"""The functions that an owner runs for the holders of references to its values: copy, method call, type, backward.
 
 Ordinary functions, called by ordinary requests, so they run where calls run and fail as calls fail. Each names its
 value by the two numbers of a `RefId`; the caller keeps its own fork until the answer, so the value stays. No thread
 waits for a value that is still being made: the request is answered later.
 
-The names of these functions are part of the wire: `rref.py` and `owner_calls.py` spell them out.
+The names of these functions are part of the wire: `rref.py` and `method_calls.py` spell them out.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ LINGER_S = 0.005
 GAP_BITS = 36
 """2**28 references of one member have room, and of 2**35 guesses one hits."""
 CONFIRM_S = 0.002
-"""How long the answer to a creating call may wait for another message: no thread waits for it."""
+"""How long the answer to a creating call may wait for company: no thread waits for it."""
 RETRY_S = 0.01
 UNKNOWN_OWNER_S = 5.0
 """How long a message waits for word of a member that owns a reference in it."""
@@ -68,7 +68,7 @@ class NodeReferences:
         self.node = node
         self.traced = False
         """Record the line of the program that creates each reference?"""
-        if node.is_static and node.me.number == node.info.id:  # else it has come later, and is told who is there
+        if node.is_static and node.me.number == node.info.id:  # else it came later, and is told of each member
             self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         else:
             self._workers = {node.me.number: node.info}
@@ -79,7 +79,7 @@ class NodeReferences:
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: self._timer.at(monotonic() + LINGER_S),
-            # Where members trust each other less, only who was given a reference may use it.
+            # Where members trust each other less, a reference cannot be guessed: only its receivers may use it.
             gap=None if INSTALLED.allowance is None else partial(secrets.randbits, GAP_BITS),
         )
         self.released: ReleasedForks = self._machine.released
@@ -293,7 +293,7 @@ class NodeReferences:
     def _deliver_deferred(self, now: float = 0.0) -> None:
         """On the I/O thread: deliver the messages whose owners are known, or whose time is up at ``now``.
 
-        An owner of whom no word came in time counts as known, and as gone.
+        An owner that was not heard of in time counts as known, and as gone.
         """
         with self._lock:
             deferred, self._deferred = self._deferred, []

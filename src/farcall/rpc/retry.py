@@ -21,6 +21,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import SystemRandom
 from time import monotonic
 from typing import Any
@@ -34,7 +35,7 @@ from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.io.sigint import Gate
@@ -369,7 +370,7 @@ class Pauses:
                 if not self._waiting or self._waiting[0][0] > now:
                     return self._waiting[0][0] if self._waiting else NEVER
                 _, _, act, give_up = self._waiting[0]
-                self._node.executor.submit(_Act(act, give_up))
+                self._node.executor.submit(FunctionTask(act, partial(give_up, _ended())))
                 heapq.heappop(self._waiting)  # last: a shutdown must find it in one place or the other
 
     def _end(self) -> None:
@@ -381,21 +382,3 @@ class Pauses:
 
 def _ended() -> Cancelled:
     return Cancelled("the node shut down before the call was made again")
-
-
-class _Act:
-    """A task of the executor."""
-
-    __slots__ = ("_act", "_give_up")
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
-        self._act = act
-        self._give_up = give_up
-
-    def run(self, more: bool) -> None:
-        self._act()
-
-    def drop(self) -> None:
-        self._give_up(_ended())

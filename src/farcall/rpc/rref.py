@@ -1,10 +1,12 @@
 """`RRef`: a reference to a value that lives on one node and is used from many.
 
 Owns the operations that a program has on a reference. One object is one fork of the reference, held as long as the
-object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends the calls
-to the owner.
+object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends questions
+to the owner, `method_calls.py` those for methods of the value.
 
 Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
+
+Over 400 lines: the operations of one class, and the documentation that programs read of it.
 """
 
 from __future__ import annotations
@@ -33,20 +35,14 @@ from farcall.errors import (
 )
 from farcall.html import table
 from farcall.ids import ForkId, RefId, WorkerInfo
+from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
-from farcall.rpc.owned_values import OnWorker, Owned, wait_for_value
-from farcall.rpc.owner_calls import (
-    Creation,
-    Proxy,
-    Start,
-    ask,
-    ask_async,
-    call_method,
-    call_method_async,
-    call_method_remote,
-)
+from farcall.rpc.method_calls import Proxy, Start, call_method, call_method_async, call_method_remote
+from farcall.rpc.owned_values import Owned, wait_for_value
+from farcall.rpc.owner_calls import Creation, ask, ask_async
 from farcall.rpc.streams import StreamMethods, stream_method
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -64,10 +60,10 @@ _EXTENSION_CODE = 0x66617272
 _LOOK_AGAIN_S = 0.0005
 _MOST_ASKED = 8
 """How often a question is asked whose answers are lost."""
-_PAUSE_S = 0.005
+_FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
-_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 """The first and the longest pause before a question is asked again that an overloaded owner refused."""
+_RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 
 class RRef(Generic[T]):
@@ -199,7 +195,8 @@ class RRef(Generic[T]):
         payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         began = monotonic()
         bound_s = references.node.timeout_s if timeout == UNSET_TIMEOUT else timeout
-        lost = refused = 0
+        lost = 0
+        pauses: Backoff | None = None
         # A question changes nothing at the owner, so it may be asked again: where a large answer was lost with its
         # connection, or where the owner was overloaded.
         while True:
@@ -222,8 +219,8 @@ class RRef(Generic[T]):
                 creation = self._creation
                 if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
                     raise  # the owner refused the creation, or a call that its function made, and not this question
-                pause_s = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**refused) * _RANDOM.uniform(0.5, 1.0)
-                refused += 1
+                pauses = pauses or Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, jitter=_RANDOM)
+                pause_s = pauses.next_s()
                 if bound_s and monotonic() + pause_s > began + bound_s:
                     raise
                 with references.node.calls.waiting():
@@ -317,7 +314,7 @@ class RRef(Generic[T]):
                     tell()
                 else:
                     submit = self._references.node.executor.submit
-                    self._owned.when_ready(lambda: submit(OnWorker(tell)))
+                    self._owned.when_ready(lambda: submit(FunctionTask(tell, tell)))
             else:
                 ref = self._fork.ref
                 payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)

@@ -24,7 +24,8 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.notes import STREAM
 from farcall.protocol.streams import StreamClosed, StreamCredit, decode_part
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, send
-from farcall.rpc.owner_calls import Creation, Proxy, method_request
+from farcall.rpc.method_calls import Proxy, method_request
+from farcall.rpc.owner_calls import Creation
 from farcall.rpc.stream_reading import Incoming, Reader, StreamCall
 from farcall.rpc.stream_writing import HOLD_S, STREAMS, OutgoingPump, StreamRequest, Writer
 from farcall.runtime.calls.serving import Server

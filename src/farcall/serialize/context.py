@@ -75,7 +75,7 @@ class IfUnsent:
 
 
 class WithCall:
-    """Takes back what is good for nothing once the call has ended, answered or not; whoever made it looks for that."""
+    """Takes back what is of no use once the call has ended, answered or not. Its maker looks for that."""
 
     __slots__ = ("_undo", "call_id")
 

@@ -45,7 +45,7 @@ def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
 
 
 def _names_in_request(value: Any) -> dict[str, str]:
-    """Under which names its caller knows the parts of a request (`rpc/call.py`, `rpc/owner_calls.py`)."""
+    """Under which names its caller knows the parts of a request (`rpc/call.py`, `rpc/method_calls.py`)."""
     if not isinstance(value, tuple) or not isinstance(value[-2], tuple):
         return {}  # written by a pickler of the user's
     if len(value) == 3:

@@ -17,7 +17,8 @@ compiled code write pickles.
 
 All integers are little-endian. `write_flat` returns None for what does not fit: a subclass, another class, a tensor
 with strides, attributes or another device, a container or a storage met twice, since pickle keeps their identity. It
-does not know frames. Invariant: every length that a reader meets is compared with what is left.
+does not know frames. Invariant: every length that a reader meets is compared with what is left. (Over 400 lines: writer
+and reader of one form are read side by side, and beside their C copies.)
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _joined(writer: _Writer) -> Written:
 
 
 def write_copied(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written:
-    """Like `write_flat`, for those who take no pickles: what pickle would keep together is copied, one by one.
+    """Like `write_flat`, for readers that take no pickles: values that pickle would keep together are copied singly.
 
     Raises ``TypeError``, which names what does not fit.
     """

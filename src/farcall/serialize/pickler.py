@@ -189,7 +189,7 @@ def read_value(frame: Frame, peer: Any = None) -> Any:
             try:
                 return read_flat(payload, frame.buffers, None)
             except Exception:
-                pass  # it is read again, by who tells what is wrong with it
+                pass  # it is read again below, where an error says what is wrong
         return _read(frame.payload, frame.buffers, frame.forks, peer)
     message_id, frame.message_id = frame.message_id, 0  # it is received or declined here: nobody is to do so again
     tensors: list[torch.Tensor] = []
@@ -246,7 +246,7 @@ def _read(
         ) from error
     finally:
         if devices is not None:
-            drop_tickets(devices, peer)  # whatever came of it, give back what was lent for it and not taken
+            drop_tickets(devices, peer)  # give back the blocks that were lent for it and not taken
 
 
 def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:

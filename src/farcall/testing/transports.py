@@ -289,6 +289,23 @@ def check_interrupt_wakes(make_pair: MakePair) -> None:
             left.interrupt()
 
 
+def check_interrupt_keeps_what_came(make_pair: MakePair) -> None:
+    """After an interrupt of its own side, what came before it is received, and nothing else is done."""
+    with _pair(make_pair) as (left, right):
+        send_all(right, [b"last words"])
+        received = receive_exactly(left, 1)  # a record, or a packet, comes as a whole
+        left.interrupt()
+        _expect(TransportClosed, lambda: left.send([b"x"]))
+        view = memoryview(bytearray(100))
+
+        def receive_all() -> None:
+            while True:
+                received.extend(view[: left.receive_into(view) or 0])
+
+        _expect(TransportClosed, receive_all)
+        assert received == b"last words"
+
+
 def check_waiting_to_receive(make_pair: MakePair) -> None:
     """A wait is bounded by its timeout, and ends early when a byte comes."""
     with _pair(make_pair) as (left, right):
@@ -376,6 +393,7 @@ TRANSPORT_CHECKS: tuple[Check, ...] = (
     check_closed_by_peer,
     check_close_wakes_sender,
     check_interrupt_wakes,
+    check_interrupt_keeps_what_came,
     check_waiting_to_receive,
     check_readiness,
     check_descriptors,

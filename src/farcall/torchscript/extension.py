@@ -270,7 +270,7 @@ def _compile(directory: Path) -> Path:
 
 
 def _refused(home: Path, how: int, said: str) -> RpcError:
-    """The build came to an end, and who tried it out did, too: keep the verdict."""
+    """The build ended, and so did the process that tried it out: keep the verdict."""
     from torch.utils import cpp_extension
 
     compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]

@@ -168,8 +168,9 @@ class Transport(ABC):
     def interrupt(self) -> None:
         """Wake every thread inside this transport for good, and end both directions; ``close`` must follow.
 
-        Safe from any thread. The descriptor stays reserved, so its number cannot be reused under a thread
-        that is about to read from it.
+        What came before can still be received, until ``close``: then ``receive_into`` raises ``TransportClosed``, as
+        every other operation does at once. Safe from any thread. The descriptor stays reserved, so its number cannot
+        be reused under a thread that is about to read from it.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""A transport over another one: what it does not do differently, the one below does.
+"""A transport over another one, for TLS and seals: it puts bytes into records, and leaves the rest to the one below.
 
-For those that put bytes into records of their own. A record is made once: while it is partly sent, its bytes are
-*pending*, and who was told that nothing was taken offers the same bytes again.
+A record is made once. While it is partly sent, its bytes are *pending*: the sender was told that none were taken, and
+offers the same bytes again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Layer(Transport):
         self.pending_bytes: int = 0
 
     def _push(self) -> int:
-        """Send the rest of what was made; once all of it has gone, the bytes that it was made of count as taken."""
+        """Send the rest of the record; once all of it has gone, the bytes inside count as taken."""
         if self._unsent:
             self._unsent = self._unsent[self._inner.send((self._unsent,)) :]
             if self._unsent:

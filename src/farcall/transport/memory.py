@@ -119,7 +119,7 @@ class MemoryTransport(Transport):
         pipe = self._incoming
         hook = None
         with pipe.lock:
-            if self._closed:
+            if self._closed and not pipe.chunks:
                 raise TransportClosed("this side closed the memory connection")
             was_full = pipe.filled_bytes == pipe.capacity_bytes
             taken = pipe.read(view, self.largest_receive)
@@ -169,16 +169,11 @@ class MemoryTransport(Transport):
             hook()
 
     def interrupt(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._closed = True
         self.end_sending()
         pipe = self._incoming
         with pipe.lock:
             pipe.reader_gone = True
-            pipe.chunks.clear()
-            pipe.filled_bytes = 0
             pipe.lock.notify_all()
             hook = pipe.on_writable
             pipe.on_readable = None
@@ -186,6 +181,15 @@ class MemoryTransport(Transport):
             self._outgoing.on_writable = None
         if hook is not None:
             hook()
+
+    def close(self) -> None:
+        pipe = self._incoming
+        with pipe.lock:
+            self._closed = True
+            pipe.chunks.clear()
+            pipe.filled_bytes = 0
+            pipe.reader_gone = True
+        self.interrupt()
 
     @property
     def closed(self) -> bool:

@@ -186,7 +186,7 @@ class SocketListener(Listener):
         try:
             return self.transport_class(stream)
         except OSError:
-            # It died before its options could be set: the same as one that died in the queue.
+            # The connection died before its options could be set, as others die in the queue.
             stream.close()
             return None
 

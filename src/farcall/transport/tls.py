@@ -60,7 +60,7 @@ class TlsTransport(Layer):
     )
 
     def __init__(self, inner: Transport, context: ssl.SSLContext, host: str | None, side: _Side) -> None:
-        """``host``: whom we dialled; None: we were dialled, or any host may answer."""
+        """``host``: the one we dialled; None: we were dialled, or any host may answer."""
         super().__init__(inner)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
@@ -74,7 +74,7 @@ class TlsTransport(Layer):
         self._lock = threading.Lock()
         self.buffered: bool = False
 
-    # ------------------------------------------------------------------ who the other end is
+    # ------------------------------------------------------------------ the other end
 
     @property
     def binding(self) -> bytes:  # type: ignore[override]
@@ -279,7 +279,7 @@ class Tls:
     def web(self, stream: socket.socket, *, for_members: bool) -> socket.socket:
         """TLS over a connection to a web server, which shakes hands when it is first read.
 
-        ``for_members``: only those who show a certificate of this cluster's get through.
+        ``for_members``: only clients with a certificate of this cluster get through.
         """
         found = self._current()
         context = found.listening if for_members else found.public
@@ -334,7 +334,7 @@ class Tls:
             raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
         keys = self._keys
         for context in (listening, dialling):
-            context.verify_mode = ssl.CERT_NONE  # who does not have the key gets no further
+            context.verify_mode = ssl.CERT_NONE  # a peer without the key gets no further
         serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
         dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
         return contexts

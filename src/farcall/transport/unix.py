@@ -251,13 +251,13 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
         connect(stream, name, timeout_s, address)
     except DialRefused as error:
         if not name.startswith("\0") and not os.path.isdir(os.path.dirname(name)):
-            # Somebody cleaned up, as at the end of a session: that says nothing of the one who listens there.
+            # Cleaned up, as at the end of a session: that says nothing of the listener.
             raise DialFailed(f"cannot connect to {address}: its directory is gone") from error
         raise
     except ValueError as error:
         raise DialFailed(f"cannot connect to {address}: {error}") from error
     found = UnixTransport(stream)
     if found.user not in (None, os.geteuid(), 0):
-        found.close()  # nothing is sealed here: who listens there could pass a handshake on, and speak afterwards
+        found.close()  # nothing is sealed here: that user could pass a handshake on, and speak afterwards
         raise DialFailed(f"cannot connect to {address}: another user listens there")
     return found

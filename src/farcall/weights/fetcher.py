@@ -16,7 +16,7 @@ import torch
 from farcall.errors import NetworkError, RpcError
 from farcall.protocol.weights.fetching import Route, Routes
 from farcall.protocol.weights.messages import Key
-from farcall.rpc.owned_values import OnWorker
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -95,7 +95,7 @@ class Fetcher:
 
     def work(self, function: Callable[[], object]) -> None:
         """Run ``function`` on a worker."""
-        self.node.executor.submit(OnWorker(function))
+        self.node.executor.submit(FunctionTask(function, function))
 
     def wake_at(self, when: float) -> None:
         """Look at deadlines then."""

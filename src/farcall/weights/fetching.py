@@ -189,8 +189,11 @@ class Fetch:
         except Exception:
             self._avoid(neighbour)
             return
-        found = [self._fetcher.contents.borrowed(neighbour, block_id) for block_id in block_ids]
-        blocks = {content: block for content, block in zip(self._contents, found, strict=True) if block is not None}
+        blocks = {}
+        for content, block_id in zip(self._contents, block_ids if isinstance(block_ids, list) else (), strict=False):
+            block = self._fetcher.contents.borrowed(neighbour, block_id) if isinstance(block_id, int) else None
+            if block is not None and block.size >= content.size_bytes:
+                blocks[content] = block
         if len(blocks) == len(self._contents):
             self._end(None, blocks)
         else:
@@ -226,7 +229,7 @@ class Fetch:
         except Exception:
             self._handle(Refused(chunk, ask.source))
             return
-        if found.dtype != torch.uint8 or found.numel() != chunk.size_bytes:
+        if not isinstance(found, torch.Tensor) or found.dtype != torch.uint8 or found.numel() != chunk.size_bytes:
             self._handle(Refused(chunk, ask.source))
             return
         with self._lock:

@@ -16,7 +16,16 @@ from farcall.channel.host_memory import address_of
 from farcall.weights.checksums import checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
-__all__ = ["Leaves", "StoragePlan", "copy_memory", "name_of", "plan_storages", "signature_of", "take_apart"]
+__all__ = [
+    "Leaves",
+    "StoragePlan",
+    "copy_memory",
+    "has_memory",
+    "name_of",
+    "plan_storages",
+    "signature_of",
+    "take_apart",
+]
 
 
 def name_of(path: Path) -> str:
@@ -50,6 +59,8 @@ def _walk(value: Any, path: Path, leaves: Leaves) -> None:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.device.type == "meta":
             raise TypeError(f"{name_of(path)} is a {value.layout} tensor on {value.device}: only dense ones can travel")
+        if value.is_quantized:
+            raise TypeError(f"{name_of(path)} is quantized: publish its int_repr(), scales and zero points")
         leaves.tensors[path] = value.detach()
     elif isinstance(value, Mapping):
         leaves.containers[path] = "dict"
@@ -109,8 +120,16 @@ def signature_of(tensors: Mapping[Path, torch.Tensor]) -> list[tuple[object, ...
     ]
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Is there memory behind it? Libraries that shard models resize storages to nothing, and back."""
+    return not tensor.numel() or _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
+
+
 def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:
     """The storages of ``tensors``, in their order; floating-point ones are to be of ``dtype``, if one is given."""
+    for path, tensor in tensors.items():
+        if not has_memory(tensor):
+            raise ValueError(f"{name_of(path)} has no memory at the moment: gather its shards first")
     plans = []
     for group in _groups(tensors):
         paths = list(group)

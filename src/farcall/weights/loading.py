@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from farcall.weights.layout import Leaves, copy_memory, name_of, take_apart
+from farcall.weights.layout import Leaves, copy_memory, has_memory, name_of, take_apart
 from farcall.weights.manifest import Path
 from farcall.weights.version import HeldVersion
 
-__all__ = ["Slices", "load"]
+__all__ = ["Slices", "load", "why_not_loadable"]
 
 Slices: TypeAlias = Mapping[str, tuple[slice | int, ...]]
 _MOST_TOLD = 8
@@ -57,16 +57,25 @@ def _match(
                 continue
         if source.shape != tensor.shape:
             problems.append(f"{name} has the shape {tuple(source.shape)}, the target's has {tuple(tensor.shape)}")
-        elif not _casts(source.dtype, tensor.dtype):
-            problems.append(f"{name} is of {source.dtype}, the target's of {tensor.dtype}")
-        elif not tensor.is_contiguous() and _is_expanded(tensor):
-            problems.append(f"{name} of the target is expanded: several of its elements are one")
+        elif why_not := why_not_loadable(tensor, source.dtype):
+            problems.append(f"{name} {why_not}")
         else:
             pairs.append((tensor, source))
     if problems:
         told = "; ".join(sorted(problems)[:_MOST_TOLD]) + ("; ..." if len(problems) > _MOST_TOLD else "")
         raise ValueError(f"version {version.version} does not fit, and nothing was loaded: {told}")
     return pairs
+
+
+def why_not_loadable(tensor: torch.Tensor, source: torch.dtype) -> str:
+    """Why values of a dtype cannot be copied into ``tensor``; empty: they can."""
+    if not _casts(source, tensor.dtype):
+        return f"is of {source}, the target's of {tensor.dtype}"
+    if not tensor.is_contiguous() and _is_expanded(tensor):
+        return "of the target is expanded: several of its elements are one"
+    if not has_memory(tensor):
+        return "of the target has no memory at the moment"
+    return ""
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

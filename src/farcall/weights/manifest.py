@@ -79,6 +79,8 @@ class Manifest(msgspec.Struct, array_like=True, frozen=True):
 
     def check(self, like: Manifest | None = None) -> None:
         """Raise unless everything lies where it can lie. ``like``: another one, which was checked."""
+        if any(content.size_bytes < 0 for content in self.contents):
+            raise SerializationError("a block of a version has a size that makes no sense")
         for storage in self.storages:
             if not storage.size_bytes:
                 continue  # of an empty tensor: it lies nowhere

@@ -25,7 +25,7 @@ from farcall.channel.segment_map import map_file
 from farcall.channel.segments import SegmentRefused
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["Block", "BlockStore", "BorrowedBlock", "aligned"]
+__all__ = ["Block", "BlockStore", "BorrowedBlock", "aligned", "host_bytes"]
 
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_SEAL, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x1, 0x10
 _ROUNDED_BYTES = 1 << 20
@@ -34,6 +34,13 @@ _ROUNDED_BYTES = 1 << 20
 def aligned(offset: int) -> int:
     """The next offset at which any tensor may lie."""
     return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def host_bytes() -> int:
+    """The memory of this host."""
+    if not hasattr(os, "sysconf"):
+        return 1 << 47
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class BorrowedBlock:
@@ -66,6 +73,7 @@ class BorrowedBlock:
     def close_after_fork(self) -> None:
         """In a forked child: what is mapped can be read on."""
         self._close()
+        self.descriptor = -1  # the number may be another file's by the next look
 
 
 class Block:

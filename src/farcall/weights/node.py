@@ -26,6 +26,7 @@ from farcall.protocol.weights.messages import (
     ClaimAnswered,
     Message,
     NameClaimed,
+    NameClosed,
     VersionPushed,
     VersionsWanted,
     VersionTaken,
@@ -46,9 +47,6 @@ from farcall.weights.version import Version
 __all__ = ["Weights"]
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-OFFER_S = 30.0
-"""How long an offer may wait for a link that is down, before it is tried again."""
 
 
 class NameFigures(NamedTuple):
@@ -83,6 +81,7 @@ class Weights:
         self._deadline_timer = node.timer(self._on_deadline)
         node.hooks.on_control(NameClaimed, self._on_claimed)
         node.hooks.on_control(ClaimAnswered, self._on_answered)
+        node.hooks.on_control(NameClosed, self._on_closed)
         node.hooks.on_control(VersionsWanted, self._on_wanted)
         node.hooks.on_control(VersionTaken, self._on_taken)
         node.hooks.peer_joined.append(self._on_joined)
@@ -124,12 +123,13 @@ class Weights:
             )
             publication = Publication(self, machine, source, keep)
             before = self._publications.get(name)
+            self._publications[name] = publication
+            # All in one step: no other publication of this node has this claim, or the numbers that follow.
+            self.directory.note(name, machine.claim, number)
+            effects = machine.start(monotonic())
             if before is not None:
                 self._past.append(before)
-            self._publications[name] = publication
-            effects = machine.start(monotonic())
-        if before is not None:
-            before.close()
+                self._free(before, before.machine.handle(publisher.Claimed(machine.claim), monotonic()))
         self._carry_out_publisher(publication, effects)
         return publication
 
@@ -160,10 +160,18 @@ class Weights:
             version = Version(machine.claim.epoch, number)
             effects = self._free(publication, machine.handle(publisher.Pushed(number), monotonic()))
         self._carry_out_publisher(publication, effects)
-        # Blocks that were filled for versions of another size are not worth keeping.
-        self.blocks.trim(max(made.manifest.size_bytes, 1) * 2)
-        self.offers.tell_retired()
         return version
+
+    def trim(self) -> None:
+        """Give up free blocks beyond twice what the newest versions take. With the lock held.
+
+        `Offers.tell_retired` follows, without it.
+        """
+        made = [one.versions.get(one.machine.lender.newest) for one in self._publications.values()]
+        taken = [block for one in made if one is not None for block in one.blocks]
+        held = [versions.newest() for versions in self.subscriptions.by_name.values()]
+        taken += [block for one in held if one is not None for block in one.own_blocks]
+        self.blocks.trim(2 * sum(block.size for block in taken))
 
     # ------------------------------------------------------------------ for the fetchers of other members
 
@@ -277,11 +285,20 @@ class Weights:
             raise SerializationError(f"{peer.info.name} claims {message.name!r} in another's name")
         with self.lock:
             answer = self.directory.claim(message)
+            is_open = self.directory.find_publisher(message.name) == message.claim
             publication = self._publications.get(message.name)
         if publication is not None:
             self.publisher_event(publication, publisher.Claimed(message.claim))
-        self.subscriptions.on_claim(message.name, message.claim)
+        if is_open:
+            self.subscriptions.on_claim(message.name, message.claim)
         peer.control(answer)
+
+    def _on_closed(self, peer: Peer, message: NameClosed) -> None:
+        if message.claim.publisher != peer.incarnation:
+            raise SerializationError(f"{peer.info.name} closes {message.name!r} in another's name")
+        with self.lock:
+            self.directory.close(message)
+        self.subscriptions.on_end(message.name, message.claim, message.number)
 
     def _on_answered(self, peer: Peer, message: ClaimAnswered) -> None:
         with self.lock:
@@ -309,6 +326,7 @@ class Weights:
                     block.is_stranded = True
             elif isinstance(effect, Freed):
                 self.blocks.release(publication.versions.pop(effect.number).blocks)
+                self.trim()
             else:
                 rest.append(effect)
         if publication in self._past and not publication.versions:
@@ -328,7 +346,7 @@ class Weights:
         machine = publication.machine
         for effect in effects:
             if isinstance(effect, publisher.Tell):
-                self._tell_claim(effect)
+                self._tell(effect)
             elif isinstance(effect, Lend):
                 self._lend(publication, effect.member, effect.number)
         self.offers.tell_retired()
@@ -338,16 +356,19 @@ class Weights:
         elif machine.next_deadline() != NEVER:
             self._deadline_timer.at(machine.next_deadline())
 
-    def _tell_claim(self, effect: publisher.Tell) -> None:
+    def _tell(self, effect: publisher.Tell) -> None:
         message = effect.message
         if effect.member is not None:
             self.send(effect.member, message)
-            return
-        with self.lock:
-            self.directory.claim(message)
-        self.subscriptions.on_claim(message.name, message.claim)
-        for peer in self.node.others():
-            peer.control(message)
+        elif isinstance(message, NameClosed):
+            self._on_closed(self.node.me, message)
+        else:
+            with self.lock:
+                self.directory.claim(message)
+            self.subscriptions.on_claim(message.name, message.claim)
+        if effect.member is None:
+            for peer in self.node.others():
+                peer.control(message)
 
     def _lend(self, publication: Publication, member: int, number: int) -> None:
         peer = self.peer(member)

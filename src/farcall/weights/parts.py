@@ -9,19 +9,21 @@ Nobody needs the whole of a tensor: what a subscriber loads is copied, box by bo
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from farcall.errors import RpcTimeout
+from farcall.errors import PublicationClosed, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.weights.layout import name_of, take_apart
-from farcall.weights.loading import Slices
+from farcall.weights.loading import Slices, why_not_loadable
 from farcall.weights.node import Weights
 from farcall.weights.publication import Publication
 from farcall.weights.subscription import Subscription
@@ -85,6 +87,7 @@ class PartPublication:
         self._publication = publication
         self._source = source
         self._published = published
+        self._pushing = threading.Lock()  # from the taking of the part to its copy
 
     @property
     def version(self) -> Version | None:
@@ -93,9 +96,12 @@ class PartPublication:
 
     def push(self, *, only: Iterable[str] | None = None, dtype: torch.dtype | None = None) -> Version:
         """Make the values of this part, as they are now, its next version; see `Publication.push`."""
-        self._published.clear()
-        self._published.update(take_part(self._source))
-        return self._publication.push(only=None if only is None else [f"tensors.{name}" for name in only], dtype=dtype)
+        names = None if only is None else [f"tensors.{name}" for name in only]
+        self._publication.check()
+        with self._pushing:
+            self._published.clear()
+            self._published.update(take_part(self._source))
+            return self._publication.push(only=names, dtype=dtype)
 
     def close(self) -> None:
         """Publish this no more."""
@@ -189,31 +195,38 @@ class PartsSubscription:
         """Return the newest version as soon as all its parts are here and it is newer than ``newer_than``."""
         deadline, _ = self._parts[0]._deadline(timeout)
         while True:
+            late, last = self._latest()
             found = self.version
             if found is not None and (newer_than is None or found > newer_than):
                 return found
-            late = self._latest()
             left_s = max(0.0, deadline - monotonic())
             try:
-                late.wait(newer_than=late.version, timeout=None if deadline == NEVER else max(left_s, 1e-3))
+                late.wait(newer_than=last, timeout=None if deadline == NEVER else max(left_s, 1e-3))
             except RpcTimeout as error:
                 raise RpcTimeout(f"a part of a version of {self.name!r} is missing: {error}", error.delivery) from None
 
-    def _latest(self) -> Subscription:
-        """The part that is behind the others."""
-        return min(self._parts, key=lambda part: -1 if part.version is None else part.version.number)
+    def _latest(self) -> tuple[Subscription, Version | None]:
+        """The part that is behind the others, and its newest version.
+
+        To be asked before `version` is: what arrives between the two looks is not waited for.
+        """
+        newest = [(part, part.version) for part in self._parts]
+        return min(newest, key=lambda one: -1 if one[1] is None else one[1].number)
 
     async def __aiter__(self) -> AsyncIterator[Version]:
         """Each newest version as it becomes complete."""
         last: Version | None = None
         while True:
+            late, newest = self._latest()
             found = self.version
             if found is not None and (last is None or found > last):
                 last = found
                 yield found
                 continue
-            late = self._latest()
-            await late._next(late.version)
+            try:
+                await late._next(newest)
+            except PublicationClosed:
+                return
 
     def load_into(self, target: Any, *, slices: Slices | None = None) -> Version:
         """Copy the newest version into the tensors of ``target``, in place: all of it, or nothing; return which.
@@ -228,7 +241,9 @@ class PartsSubscription:
             if name not in found.shapes:
                 raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} is not in it")
             copies += _plan(name, tensor, _box(name, found.shapes[name], (slices or {}).get(name)), found.pieces[name])
-        with torch.no_grad():
+            for why_not in filter(None, (why_not_loadable(tensor, piece.tensor.dtype) for piece in found.pieces[name])):
+                raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} {why_not}")
+        with torch.inference_mode():  # it may write to both kinds of tensors
             for to, source in copies:
                 to.copy_(source)
         return found.version
@@ -301,23 +316,29 @@ def _plan(
     extents = tuple(max(0, stop - start) for start, stop in wanted)
     if tuple(target.shape) != extents:
         raise ValueError(f"{name} has the shape {extents}, the target's has {tuple(target.shape)}: nothing was loaded")
-    copies, covered, seen = [], 0, set[Box]()
+    copies, covered = [], 0
+    seen: dict[Box, Box] = {}  # of each piece, what is wanted of it
     for piece in pieces:
         common = tuple(
             (max(start, begin), min(stop, end)) for (start, stop), (begin, end) in zip(wanted, piece.box, strict=True)
         )
         if any(start >= stop for start, stop in common) or piece.box in seen:
             continue  # apart; or a replica
-        seen.add(piece.box)
+        seen[piece.box] = common
         source = piece.tensor[_within(common, piece.box)]
         copies.append((target[_within(common, wanted)], source))
         covered += source.numel()
-    if covered != target.numel():
+    overlap = any(itertools.starmap(_meet, itertools.combinations(seen.values(), 2)))
+    if covered != target.numel() or overlap:
         raise ValueError(
             f"{name}: the parts of this version hold {covered} of the {target.numel()} elements asked for, or some of "
             "them twice; nothing was loaded"
         )
     return copies
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(start < end and begin < stop for (start, stop), (begin, end) in zip(one, other, strict=True))
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

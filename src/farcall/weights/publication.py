@@ -90,6 +90,7 @@ class Publication:
             only: the names of the tensors that have changed. All others are shared with the version before.
             dtype: what floating-point tensors are converted to.
         """
+        self.check()  # before the lock: in a forked child nobody would ever release it
         with self._pushing:
             self.check()
             leaves = take_apart(self._source)
@@ -97,8 +98,12 @@ class Publication:
             return self._weights.announce(self, made)
 
     def close(self) -> None:
-        """Publish this no more. Subscribers keep the versions they have."""
-        self._weights.publisher_event(self, Closed())
+        """Publish this no more. Subscribers get the newest version yet, and are told that no other follows.
+
+        They keep the versions they have. Another publication of the name, of any worker, takes over.
+        """
+        if self._weights.node.why_ended is None:
+            self._weights.publisher_event(self, Closed())
 
     def __enter__(self) -> Publication:
         return self

@@ -16,9 +16,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from farcall.channel.host_memory import leased
-from farcall.errors import Delivery, RpcTimeout
+from farcall.errors import Delivery, PublicationClosed, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.protocol.weights.messages import Key
+from farcall.protocol.weights.messages import Claim, Key
 from farcall.protocol.weights.subscriber import Held, LetGo, SubscriberMachine, SubscriberState
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
 from farcall.rpc.outcome import LoopGate
@@ -45,6 +45,8 @@ class NameVersions:
         """How many have become the newest one."""
         self.users: int = 0
         """How many subscriptions there are."""
+        self.why_not: str | None = None
+        """Why a version that was sent is not here, if none has come since."""
         self._gates: dict[Gate | LoopGate, None] = {}
 
     def tell(self) -> None:
@@ -69,6 +71,7 @@ class NameVersions:
     @contextmanager
     def reading(self, version: Version | None) -> Iterator[HeldVersion]:
         """Hold a version, the newest one if none is named, while the block runs."""
+        self.weights.check_running()  # before the lock: in a forked child nobody would ever release it
         with self.weights.lock:
             held = self._find(version)
             self.machine.handle(Held(held.key))
@@ -78,13 +81,15 @@ class NameVersions:
             self.weights.subscriptions.event(self, LetGo(held.key))
 
     def _find(self, version: Version | None) -> HeldVersion:
-        self.weights.check_running()
+        self.weights.check_running()  # again: it has its versions for as long as it runs
         ready = [self.versions[key] for key in self.machine.ready]
         found = [held for held in ready if version is None or held.version == version]
         if not found:
             what = "no version" if version is None else f"no version {version}"
             kept = f"; there are {', '.join(str(held.version) for held in ready)}" if ready else ""
             raise LookupError(f"{what} of {self.name!r} is here{kept}: wait(...) for one first")
+        if found[-1].fault is not None:
+            raise found[-1].fault
         return found[-1]
 
     def views(self, held: HeldVersion) -> list[memoryview]:
@@ -106,6 +111,9 @@ class Subscription:
     def __init__(self, versions: NameVersions) -> None:
         self._versions = versions
         self._is_open = True
+        machine = versions.machine
+        # The claim whose end the program has been told, or that ended before.
+        self._told = machine.claim if machine.state is SubscriberState.ENDED else None
 
     @property
     def name(self) -> str:
@@ -122,7 +130,7 @@ class Subscription:
     def versions(self) -> list[Version]:
         """All versions that can be read here, the newest last."""
         with self._versions.weights.lock:
-            return [self._versions.versions[key].version for key in self._versions.machine.ready]
+            return [Version(key.claim.epoch, key.number) for key in self._versions.machine.ready]
 
     @property
     def publisher(self) -> WorkerInfo | None:
@@ -137,37 +145,45 @@ class Subscription:
     def wait(self, newer_than: Version | None = None, timeout: float | None = UNSET_TIMEOUT) -> Version:
         """Return the newest version as soon as it is newer than ``newer_than``; without that, as soon as there is one.
 
-        ``timeout``: seconds; None for no limit; by default that of calls. Raises `RpcTimeout`.
+        ``timeout``: seconds; None for no limit; by default that of calls. Raises `RpcTimeout`; and `PublicationClosed`,
+        once, when the publisher has closed its publication and its last version is not newer. The next call waits for
+        another publisher.
         """
         deadline, timeout_s = self._deadline(timeout)
-        versions = self._versions
-        found = self._newer(newer_than)
+        versions, told = self._versions, self._told
+        found = self._newer(newer_than, told)
         if found is None:
             gate = Gate()
             with versions.weights.node.calls.waiting(), versions.news_opens(gate):
-                while (found := self._newer(newer_than)) is None:
+                while (found := self._newer(newer_than, told)) is None:
                     if not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
                         raise self._too_late(newer_than, timeout_s)
         return found
 
     async def _next(self, newer_than: Version | None) -> Version:
-        loop = asyncio.get_running_loop()
+        loop, told = asyncio.get_running_loop(), self._told
         while True:
             gate = LoopGate(loop)
             with self._versions.news_opens(gate):
-                found = self._newer(newer_than)
+                found = self._newer(newer_than, told)
                 if found is not None:
                     return found
                 await gate.passed
 
     def __aiter__(self) -> AsyncIterator[Version]:
-        """Each newest version as it becomes ready, the present one first; those between two looks are left out."""
+        """Each newest version as it becomes ready, the present one first; those between two looks are left out.
+
+        The iteration ends after the last version of a publication that was closed; another one waits for the next.
+        """
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Version]:
         version: Version | None = None
         while True:
-            version = await self._next(version)
+            try:
+                version = await self._next(version)
+            except PublicationClosed:
+                return
             yield version
 
     def get(self, version: Version | None = None) -> Any:
@@ -199,7 +215,8 @@ class Subscription:
         """Want no more versions. Tensors of `get` stay as they are."""
         if self._is_open:
             self._is_open = False
-            self._versions.weights.subscriptions.end(self._versions)
+            if self._versions.weights.node.why_ended is None:
+                self._versions.weights.subscriptions.end(self._versions)
 
     def __enter__(self) -> Subscription:
         return self
@@ -216,16 +233,22 @@ class Subscription:
         by = f"published by {who.name}" if who is not None else "without a publisher"
         return f"<Subscription to {self.name!r}: version {self.version}, {by}>"
 
-    def _newer(self, newer_than: Version | None) -> Version | None:
-        """The newest version, if it is one to return; raises where no more can come."""
+    def _newer(self, newer_than: Version | None, told: Claim | None) -> Version | None:
+        """The newest version, if it is one to return; raises where no more can come, but not of the claim ``told``."""
         versions = self._versions
         versions.weights.check_running()
         if not self._is_open:
             raise RuntimeError(f"the subscription to {self.name!r} is closed")
+        # The order matters: what is over now has its last version by now.
+        over = versions.machine.claim if versions.machine.is_over else None
         held = versions.newest()
-        if held is None or (newer_than is not None and held.version <= newer_than):
-            return None
-        return held.version
+        if held is not None and (newer_than is None or held.version > newer_than):
+            return held.version
+        if over is not None and over != told:
+            self._told = over
+            last = "it has pushed nothing" if held is None else f"its last version is {held.version}"
+            raise PublicationClosed(f"the publisher of {self.name!r} has closed it, and {last}: wait again for another")
+        return None
 
     def _deadline(self, timeout: float | None) -> tuple[float, float]:
         if timeout == UNSET_TIMEOUT:
@@ -242,5 +265,8 @@ class Subscription:
         elif self._versions.machine.claim is None:
             why = "nobody has published it"
         else:
-            why = "its publisher is gone, and no other has taken over"
+            ended = self._versions.machine.state is SubscriberState.ENDED
+            why = f"its publisher {'has closed it' if ended else 'is gone'}, and no other has taken over"
+        if self._versions.why_not is not None:
+            why = f"{why}; {self._versions.why_not}"
         return RpcTimeout(f"{what} came within {timeout_s:g} s: {why}", Delivery.NOT_SENT)

@@ -6,16 +6,17 @@ each; bytes from elsewhere are fetched into blocks of this node's own (`fetcher.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from farcall.channel.host_memory import Lease
 from farcall.channel.segments import SegmentRefused
-from farcall.errors import SerializationError
+from farcall.errors import CorruptWeights, SerializationError
 from farcall.protocol.weights import subscriber
 from farcall.protocol.weights.messages import (
     BlockOffered,
@@ -30,7 +31,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.weights.fetching import Arriving
 from farcall.weights.manifest import Content, decode_manifest
-from farcall.weights.memory import Block, BorrowedBlock
+from farcall.weights.memory import Block, BorrowedBlock, host_bytes
 from farcall.weights.subscription import NameVersions, Subscription
 from farcall.weights.version import HeldVersion
 
@@ -54,11 +55,13 @@ class Subscriptions:
         self.leases: dict[int, Lease] = {}
         """On views that programs hold: kept here, since a subscription may end before them."""
         self._borrowed: dict[tuple[int, int], BorrowedBlock] = {}
+        self._refused: set[tuple[int, int]] = set()  # blocks that cannot be mapped here, and are not offered again
         self._serials = itertools.count()
         self._later: deque[tuple[NameVersions, subscriber.Event | None]] = deque()
         self._later_timer = weights.node.timer(self._on_later)
         hooks = weights.node.hooks
-        hooks.on_control(VersionPushed, self._on_pushed)
+        # On the thread that reads, too: whoever waits for a version waits for one thread less.
+        hooks.on_control(VersionPushed, self._on_pushed, in_order=True)
         hooks.on_control(BlockRetired, self._on_retired)
         hooks.on_control(BlockOffered, self._on_offered, in_order=True)
 
@@ -68,6 +71,13 @@ class Subscriptions:
         if versions is not None:
             self.event(versions, subscriber.Claimed(claim))
 
+    def on_end(self, name: str, claim: Claim, number: int) -> None:
+        """A member publishes ``name`` no more; ``number`` is the last version that comes."""
+        versions = self.by_name.get(name)
+        if versions is not None:
+            self.event(versions, subscriber.Ended(claim, number))
+            versions.tell()
+
     def on_gone(self, member: int) -> None:
         """A member left or died."""
         for versions in list(self.by_name.values()):
@@ -75,8 +85,8 @@ class Subscriptions:
             versions.tell()
         # After that: none of its versions becomes ready any more. Those that are ready keep the blocks they lie in.
         with self._weights.lock:
-            for key in [key for key in self._borrowed if key[0] == member]:
-                del self._borrowed[key]
+            self._borrowed = {key: block for key, block in self._borrowed.items() if key[0] != member}
+            self._refused = {key for key in self._refused if key[0] != member}
 
     def close(self) -> None:
         """The node ends: whoever waits is to find out."""
@@ -96,9 +106,9 @@ class Subscriptions:
             if versions is None:
                 versions = self.by_name[name] = NameVersions(self._weights, name, self._serials)
             versions.users += 1
-            known, _ = self._weights.directory.find(name)
-        if known is not None and self._weights.peer(known.publisher) is not None:
-            self.event(versions, subscriber.Claimed(known))
+            claim = self._weights.directory.find_publisher(name)
+        if claim is not None and self._weights.peer(claim.publisher) is not None:
+            self.event(versions, subscriber.Claimed(claim))
         return Subscription(versions)
 
     def end(self, versions: NameVersions) -> None:
@@ -108,7 +118,9 @@ class Subscriptions:
             if versions.users or self.by_name.get(versions.name) is not versions:
                 return
             del self.by_name[versions.name]
-        self.event(versions, subscriber.Closed())
+            # In one step: the wish of a subscription made meanwhile must be the later one.
+            effects = self._handle(versions, subscriber.Closed())
+        self._carry_out(versions, effects)
 
     def end_later(self, versions: NameVersions) -> None:
         """The same, for destructors: takes no lock."""
@@ -134,32 +146,45 @@ class Subscriptions:
     def event(self, versions: NameVersions, event: subscriber.Event) -> None:
         """Have the machine of ``versions`` told, and do what follows."""
         with self._weights.lock:
-            effects = versions.machine.handle(event)
-            # In the order of events: what is ready is seen before what is dropped by it goes.
-            for effect in effects:
-                if isinstance(effect, subscriber.Dropped):
-                    self._weights.fetcher.stop(
-                        versions.name, effect.key
-                    )  # before its blocks may be filled with others' bytes
-                    dropped = versions.versions.pop(effect.key, None)
-                    if dropped is not None:
-                        self._weights.blocks.release(dropped.own_blocks)
-                elif isinstance(effect, subscriber.Ready):
-                    versions.arrived += 1
-                    self._resolve(versions.versions[effect.key])
+            effects = self._handle(versions, event)
+        self._carry_out(versions, effects)
+
+    def _handle(self, versions: NameVersions, event: subscriber.Event) -> Sequence[subscriber.Effect]:
+        """Tell the machine, and carry out what concerns memory, in the order of events: with the lock held."""
+        effects = versions.machine.handle(event)
+        # What is ready is seen before what is dropped by it goes.
+        for effect in effects:
+            if isinstance(effect, subscriber.Dropped):
+                # First: its blocks may be filled with others' bytes afterwards.
+                self._weights.fetcher.stop(versions.name, effect.key)
+                dropped = versions.versions.pop(effect.key, None)
+                if dropped is not None and dropped.own_blocks:
+                    self._weights.blocks.release(dropped.own_blocks)
+                    self._weights.trim()
+            elif isinstance(effect, subscriber.Ready):
+                versions.arrived += 1
+                versions.why_not = None
+                self._resolve(versions.versions[effect.key])
+        return effects
+
+    def _carry_out(self, versions: NameVersions, effects: Sequence[subscriber.Effect]) -> None:
+        """Do what else follows: without the lock."""
+        if any(isinstance(effect, subscriber.Ready) for effect in effects):
+            versions.tell()  # before anybody else is told: a program waits for this
         for effect in effects:
             if isinstance(effect, subscriber.Tell):
                 self._weights.send(effect.member, effect.message)
             elif isinstance(effect, subscriber.Fetch):
                 self._fetch(versions, effect.key)
-            elif isinstance(effect, subscriber.Ready):
-                versions.tell()
+        self._weights.offers.tell_retired()
 
     def _on_pushed(self, peer: Peer, message: VersionPushed) -> None:
         key = Key(message.claim, message.number)
         versions = self.by_name.get(message.name)
         newest = None if versions is None else versions.newest()
         try:
+            if message.claim.publisher != peer.incarnation:
+                raise SerializationError("they are another's")
             manifest = decode_manifest(message.manifest, None if newest is None else newest.manifest)
         except SerializationError as error:
             logger.error(
@@ -169,14 +194,16 @@ class Subscriptions:
         if versions is None:
             peer.control(VersionTaken(message.name, message.claim, message.number, "dropped"))
             return
+        # In one step: a block that another thread maps meanwhile would be waited for in vain.
         with self._weights.lock:
             self._weights.directory.note(message.name, message.claim, message.number)
             blocks = None
-            if message.offered:
-                wanted = {(content.owner, content.block_id) for content in manifest.contents}
+            wanted = {(content.owner, content.block_id) for content in manifest.contents}
+            if message.offered and not wanted & self._refused:
                 blocks = frozenset(block for block in wanted if self._find(*block) is None)
             versions.versions.setdefault(key, HeldVersion(key, manifest))
-        self.event(versions, subscriber.Arrived(key, peer.incarnation, message.keep, blocks))
+            effects = self._handle(versions, subscriber.Arrived(key, peer.incarnation, message.keep, blocks))
+        self._carry_out(versions, effects)
 
     def _find(self, owner: int, block_id: int) -> Block | BorrowedBlock | None:
         if owner == self._weights.me:
@@ -185,10 +212,17 @@ class Subscriptions:
 
     def _resolve(self, held: HeldVersion) -> None:
         """Give a version that is ready its blocks, unless it was fetched and has them. With the lock held."""
-        if not held.blocks:
-            found = [self._find(content.owner, content.block_id) for content in held.manifest.contents]
-            held.blocks = [block for block in found if block is not None]
-            assert len(held.blocks) == len(found), "a version was ready before its blocks were here"
+        if held.blocks:
+            return
+        contents = held.manifest.contents
+        found = [self._find(content.owner, content.block_id) for content in contents]
+        blocks = [block for block in found if block is not None]
+        if len(blocks) < len(contents) or any(
+            block.size < content.size_bytes for block, content in zip(blocks, contents, strict=True)
+        ):
+            held.fault = CorruptWeights(f"version {held.version}: its publisher took memory back, or lent too little")
+        else:
+            held.blocks = blocks
 
     def _fetch(self, versions: NameVersions, key: Key) -> None:
         """Have the bytes of a version fetched into blocks of this node's own."""
@@ -208,6 +242,7 @@ class Subscriptions:
                 self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
             name = self._weights.node.info.name
+            versions.why_not = f"there is no room for version {held.version}: {error}"
             logger.warning("%s: no room for version %s of %r: %s", name, held.version, versions.name, error)
             self.event(versions, subscriber.Failed(key))
 
@@ -215,6 +250,9 @@ class Subscriptions:
         """Blocks for the contents of a version that are to be fetched; what is here is shared. With the lock held."""
         missing = {}
         blocks: list[Block | BorrowedBlock] = []
+        size = sum(content.size_bytes for content in held.manifest.contents)
+        if size > host_bytes():
+            raise OSError(errno.ENOMEM, f"it takes {size} bytes, more than this host has")
         for content in held.manifest.contents:
             block = self.find_copy(content)
             if block is None:
@@ -252,6 +290,10 @@ class Subscriptions:
             if len(borrowed) < len(missing):
                 held.verify()  # what a neighbour lends it has verified
         except Exception as found:
+            with self._weights.lock:
+                if versions.versions.get(held.key) is not held:
+                    return  # dropped: its blocks may hold something else by now
+                versions.why_not = f"version {held.version} did not arrive: {found}"
             logger.warning(
                 "%s: version %s of %r did not arrive: %s",
                 self._weights.node.info.name,
@@ -273,8 +315,11 @@ class Subscriptions:
                 raise SegmentRefused("its descriptor did not come along")
             mapped = BorrowedBlock(descriptor, message.size_bytes)
             with self._weights.lock:
-                self._borrowed[block] = mapped
+                if not peer.broken:  # else nobody would ever let go of it
+                    self._borrowed[block] = mapped
         except (SegmentRefused, OSError) as error:
+            with self._weights.lock:
+                self._refused.add(block)
             peer.control(BlockRefused(message.block_id, str(error)))
             event = subscriber.Unmappable(block)
         for versions in list(self.by_name.values()):
@@ -283,6 +328,7 @@ class Subscriptions:
     def _on_retired(self, peer: Peer, message: BlockRetired) -> None:
         with self._weights.lock:
             self._borrowed.pop((peer.incarnation, message.block_id), None)
+            self._refused.discard((peer.incarnation, message.block_id))
 
     def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
         """A block of another process of this host that has been offered to this one."""

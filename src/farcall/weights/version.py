@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farcall.errors import CorruptWeights
+from farcall.errors import CorruptWeights, SerializationError
 from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.messages import Key
 from farcall.serialize import read_value
@@ -42,6 +42,8 @@ class HeldVersion:
         """Those of this node's own that its bytes were fetched into."""
         self.was_fetched: bool = False
         """Does it lie in copies, here or at a neighbour, and not in the memory of its publisher?"""
+        self.fault: CorruptWeights | None = None
+        """Why it cannot be read, though it is complete."""
         self._values: list[Any] | None = None
 
     @property
@@ -103,6 +105,8 @@ class HeldVersion:
             if isinstance(parent, list):
                 # Containers and leaves come in two rows: put each where it belongs.
                 index = int(path[-1])
+                if not 0 <= index < len(made) + len(leaves):
+                    raise SerializationError(f"version {self.version}: no list has a place {index}")
                 parent.extend([None] * (index + 1 - len(parent)))
                 parent[index] = value
             else:

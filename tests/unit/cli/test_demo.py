@@ -62,13 +62,6 @@ def test_the_picture_says_what_happened() -> None:
         assert operation in texts
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.0, "2 s"), (0.9996, "1 s"), (0.0123, "12.3 ms"), (0.00099, "990 us"), (1e-7, "0.1 us")]
-)
-def test_durations_for_people(seconds: float, text: str) -> None:
-    assert picture._duration(seconds) == text
-
-
 @pytest.mark.parametrize("most", [0.8, 1.2, 9.1, 37.0, 110.0])
 def test_marks_are_few_and_round_and_fit(most: float) -> None:
     marks = picture._round_marks(most)

@@ -21,6 +21,7 @@ from farcall.protocol.departure import (
     LocalEntered,
     LocalIdle,
     LogWaiting,
+    PeerCame,
     PeerGone,
     Received,
     Send,
@@ -261,6 +262,21 @@ def test_nobody_is_released_before_all_know_of_a_death() -> None:
     cluster.feed(1, PeerGone(2))
     cluster.deliver()
     assert cluster.finished() == {0, 1}
+
+
+def test_who_came_after_a_death_need_not_notice_it() -> None:
+    coordinator = Departure(0, {rank: f"w{rank}" for rank in range(4)})
+    coordinator.handle(PeerGone(2), 1.0)
+    coordinator.handle(PeerGone(3), 1.0)
+    coordinator.handle(PeerCame(2, "w2"), 2.0)
+    coordinator.handle(LocalIdle(0), 3.0)
+    coordinator.handle(LocalEntered(0.0), 3.0)
+    knows = DepartureReport(1, 0, True, 0, 0, [3], False)
+    assert coordinator.handle(Received(1, knows), 3.0) == []
+    never_knew = DepartureReport(1, 0, True, 0, 0, [], False)
+    assert coordinator.handle(Received(2, never_knew), 3.0) == [Send(rank, DepartureProbe(1)) for rank in (1, 2)]
+    coordinator.handle(PeerGone(1), 4.0)
+    assert coordinator.handle(Received(2, never_knew), 4.0) == [], "of this one it has yet to hear"
 
 
 def test_the_last_one_left_leaves() -> None:

@@ -29,8 +29,8 @@ from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
 from farcall.rpc.future import call_async
+from farcall.rpc.method_calls import Proxy
 from farcall.rpc.owned_values import Owned
-from farcall.rpc.owner_calls import Proxy
 from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall

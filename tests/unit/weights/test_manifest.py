@@ -6,9 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from farcall.errors import SerializationError
+from farcall.protocol.weights.messages import Claim, Key
 from farcall.weights.manifest import Content, Manifest, Storage, TensorPlace, decode_manifest, encode_manifest
+from farcall.weights.version import HeldVersion
 
 CONTENT = Content(2**62 + 1, 1, 1, 4096)
 STORAGE = Storage(0, 64, 400, 7)
@@ -69,3 +72,13 @@ def test_nothing_lies_where_it_cannot(wrong: Manifest, like: Manifest | None) ->
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(SerializationError, match="cannot be read"):
         decode_manifest(data)
+
+
+def test_no_list_is_longer_than_what_is_in_it() -> None:
+    made = manifest(
+        tensors=place(path=("list", 10**12)),
+        containers=[((), "dict"), (("list",), "list")],
+    )
+    held = HeldVersion(Key(Claim(1, 7), 1), made)
+    with pytest.raises(SerializationError, match="no list has a place"):
+        held.nested([torch.zeros(1)])

@@ -15,6 +15,7 @@ from statistics import fmean
 
 from farcall.cli.demo.play import Figures, latency_s
 from farcall.cli.demo.training import OPERATIONS, SERVERS, TRAINERS, held_out
+from farcall.cli.figures import duration
 
 _WIDTH, _HEIGHT = 1000, 560
 _INK, _FAINT, _LINE = "#24292f", "#6e7781", "#d8dee4"
@@ -122,7 +123,7 @@ def _latencies(figures: Figures, end_s: float) -> Iterable[str]:
     panel = _Panel(64, 326, 560, 196, 0.0, end_s, low, high)
     yield _text(panel.left, 314, "how long each remote part of a step took", bold=True)
     yield from _outage(panel, figures, labels=False)
-    yield from _scale_y(panel, range(math.ceil(low), math.floor(high) + 1), lambda mark: _duration(10.0**mark))
+    yield from _scale_y(panel, range(math.ceil(low), math.floor(high) + 1), lambda mark: duration(10.0**mark))
     yield from _scale_x(panel)
     yield _text(panel.left + panel.width, panel.top + panel.height + 34, "seconds of training", _FAINT, end=True)
     for index in range(len(OPERATIONS)):
@@ -182,14 +183,14 @@ def _legend(figures: Figures) -> Iterable[str]:
         half_s, most_s = latency_s(figures.steps, index)
         yield f'<circle cx="{left + 6}" cy="{y - 4}" r="5" fill="{_OPERATION_COLOURS[index]}"/>'
         yield _text(left + 18, y, name)
-        yield _text(left + 222, y, _duration(half_s), end=True)
-        yield _text(left + 288, y, _duration(most_s), end=True)
+        yield _text(left + 222, y, duration(half_s), end=True)
+        yield _text(left + 288, y, duration(most_s), end=True)
 
     y = top + 24 + 24 * len(OPERATIONS)
     waited_s = max((outage.ended_s - outage.begun_s for outage in figures.outages), default=0.0)
     yield f'<circle cx="{left + 6}" cy="{y - 4}" r="5" fill="{_ALARM}"/>'
     yield _text(left + 18, y, f"{len(figures.outages)} steps failed, and were repeated", _ALARM)
-    yield _text(left + 288, y, _duration(waited_s), _ALARM, end=True)
+    yield _text(left + 288, y, duration(waited_s), _ALARM, end=True)
 
 
 def _scale_y(panel: _Panel, marks: Sequence[float], name: Callable[[float], str]) -> Iterable[str]:
@@ -212,13 +213,6 @@ def _round_marks(most: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     return [round(step * index, 10) for index in range(int(most / step + 1e-9) + 1)]
-
-
-def _duration(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= factor * 0.9995 or unit == "us":
-            return f"{seconds / factor:.3g} {unit}"
-    raise AssertionError("unreachable")
 
 
 def _dots(places: Iterable[tuple[float, float]], colour: str, width: float, opacity: float) -> str:

@@ -7,22 +7,22 @@ from typing import Any
 from farcall.compat.rpc import api
 from farcall.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from farcall.compat.rpc.unserved import find_unserved
-from farcall.rpc import owner_calls
+from farcall.rpc import method_calls
 from farcall.rpc.rref import RRef
 
 __all__: list[str] = []
 
 
-class RRefProxy(owner_calls.Proxy):
+class RRefProxy(method_calls.Proxy):
     """The methods of ``rref``'s value, called by ``rpc_api``: one of rpc_sync, rpc_async and remote."""
 
     __slots__ = ()
 
     def __init__(self, rref: RRef[Any], rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         ways = {
-            api.rpc_sync: owner_calls.call_method,
-            api.rpc_async: owner_calls.call_method_async,
-            api.remote: owner_calls.call_method_remote,
+            api.rpc_sync: method_calls.call_method,
+            api.rpc_async: method_calls.call_method_async,
+            api.remote: method_calls.call_method_remote,
         }
         super().__init__(ways[rpc_api], rref, timeout)
 

@@ -207,7 +207,7 @@ def channels(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
 
 
 def weights(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
-    """The names of published weights, and who has which version."""
+    """The names of published weights, and the version of each subscriber."""
     return [
         {
             "name": row.name,

@@ -11,8 +11,8 @@ elsewhere; headers have the browser refuse it if it did.
 On loopback it is seen by everybody on this host, and by nobody else. A page on the internet can have a browser connect
 to loopback under a name of its own choice (DNS rebinding), so a request must name a loopback host.
 
-To other hosts it is served over TLS only, with the certificate of this host, below a path that nobody guesses: whoever
-has been given the address may look. There is no other authentication, hence nothing to be wrong with it.
+To other hosts it is served over TLS only, with the certificate of this host, below a path that nobody guesses: the
+address is the permission. There is no other authentication, hence nothing to be wrong with it.
 """
 
 from __future__ import annotations

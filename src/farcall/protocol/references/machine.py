@@ -220,7 +220,7 @@ class References:
         return True
 
     def _reaches(self, member: int) -> bool:
-        # Not "is not dead": a newcomer was never told of those who died before it came.
+        # Not "is not dead": a newcomer was never told of members that died before it came.
         return member in self._live or member == self.me
 
     def _new_fork(self, ref: RefId, owner: int, *, holder: int, receiver: int) -> Fork:

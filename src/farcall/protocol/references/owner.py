@@ -68,7 +68,7 @@ class OwnerSide:
         self._dead = dead
         self._outbox = outbox
         self._owned: dict[RefId, _Owned] = {}
-        self._settled: set[int] = set()  # the dead of whom no unlisted fork can turn up any more
+        self._settled: set[int] = set()  # dead members of which no unlisted fork can turn up any more
         self._round = 0
         self._asked_about: list[int] = []  # the dead of the round under way; empty when there is none
         self._unanswered: set[int] = set()

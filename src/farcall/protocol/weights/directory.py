@@ -6,21 +6,27 @@ and all answer what they knew before (`publisher.py`).
 
 from __future__ import annotations
 
-from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClaimed
+from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClaimed, NameClosed
 
 __all__ = ["Directory"]
 
 
 class Directory:
-    """Mutable: of each name, the highest claim and version; and what members that live have claimed last."""
+    """Mutable: of each name, the highest claim and version; what members that live claimed last; what they closed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Claim, int]] = {}
         self._claimants: dict[str, dict[int, Claim]] = {}
+        self._closed: dict[str, Claim] = {}
 
     def find(self, name: str) -> tuple[Claim | None, int]:
         """The highest claim and version; (None, 0) if nobody was heard of."""
         return self._known.get(name, (None, 0))
+
+    def find_publisher(self, name: str) -> Claim | None:
+        """The claim of the member that publishes a name, as far as is known."""
+        known, _ = self.find(name)
+        return None if known is None or self._claimants.get(name, {}).get(known.publisher) != known else known
 
     def note(self, name: str, claim: Claim, number: int) -> None:
         """There is, or was, such a claim and such a version."""
@@ -32,8 +38,19 @@ class Directory:
         name, claim = message.name, message.claim
         known, number = self._known.get(name, (claim, 0))
         self.note(name, claim, message.number)
-        self._claimants.setdefault(name, {})[claim.publisher] = claim
+        if self._closed.get(name) != claim:  # unless the end was heard of first
+            claimants = self._claimants.setdefault(name, {})
+            claimants[claim.publisher] = max(claim, claimants.get(claim.publisher, claim))
         return ClaimAnswered(name, claim, known, number)
+
+    def close(self, message: NameClosed) -> None:
+        """A member publishes a name no more."""
+        name, claim = message.name, message.claim
+        self.note(name, claim, message.number)
+        self._closed[name] = claim
+        claimants = self._claimants.get(name, {})
+        if claimants.get(claim.publisher) == claim:
+            del claimants[claim.publisher]
 
     def lose(self, member: int) -> list[ClaimAnswered]:
         """A member is gone: what is to be told to the publisher of each answer's ``claim``.

@@ -7,6 +7,7 @@ is stopped holds on to few versions, whatever is pushed meanwhile.
     version      event                                    becomes
     kept         ``keep`` newer ones were pushed          superseded
     superseded   nobody borrows it (any more)             `Freed`: its memory may be filled again
+    newest       the publisher ends                       kept until each who wants versions has got it
     any          a borrower dies                          `Stranded`: freed as usual, but its memory is never filled
                                                           again, since that process may live on and read it
 """
@@ -53,6 +54,7 @@ class Lender:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
+        self._is_ending = False
         # Of each version, how often each member has borrowed it: it says once for each that it reads it no more.
         self._borrowers: dict[int, Counter[int]] = {}
         self._unanswered: dict[int, int] = {}
@@ -89,8 +91,10 @@ class Lender:
         if not wanted:
             self._last.pop(member, None)
             self.taken.pop(member, None)
-            return []
-        self._last.setdefault(member, 0)
+            return self._sweep()
+        # Also one that it was sent before: it may have had no use for it then, since it had closed its subscription, or
+        # heard of a higher claim of this publisher's.
+        self._last[member] = 0
         return self._lend(member)
 
     def take(self, member: int, number: int, how: How) -> list[Lending]:
@@ -119,6 +123,11 @@ class Lender:
                 effects.append(Stranded(number))
         return effects + self._sweep()
 
+    def end(self) -> list[Lending]:
+        """There will be no other version: keep the newest for those who have not got it yet, and nothing for long."""
+        self._is_ending = True
+        return self._sweep()
+
     def close(self) -> list[Lending]:
         """Lend nothing more, and keep nothing."""
         self._keep = 0
@@ -134,6 +143,9 @@ class Lender:
         return [Lend(member, self.newest)]
 
     def _sweep(self) -> list[Lending]:
+        if self._is_ending:
+            self._last = {member: last for member, last in self._last.items() if last < self.newest}
+            self._keep = 1 if self._last else 0
         kept = sorted(self._borrowers)[-self._keep :] if self._keep else []
         over = [number for number, borrowers in self._borrowers.items() if not borrowers and number not in kept]
         for number in over:

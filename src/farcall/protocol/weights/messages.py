@@ -2,6 +2,7 @@
 
     message           way                         says
     `NameClaimed`     publisher -> all            I publish this name
+    `NameClosed`      publisher -> all            I publish it no more
     `ClaimAnswered`   each member -> publisher    the highest claim, and version, that I know of
     `VersionsWanted`  subscriber -> publisher     send me versions, or no more
     `VersionPushed`   lender -> subscriber        a version, and all about it but its bytes
@@ -32,6 +33,7 @@ __all__ = [
     "Key",
     "Message",
     "NameClaimed",
+    "NameClosed",
     "VersionPushed",
     "VersionTaken",
     "VersionsWanted",
@@ -131,8 +133,17 @@ class BlockRetired(_Control, frozen=True, tag=107):
     block_id: Count
 
 
+class NameClosed(_Control, frozen=True, tag=108):
+    """The sender publishes ``name`` no more; no version after ``number`` comes to the receiver, 0: none at all."""
+
+    name: Name
+    claim: Claim
+    number: Count
+
+
 Message = (
     NameClaimed
+    | NameClosed
     | ClaimAnswered
     | VersionsWanted
     | VersionPushed

@@ -6,7 +6,10 @@
     claiming     another claims it, with a higher claim      superseded
     published    another claims it, with a higher claim      superseded
     published    a member answers: a higher claim            superseded; claiming, if that publisher is dead
-    any          a member joins                              the same; it is told
+    claiming     the program closes it                       closed; all are told, and get the newest version
+    published    the program closes it                       closed; all are told, and get the newest version
+    closed       a member that has not heard wants versions  closed; it is told
+    any          a member joins                              the same; it is told, unless this has ended
 
 An epoch is above all that were heard of. Two that claim a name at one time may take the same epoch, and find out by the
 answers to both: no epoch has two publishers, unless a member does not answer for CLAIM_S; incarnations decide then.
@@ -22,7 +25,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from farcall.protocol.weights.lending import Freed, Lend, Lender, Stranded
-from farcall.protocol.weights.messages import Claim, How, NameClaimed
+from farcall.protocol.weights.messages import Claim, How, NameClaimed, NameClosed
 
 __all__ = ["CLAIM_S", "Effect", "Event", "PublisherMachine", "PublisherState"]
 
@@ -98,7 +101,7 @@ class Tell(msgspec.Struct, frozen=True):
     """Send this to a member; to all others if it is None."""
 
     member: int | None
-    message: NameClaimed
+    message: NameClaimed | NameClosed
 
 
 Event: TypeAlias = Answered | Claimed | Joined | Gone | Wanted | Pushed | Taken | Closed
@@ -216,9 +219,14 @@ class PublisherMachine:
     def _taken(self, event: Taken, now: float) -> list[Effect]:
         return [*self.lender.take(event.member, event.number, event.how)]
 
+    def _wanted_late(self, event: Wanted, now: float) -> list[Effect]:
+        if event.wanted:
+            return [Tell(event.member, NameClosed(self.name, self.claim, 0))]
+        return self._wanted(event, now)
+
     def _closed(self, event: Closed, now: float) -> list[Effect]:
         self.state, self._deadline = PublisherState.CLOSED, NEVER
-        return [*self.lender.close()]
+        return [Tell(None, NameClosed(self.name, self.claim, self.lender.newest)), *self.lender.end()]
 
 
 _Step: TypeAlias = Callable[..., list[Effect]]
@@ -233,8 +241,8 @@ _STEPS: Final[Mapping[type[Event], Mapping[PublisherState, _Step]]] = {
     Claimed: dict.fromkeys(_ALIVE, PublisherMachine._claimed),
     Joined: dict.fromkeys(_ALIVE, PublisherMachine._joined),
     Gone: dict.fromkeys(_S, PublisherMachine._gone),
-    Wanted: dict.fromkeys(_ALIVE, PublisherMachine._wanted),
+    Wanted: {**dict.fromkeys(_ALIVE, PublisherMachine._wanted), _S.CLOSED: PublisherMachine._wanted_late},
     Pushed: dict.fromkeys(_ALIVE, PublisherMachine._pushed),
     Taken: dict.fromkeys(_S, PublisherMachine._taken),
-    Closed: dict.fromkeys(_S, PublisherMachine._closed),
+    Closed: dict.fromkeys(_ALIVE, PublisherMachine._closed),
 }

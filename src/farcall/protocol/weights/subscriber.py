@@ -4,7 +4,9 @@
     unpublished    a claim                                    subscribed: that publisher is asked for versions
     subscribed     a higher claim                             subscribed to that one
     subscribed     its publisher is gone                      orphaned; versions that are ready stay so
+    subscribed     its publisher publishes it no more         ended; its last version may yet come
     orphaned       a higher claim                             subscribed
+    ended          a higher claim                             subscribed
 
     version        event                                      becomes
     -              it comes, of the highest claim heard of    arriving; answered as dropped if a newer one is ready
@@ -38,6 +40,7 @@ class SubscriberState(StrEnum):
     UNPUBLISHED = "unpublished"
     SUBSCRIBED = "subscribed"
     ORPHANED = "orphaned"
+    ENDED = "ended"
     CLOSED = "closed"
 
 
@@ -45,6 +48,13 @@ class Claimed(msgspec.Struct, frozen=True):
     """There is a publisher."""
 
     claim: Claim
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The publisher publishes it no more; ``number`` is the last version that comes, 0 if none comes any more."""
+
+    claim: Claim
+    number: int
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -127,7 +137,7 @@ class Dropped(msgspec.Struct, frozen=True):
     key: Key
 
 
-Event: TypeAlias = Claimed | Gone | Arrived | Mapped | Unmappable | Fetched | Failed | Held | LetGo | Closed
+Event: TypeAlias = Claimed | Ended | Gone | Arrived | Mapped | Unmappable | Fetched | Failed | Held | LetGo | Closed
 Effect: TypeAlias = Tell | Fetch | Ready | Dropped
 
 
@@ -156,12 +166,18 @@ class SubscriberMachine:
         self.newest: Key | None = None
         """The newest version that is ready."""
         self._keep = 1
+        self._last = 0  # of an ended name: the number of the version that no other follows
         self._versions: dict[Key, _Version] = {}
 
     def handle(self, event: Event) -> list[Effect]:
         """What follows from ``event``."""
         step = _STEPS[type(event)].get(self.state)
         return [] if step is None else step(self, event)
+
+    @property
+    def is_over(self) -> bool:
+        """Has the publisher ended, and is its last version here, unless it never will be?"""
+        return self.state is SubscriberState.ENDED and (0 if self.newest is None else self.newest.number) >= self._last
 
     @property
     def ready(self) -> list[Key]:
@@ -189,9 +205,18 @@ class SubscriberMachine:
         self.state = SubscriberState.SUBSCRIBED
         return [*effects, Tell(event.claim.publisher, VersionsWanted(self.name, True, next(self._serials)))]
 
+    def _ended(self, event: Ended) -> list[Effect]:
+        if event.claim != self.claim:
+            return []
+        self._last = event.number if self.state is SubscriberState.SUBSCRIBED else min(self._last, event.number)
+        self.state = SubscriberState.ENDED
+        return []
+
     def _gone(self, event: Gone) -> list[Effect]:
-        if self.claim is not None and self.claim.publisher == event.member and self.state is SubscriberState.SUBSCRIBED:
-            self.state = SubscriberState.ORPHANED
+        if self.claim is not None and self.claim.publisher == event.member:
+            self._last = 0
+            if self.state is SubscriberState.SUBSCRIBED:
+                self.state = SubscriberState.ORPHANED
         lost = [
             key
             for key, version in self._versions.items()
@@ -241,6 +266,8 @@ class SubscriberMachine:
         if version is None or version.is_ready:
             return []
         del self._versions[event.key]
+        if event.key.number >= self._last:
+            self._last = 0  # no other follows it
         return [Dropped(event.key), self._taken(version.lender, event.key, "dropped")]
 
     def _held(self, event: Held) -> list[Effect]:
@@ -256,7 +283,7 @@ class SubscriberMachine:
     def _closed(self, event: Closed) -> list[Effect]:
         was, self.state, self._keep = self.state, SubscriberState.CLOSED, 0
         effects = self._sweep()
-        if was is SubscriberState.SUBSCRIBED and self.claim is not None:
+        if was in (SubscriberState.SUBSCRIBED, SubscriberState.ENDED) and self.claim is not None:
             effects.append(Tell(self.claim.publisher, VersionsWanted(self.name, False, next(self._serials))))
         return effects
 
@@ -297,10 +324,11 @@ class SubscriberMachine:
 
 _Step: TypeAlias = Callable[..., list[Effect]]
 _S: Final = SubscriberState
-_OPEN: Final = (_S.UNPUBLISHED, _S.SUBSCRIBED, _S.ORPHANED)
+_OPEN: Final = (_S.UNPUBLISHED, _S.SUBSCRIBED, _S.ORPHANED, _S.ENDED)
 
 _STEPS: Final[Mapping[type[Event], Mapping[SubscriberState, _Step]]] = {
     Claimed: dict.fromkeys(_OPEN, SubscriberMachine._claimed),
+    Ended: dict.fromkeys((_S.SUBSCRIBED, _S.ENDED), SubscriberMachine._ended),
     Gone: dict.fromkeys(_OPEN, SubscriberMachine._gone),
     Arrived: {
         **dict.fromkeys(_OPEN, SubscriberMachine._arrived),

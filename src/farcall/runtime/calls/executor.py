@@ -64,6 +64,25 @@ class Task(Protocol):
         """The executor stopped before it could run: tell whoever waits for it. On any thread."""
 
 
+class FunctionTask:
+    """A task that runs one function of no known length; ``on_drop`` is called if the executor stops first."""
+
+    __slots__ = ("_function", "_on_drop")
+
+    expected_s = UNKNOWN_S
+
+    def __init__(self, function: Callable[[], object], on_drop: Callable[[], object] | None = None) -> None:
+        self._function = function
+        self._on_drop = on_drop
+
+    def run(self, more: bool) -> None:
+        self._function()
+
+    def drop(self) -> None:
+        if self._on_drop is not None:
+            self._on_drop()
+
+
 class _Worker:
     __slots__ = ("busy", "executor", "hunting", "lock", "parked", "thread")
 

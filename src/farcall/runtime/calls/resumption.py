@@ -1,4 +1,4 @@
-"""Tasks of the executor for a request that has begun: its answer, once it can be given, and its watchers."""
+"""The task of the executor for a request that has begun: its answer, once it can be given."""
 
 from __future__ import annotations
 
@@ -14,24 +14,7 @@ from farcall.serialize import RECORDING
 if TYPE_CHECKING:
     from farcall.runtime.calls.serving import Request
 
-__all__ = ["Resumption", "Told"]
-
-
-class Told:
-    """A watcher of the user's, as a task of the executor."""
-
-    __slots__ = ("_tell",)
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-
-    def run(self, more: bool) -> None:
-        self._tell()
-
-    def drop(self) -> None:
-        """The node ended first, and with it the function that wanted to know."""
+__all__ = ["Resumption"]
 
 
 class Resumption:

@@ -30,7 +30,7 @@ from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
-from farcall.runtime.calls.executor import UNKNOWN_S, Executor, Task
+from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import (
@@ -42,7 +42,7 @@ from farcall.runtime.calls.results import (
     StoredFailure,
     answers_later,
 )
-from farcall.runtime.calls.resumption import Resumption, Told
+from farcall.runtime.calls.resumption import Resumption
 from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
@@ -304,7 +304,7 @@ class Request:
         return NOTHING if self.frame.scope is None else self.frame.scope[1]
 
     def watch(self, on_cancel: Callable[[], None]) -> None:
-        Dependents.watch(self, lambda: self.server.submit(Told(on_cancel)))
+        Dependents.watch(self, lambda: self.server.submit(FunctionTask(on_cancel)))
 
     def run(self, more: bool) -> None:
         """Run the function and answer; never raises. ``more``: other requests wait behind this one."""

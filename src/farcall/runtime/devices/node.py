@@ -39,7 +39,7 @@ class NodeDevices:
         run_later: Callable[[Callable[[], None]], None],
         api: DeviceApi | None = None,
     ) -> None:
-        """``on_release(urgent)`` wakes who sends releases; ``run_later`` runs what may take long on a worker."""
+        """``on_release(urgent)`` wakes the sender of releases; ``run_later`` runs long work on a worker."""
         self.name = name
         self.options = options
         self.api: DeviceApi | CudaApi = api or CudaApi()

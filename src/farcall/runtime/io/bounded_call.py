@@ -12,15 +12,19 @@ from typing import TypeVar
 from farcall.errors import InitError
 from farcall.runtime.io.sigint import Gate
 
-__all__ = ["GRACE_S", "in_bounded_time"]
+__all__ = ["GRACE_S", "Unanswered", "in_bounded_time"]
 
 GRACE_S = 2.0
 """What a store that has stopped answering may take beyond its time."""
 T = TypeVar("T")
 
 
+class Unanswered(InitError):
+    """It took longer than it may."""
+
+
 def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, place: str) -> T:
-    """The result of ``function(cancelled)``, run on a thread of its own; raises what it raises.
+    """The result of ``function(cancelled)``, run on a thread of its own; raises what it raises, or ``Unanswered``.
 
     ``cancelled`` is set where nobody waits for it any more. ``place`` is the store's, for the error.
     """
@@ -48,7 +52,7 @@ def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, 
         raise
     if not answered:
         cancelled.set()
-        raise InitError(
+        raise Unanswered(
             f"the store at {place} does not answer: is it a torch store, is its process alive? If another program has "
             "that port, choose another one (MASTER_PORT, or the url), the same everywhere"
         )

@@ -1,6 +1,6 @@
 """The timers of one I/O thread: a heap of times, and what is called when they come.
 
-Each part of a node that has deadlines makes one timer and names the nearest of them. Only what is due is called. Knows
+Each part of a node that has deadlines makes one timer and names the nearest of them. Only due timers are called. Knows
 no clock: the loop says what time it is, and so do tests.
 
 Thread rules

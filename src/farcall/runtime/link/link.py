@@ -4,15 +4,17 @@ Owns what becomes of a link whose connection breaks; `receive.py` is its reading
 Says ``on_broken`` once.
 
     state  event                                         becomes
-    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits
+    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits;
+                                                         what had come is read, counted and handed out (I/O thread)
     up     `break_off`: the peer comes back already      the same
-    down   ``on_interrupted`` says False (I/O thread)    dead: ``on_broken`` is told
+    down   after that ``on_interrupted`` says False      dead: ``on_broken`` is told
     down   `attach`: another connection (I/O thread)     up: goes on where the peer's count says (protocol/session.py)
     down   `connect`: the first connection               up
     any    `die`; a frame that is none; `abort`          dead
     any    `close`                                       dead, and nobody is told
 
-A link begins up, or down if its transport is `Absent`.
+A link begins up, or down if its transport is `Absent`. Who writes to a peer that ends may meet the error before the
+reader has met the peer's last words, answers and its Goodbye among them: hence the second line.
 """
 
 from __future__ import annotations
@@ -151,8 +153,15 @@ class Link:
         if self._final:
             self.die(self._reason)
             return
-        if not self._detached:
+        came_before = not self._detached
+        if came_before:
             self._detach()
+        if came_before or self.incoming.undelivered:
+            # The peer's last words come first. Behind those that another thread has read and left to this one; and
+            # queued before a function runs, which may take so long that another thread is the I/O thread then.
+            self._loop.call_soon(lambda: self._settle(transport))
+            self.incoming.deliver()
+            return
         if not self._settled:
             self._settled = True
             returns = False
@@ -162,30 +171,33 @@ class Link:
                 if not returns:
                     self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
 
-    def _detach(self) -> None:
+    def _detach(self, reads_rest: bool = True) -> None:
         """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""
         self._detached = True
         transport = self.transport
         self.incoming.forget_connection()
         self.outgoing.detach()
-        self.incoming.disconnect(transport)
+        self.incoming.disconnect(transport, reads_rest)
         self.session.broke()
 
     def interrupt(self, reason: str) -> None:
         """Give the connection up, not the link: it is silent, or the peer has lost it. From any thread."""
         self._break(self.transport, reason)
 
-    def break_off(self, reason: str) -> None:
-        """On the I/O thread: like ``interrupt``, and when this returns all that had come is counted."""
+    def break_off(self, reason: str, reads_rest: bool = True) -> None:
+        """On the I/O thread: like ``interrupt``, and when this returns all that had come is counted.
+
+        ``reads_rest``: also what nobody has read yet.
+        """
         if self.broken is None:
             self._break(self.transport, reason)
             if not self._detached:
-                self._detach()
+                self._detach(reads_rest)
             self.session.broke()
 
     def connect(self, transport: Transport, first_bytes: bytes) -> None:
         """On the I/O thread: the first connection, or the first of which the peer knows. Nothing has come before."""
-        self.break_off("a first connection took its place")
+        self.break_off("a first connection took its place", reads_rest=False)  # the peer counts from 0
         self.session.resume()
         self.attach(transport, first_bytes, 0)
 

@@ -33,12 +33,14 @@ from farcall.runtime.io.loop import READ, WRITE, Loop
 from farcall.runtime.io.reader import reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.send import Outgoing
-from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
+from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportClosed, TransportError
 
 __all__ = ["Awaited", "Incoming"]
 
 READ_BYTES = 1 << 20
 """What the I/O thread reads at most before it looks at other links and timers."""
+REST_BYTES = 16 << 20
+"""What is read at most of a connection that broke: more than kernels usually hold."""
 LINGER_S = 0.001
 LONGEST_LINGER_S = 0.004
 """A thread that comes back again and again is looked after less and less often, down to every so many seconds."""
@@ -91,6 +93,7 @@ class Incoming:
         "_decoder",
         "_descriptor",
         "_descriptors",
+        "_ended",
         "_frames",
         "_left_at",
         "_linger_s",
@@ -139,6 +142,7 @@ class Incoming:
         self._shared_until = 0.0
         self._busy_wait = BusyWait(busy_wait_s, may_doze=True)
         self._read_lock = threading.Lock()
+        self._ended = False  # nothing more is to be had from this connection, or nothing that could be trusted
         self.bytes_received: int = 0
 
     # ------------------------------------------------------------------ connections come and go
@@ -148,16 +152,21 @@ class Incoming:
         with self._read_lock:
             self._link.transport = transport
             self._descriptor = transport.fileno()
+            self._ended = False
             while first_bytes:
                 view = self._decoder.writable()
                 chunk = first_bytes[: len(view)]
                 view[: len(chunk)] = chunk
                 first_bytes = first_bytes[len(chunk) :]
-                self.bytes_received += len(chunk)
-                frames = self._decoder.received(len(chunk))
-                self._link.session.received += len(frames) + self._decoder.uncounted
-                self._decoder.uncounted = 0
-                self._frames.extend(frames)
+                self._count(len(chunk))
+
+    def _count(self, count: int) -> None:
+        """Decode and count ``count`` received bytes; their frames are delivered later, and acknowledged with others."""
+        self.bytes_received += count
+        frames = self._decoder.received(count)
+        self._link.session.received += len(frames) + self._decoder.uncounted
+        self._decoder.uncounted = 0
+        self._frames.extend(frames)
 
     def watch_connection(self) -> None:
         """Have the I/O thread read whatever comes, and write when there is room."""
@@ -175,11 +184,16 @@ class Incoming:
         if self._descriptor is not None:
             self._loop.forget(self._descriptor)
 
-    def disconnect(self, transport: Transport) -> None:
-        """On the I/O thread: nobody reads from the broken connection any more, and it is closed."""
+    def disconnect(self, transport: Transport, reads_rest: bool) -> None:
+        """On the I/O thread: nobody reads from the broken connection any more, and it is closed.
+
+        ``reads_rest``: after all that came over it is decoded and counted; `deliver` hands it out.
+        """
         with self._read_lock:
             self._descriptor = None
             self._lingering.clear()
+            if reads_rest and not self._ended:
+                self._read_rest(transport)
             self._descriptors.extend(transport.take_descriptors())
             # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
             # its descriptor with it: only those of frames that are here are wanted.
@@ -188,6 +202,29 @@ class Incoming:
                 os.close(self._descriptors.pop())
             self._decoder.restart()
             transport.close()
+
+    def _read_rest(self, transport: Transport) -> None:
+        """Holding the read lock: read what came before the connection broke. What is left then counts as lost."""
+        until = self.bytes_received + REST_BYTES
+        try:
+            while self.bytes_received < until:
+                count = transport.receive_into(self._decoder.writable())
+                if not count:
+                    return
+                self._count(count)
+        except TransportError:
+            pass  # that was all
+        except FrameError as error:
+            self._link.broke(error, transport)
+
+    @property
+    def undelivered(self) -> bool:
+        """Are there frames that nobody has dealt with, after `disconnect`?"""
+        return bool(self._frames) or self._read_lock.locked()
+
+    def deliver(self) -> None:
+        """On the I/O thread: hand out what is decoded, as far as time allows; reads nothing where the link is down."""
+        self._read()
 
     def close(self, transport: Transport) -> None:
         """Close the connection for good, as the reader. From here on its descriptor may be that of another link."""
@@ -231,7 +268,7 @@ class Incoming:
                 if (count < len(view) or self.bytes_received >= until) and self._descriptor is not None:
                     return  # most likely that was all, or others have waited long; if not, the poller tells again
         except (TransportError, FrameError) as error:
-            link.broke(error, transport)
+            self._failed(error, transport)
         finally:
             self.end_reading()
 
@@ -285,12 +322,18 @@ class Incoming:
                             self._linger_s = LINGER_S
                             return
             except (TransportError, FrameError) as error:
-                link.broke(error, transport)
+                self._failed(error, transport)
         finally:
             self.end_reading()
             guard.depth -= 1
             if guard.held is not None:
                 sigint.deliver()
+
+    def _failed(self, error: TransportError | FrameError, transport: Transport) -> None:
+        """As the reader: the connection cannot be read any more. What this side has ended may still have bytes."""
+        if not isinstance(error, TransportClosed):
+            self._ended = True
+        self._link.broke(error, transport)
 
     def _begin_helping(self) -> None:
         """Holding the read lock: be the reader in the place of the I/O thread."""
@@ -309,6 +352,7 @@ class Incoming:
     def _take(self, count: int) -> bool:
         """Decode and deliver ``count`` received bytes. False: stop reading."""
         if count == 0:
+            self._ended = True
             self._link.ended(self._link.transport)
             return False
         self.bytes_received += count

@@ -127,6 +127,16 @@ class Outgoing:
             if mine.held is not None:
                 sigint.deliver()
 
+    def flush_behind_others(self) -> None:
+        """Like ``flush``, before the link is closed: whoever writes now would look at the outbox again too late."""
+        if self._outbox and not self.queue.down:
+            sigint.enter()
+            try:
+                with self._write_lock:  # its holder does not wait
+                    self._drain()
+            finally:
+                sigint.leave()
+
     def send_pieces(
         self, pieces: Sequence[Piece], deadline: float = NEVER, instead: Instead | None = nothing_instead
     ) -> None:

@@ -118,9 +118,10 @@ class Leaving:
             if soon < self._timer.due:
                 self._timer.at(soon)
 
-    def on_message(self, rank: int, message: DepartureMessage) -> None:
-        """A departure message came from ``rank``."""
-        self._handle(departure.Received(rank, message))
+    def on_message(self, peer: Peer, message: DepartureMessage) -> None:
+        """A departure message came from ``peer``; what one says whose rank another has by now counts no more."""
+        if self._has_rank(peer):
+            self._handle(departure.Received(peer.info.id, message))
 
     def on_peer_came(self, peer: Peer) -> None:
         """There is a link to one that has come for another that died."""
@@ -129,8 +130,11 @@ class Leaving:
 
     def on_peer_gone(self, peer: Peer) -> None:
         """The link to ``peer`` has ended; perhaps another one has its rank already."""
-        if self._late_comers.get(peer.info.id, peer.incarnation) == peer.incarnation:
+        if self._has_rank(peer):
             self._handle(departure.PeerGone(peer.info.id))
+
+    def _has_rank(self, peer: Peer) -> bool:
+        return self._late_comers.get(peer.info.id, peer.incarnation) == peer.incarnation
 
     def _look(self, now: float) -> float:
         """Tell the machine what changed here, and what time it is."""
@@ -228,7 +232,7 @@ class Withdrawing:
         self._aborted = True
         self._done.open()
 
-    def on_message(self, rank: int, message: DepartureMessage) -> None:
+    def on_message(self, peer: Peer, message: DepartureMessage) -> None:
         """Nobody asks for agreement in such a group."""
 
     def on_peer_came(self, peer: Peer) -> None:

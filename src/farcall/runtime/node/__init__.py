@@ -1,6 +1,8 @@
 """One member of a cluster, and what it consists of. Other folders import the names below from here.
 
-    runtime.py        wires the parts of a member, starts and stops them
+    runtime.py        names the parts of a member, and wires them
+    start.py          brings them up: meets the others, connects, serves
+    ending.py         takes them down: shutdown, expulsion and the way back, exit, fork
     hooks.py          the functions that the layers above have it call
     lifecycle.py      new, starting, running ...: the states, and the one way to change them
     current.py        the runtimes of this process, and which of them a thread works for
@@ -12,6 +14,7 @@ Of these only `dispatcher.py` is on the way of every call.
 """
 
 from farcall.runtime.node.current import HasRuntime, current_runtime, runtime_of, runtime_of_thread
-from farcall.runtime.node.runtime import Runtime, start_runtime
+from farcall.runtime.node.runtime import Runtime
+from farcall.runtime.node.start import start_runtime
 
 __all__ = ["HasRuntime", "Runtime", "current_runtime", "runtime_of", "runtime_of_thread", "start_runtime"]

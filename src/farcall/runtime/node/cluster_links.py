@@ -1,8 +1,8 @@
-"""What a node has with the others: the peers, the links that break and come back, and the watch over who is a member.
+"""The side of a node that faces the others: peers, links that break and come back, the failure detector.
 
-Made when it is known who the members are, or whom to ask; the I/O thread does not run yet then. Owns that part of the
-start and the end that concerns the others: being connected to them, the farewell, the end of the links. Hands what
-arrives on without looking at it. Used by the threads that start and end the node; what also runs elsewhere says so.
+Made when the members are known, or a member to ask; the I/O thread does not run yet then. Owns the part of the start
+and the end that concerns the others: being connected, the farewell, the end of the links. Hands messages on without
+looking at them. Used by the threads that start and end the node; methods that run elsewhere say so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RELEASE_DELAY_S = 0.01
 
 
 class ClusterLinks:
-    """One node among the others."""
+    """The peers and links of one node."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ClusterLinks:
         self._options = options
         self._resources = resources
         self._fail_unsent = changes.fail_unsent
-        self._left: list[RemotePeer] = []  # those to whom goodbye was said
+        self._left: list[RemotePeer] = []  # peers that were told goodbye
         self._write_later = write_later
         self._on_expelled = on_expelled
         self._releases = resources.loop.timer(self._send_releases)
@@ -100,7 +100,7 @@ class ClusterLinks:
         self._write_later(write)
 
     def on_expelled(self, why: str) -> None:
-        """The others hold this node for dead."""
+        """The others have declared this node dead."""
         self._on_expelled(why)
 
     # ------------------------------------------------------------------ memory of others
@@ -147,6 +147,8 @@ class ClusterLinks:
         self.connector.stop()
         for peer in self._left:
             peer.control(messages.Goodbye(reason))
+        for peer in self._left:
+            peer.link.outgoing.flush_behind_others()
         if linger_s:
             deadline = monotonic() + linger_s
             for peer in self._left:
@@ -155,7 +157,7 @@ class ClusterLinks:
                 peer.link.wait_closed(deadline)
 
     def cut(self, why: RpcError) -> None:
-        """End the links, and let go whoever waits for room in somebody's queue."""
+        """End the links, and free the threads that wait for room in a peer's queue."""
         for peer in self._left:
             peer.link.close()
             peer.on_queue_has_room()
@@ -165,7 +167,7 @@ class ClusterLinks:
     def close(self) -> None:
         """Give back what the peers hold. After the I/O thread has stopped."""
         for peer in self.peers.everyone():
-            peer.link.close()  # also those who have come in meanwhile
+            peer.link.close()  # also peers that have come in meanwhile
             peer.close()
         for peer in self._left:
             peer.close()

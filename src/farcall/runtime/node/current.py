@@ -87,7 +87,7 @@ def _after_fork() -> None:
     """The child of a member is no member: threads and connections belong to the parent."""
     work_for(None)
     for started in list(STARTED):
-        started.close_after_fork()
+        started.ending.close_after_fork()
     STARTED.clear()
     slot.lock = threading.Lock()
     if slot.runtime is not None:

@@ -1,4 +1,4 @@
-"""What arrives at a node, and what it is handed to: requests, answers, letters and control messages.
+"""The handler of each message that arrives: of requests, answers, letters and control messages.
 
 Owns the order in which a message is looked at: is there room, what rides along with it, whose is it. Holds no protocol:
 each control message is a row in a table, which the layers above add theirs to (`hooks.py`).
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, MutableMapping, MutableSet
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, get_args
 
@@ -30,6 +30,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
+from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -39,7 +40,7 @@ __all__ = ["Dispatcher"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-Controls = MutableMapping[type[Any], Callable[[RemotePeer, Any], None]]
+Controls = Mapping[type[Any], Callable[[RemotePeer, Any], None]]
 
 HANDLED_ANYWHERE = (
     messages.BlocksReleased,
@@ -54,15 +55,17 @@ HANDLED_ANYWHERE = (
 NEWS = get_args(Message)
 """Control messages about who is a member."""
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
-"""Control messages that are also taken from who is no member here, or not yet."""
+"""Control messages that are also taken from strangers: peers that are no members here, or not yet."""
 
 
 class Dispatcher:
-    """What arrives at one node."""
+    """The messages that arrive at one node, each on its way to a handler."""
 
     def __init__(
         self,
         name: str,
+        hooks: Hooks,
+        *,
         loop: Loop,
         admission: Admission,
         calls: CallTable,
@@ -70,14 +73,8 @@ class Dispatcher:
         leaving: Leaving | Withdrawing,
         watch: Callable[[], FailureDetector],
         hold: Callable[[RemotePeer, Frame], None],
-        controls: Controls,
-        in_order: MutableSet[type[Any]],
-        letters: Mapping[int, Callable[[Peer, Frame], None]],
     ) -> None:
-        """``hold`` keeps what somebody sends who is no member yet.
-
-        ``controls``, ``in_order`` and ``letters`` are tables that may grow later; the node's own rows are added here.
-        """
+        """``hold`` keeps the messages of peers that are no members yet. The node's own rows go into ``hooks`` here."""
         self._name = name
         self._loop = loop
         self._admission = admission
@@ -88,14 +85,12 @@ class Dispatcher:
         self._leaving = leaving
         self._watch = watch
         self._hold = hold
-        self._controls = controls
-        self._in_order = in_order
-        self._letters = letters
-        self.find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
-        """Gives a frame its distributed autograd context. Set by the layer above."""
-        in_order |= set(HANDLED_ANYWHERE)
+        self._hooks = hooks
+        self._controls = hooks.controls
+        self._in_order = hooks.in_order
+        self._letters = hooks.letters
         for kind, handle in self._own_controls().items():
-            controls.setdefault(kind, handle)
+            hooks.on_control(kind, handle, in_order=kind in HANDLED_ANYWHERE)
 
     def _own_controls(self) -> Controls:
         return {
@@ -135,10 +130,10 @@ class Dispatcher:
             self._mishandled(peer, error)
 
     def _mishandled(self, peer: Peer, error: Exception) -> None:
-        """A frame could not be handled: the link ends, and nobody else, who may only have lent the thread, hears of it.
+        """A frame could not be handled: the link ends. The reading thread, which may only be helping, goes on.
 
-        Its sender is of another version, or hostile, or farcall has a fault; whichever it is, something was lost that
-        both ends count as delivered, so they cannot go on.
+        The sender is of another version, or hostile, or farcall has a fault. In each case a message was lost that both
+        ends count as delivered, so the link cannot go on.
         """
         if isinstance(error, RpcError):
             logger.info("%s: a message of %s had no effect: %s", self._name, peer.info.name, error)
@@ -186,7 +181,7 @@ class Dispatcher:
         if kind == FAILURE:
             call.counters[FAILED] += 1
         if call.profile is not None:
-            # Before whoever waits goes on: it may be about to look at what was recorded.
+            # Before the caller goes on: it may be about to look at the record.
             call.profile.ended(profiled, len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers))
         call.on_answer(frame)
         if self._leaving.entered:
@@ -199,7 +194,7 @@ class Dispatcher:
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
             return False
         if notes.context_id:
-            self.find_recording(frame, notes)
+            self._hooks.find_recording(frame, notes)
         frame.profile = notes.profile
         if notes.time_left_s or notes.metadata:
             frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
@@ -265,7 +260,7 @@ class Dispatcher:
             self._watch().on_goodbye(peer.incarnation, "" if message.reason == messages.LEFT else message.reason[:100])
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
-        self._leaving.on_message(peer.info.id, message)
+        self._leaving.on_message(peer, message)
 
     def _on_news(self, peer: RemotePeer, message: Message) -> None:
         self._watch().on_message(peer.incarnation, message)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farcall.protocol.frames import Frame
+from farcall.protocol.notes import Notes
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.runtime.rendezvous.dynamic import Meeting
 
 __all__ = ["Hooks"]
 
@@ -32,14 +32,14 @@ class Hooks:
     """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down."""
     ended: list[Callable[[], None]] = field(default_factory=list)
     """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
-    expelled: list[Callable[[Meeting], None]] = field(default_factory=list)
-    """The node was expelled, and has ended; it may join again this way. On the thread that ended it."""
     letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
     """The taker of each subject's letters, on the thread that reads the link."""
     controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)
     """The handler of each kind of control message; see `on_control`."""
     in_order: set[type[Any]] = field(default_factory=set)
     """Kinds whose handlers run on the thread that reads the link."""
+    find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
+    """Gives a frame its distributed autograd context, on the thread that reads the link."""
 
     def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
         """Have ``handle`` called for each control message of this kind.

@@ -45,7 +45,7 @@ class Lifecycle:
         self.is_running: bool = False
         """May calls be made? True in the states "running" and "leaving": every call asks, so it is kept."""
         self.verdict: RpcError | None = None
-        """Why the others hold this node for dead, if they do: that is final."""
+        """Why the node can do no more, if so: the others have declared it dead, or its I/O thread failed. Final."""
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
 

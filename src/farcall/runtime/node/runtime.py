@@ -1,45 +1,33 @@
-"""The runtime of one member of a cluster: the composition root, which wires the parts, starts and stops them.
+"""The runtime of one member of a cluster: the composition root, which names each part once and wires it to the others.
 
-`start_runtime` brings a runtime up; it is complete from then on: peers, calls and server are plain attributes. Holds no
-protocol of its own; what it consists of is listed in this folder's ``__init__.py``. Several runtimes may live in one
-process. Knows none of the layers above: these keep their state with it (`Runtime.part`) and are called by it
-(`hooks.py`).
+`start.py` brings a runtime up, `ending.py` takes it down. Peers, calls and server are plain attributes; the list of
+parts is in this folder's ``__init__.py``. Holds no protocol of its own. Several runtimes may live in one process. Knows
+none of the layers above: these keep their state with it (`Runtime.part`) and are called by it (`hooks.py`).
 
-One long file on purpose: it names each part once, in the order in which parts are made and ended.
-
-Questions may be asked from any thread. `start_runtime` and `shutdown` belong to threads of the program,
-``_on_expelled`` to the I/O thread, ``_end`` to the thread that moved the node out of its last state (`lifecycle.py`).
+Questions may be asked from any thread.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import secrets
-import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import monotonic
 from typing import Any, TypeVar
 
 import torch
 
-from farcall.channel.segments import host_token
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, ShutdownTimeout, UnknownWorker
+from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.member import Member, Trust, new_incarnation
-from farcall.protocol.messages import FORGOT_SHUTDOWN, GAVE_UP, LEFT
 from farcall.runtime.calls.admission import Admission
-from farcall.runtime.calls.executor import UNKNOWN_S, Executor
+from farcall.runtime.calls.executor import Executor, FunctionTask
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
-from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.membership.events import MemberChanges, MemberEvents
@@ -48,6 +36,7 @@ from farcall.runtime.membership.shutdown import Leaving, Withdrawing, Work
 from farcall.runtime.node import current
 from farcall.runtime.node.cluster_links import ClusterLinks
 from farcall.runtime.node.dispatcher import Dispatcher
+from farcall.runtime.node.ending import ComeBack, Ending
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
@@ -55,87 +44,22 @@ from farcall.runtime.observing.event_log import EventLog
 from farcall.runtime.observing.observer_connection import ObserverConnections, Questions
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import retire_from
-from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.runtime.rendezvous.dynamic import DynamicRendezvous, Meeting, meet
-from farcall.runtime.rendezvous.static import join
-from farcall.runtime.rendezvous.store import MeetingPlace, find_meeting_place
-from farcall.serialize.allowance import INSTALLED
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
+from farcall.runtime.rendezvous.store import MeetingPlace
 
-__all__ = ["Runtime", "start_runtime"]
+__all__ = ["MakeCalls", "Runtime"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 P = TypeVar("P")
 MakeCalls = Callable[..., CallTable]
 
-STOP_S = 5.0
-LEAVE_S = 10.0
 TRIM_EVERY_S = 10.0
-LINGER_S = 1.0
-"""How long the others may take to read the last messages to them, after a graceful shutdown."""
-
-
-def start_runtime(
-    lifecycle: Lifecycle,
-    rank: int,
-    world_size: int | None,
-    options: RpcBackendOptions,
-    *,
-    parts: Iterable[Callable[[Runtime], object]] = (),
-    make_calls: MakeCalls = CallTable,
-    way_back: Meeting | None = None,
-    over: str = "",
-) -> Runtime:
-    """Meet the other members and connect to each; raises within the options' start timeout.
-
-    ``lifecycle`` has just been moved to "starting". ``parts`` are made before anything can arrive. ``way_back``: into
-    the group that this node was expelled from. ``over``: the cluster of a group of fixed size that let nobody in.
-    """
-    name = lifecycle.name
-    deadline = monotonic() + options.start_deadline_s
-    place = find_meeting_place(rank, world_size, options.init_method) if way_back is None else way_back.place
-    host = choose_host(options.advertise, place.host).host
-    resources: Resources | None = None
-    entry: DynamicRendezvous | None = None
-    runtime: Runtime | None = None
-    sigint.seal()
-    try:
-        try:
-            resources = Resources(name, options, host)
-        finally:
-            sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
-        incarnation = new_incarnation(secrets.randbits(62))
-        trust: Trust = "code" if INSTALLED.allowance is None else INSTALLED.allowance.trust
-        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
-        found: Membership | Meeting
-        if way_back is not None:
-            found = way_back
-        elif place.is_dynamic or place.contacts:
-            found = meet(place, me, options, deadline)
-        else:
-            found = join(place, me, options, over)
-        if isinstance(found, Meeting):
-            entry = DynamicRendezvous(found, me, options, deadline)
-            found = entry.membership
-        runtime = Runtime(lifecycle, options, resources, found, place=place, entry=entry, make_calls=make_calls)
-        for kind in parts:
-            runtime.part(kind)
-        runtime._connect(deadline)
-    except BaseException as error:
-        if runtime is not None:
-            runtime._end(Cancelled(f"the start of {name} failed: {error}"))
-        elif resources is not None:
-            if entry is not None:
-                entry.close()
-            resources.close()
-        raise
-    runtime._serve()
-    return runtime
 
 
 class Runtime:
-    """One member of a cluster, from the moment it knows the others, or whom to ask, until it has left."""
+    """One member of a cluster: complete as soon as the node knows the others, or a member to ask, until it has left."""
 
     def __init__(
         self,
@@ -147,6 +71,7 @@ class Runtime:
         place: MeetingPlace,
         entry: DynamicRendezvous | None,
         make_calls: MakeCalls,
+        come_back: ComeBack | None,
     ) -> None:
         """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group that is there."""
         self.options: RpcBackendOptions = options
@@ -159,16 +84,14 @@ class Runtime:
         """Has the group a fixed size?"""
         self.successor: Runtime | None = None
         """The same node as another member, after this one was expelled."""
-        self._place = place
-        self._stays_out = threading.Event()  # shutdown was called: an expelled node does not come back
+        self.ending: Ending = Ending(self, place, come_back)
         self.hooks: Hooks = Hooks()
         self.event_log: EventLog = EventLog()
         self.resources: Resources = resources
         self.loop: Loop = resources.loop
         self.pool: SegmentPool | None = resources.pool
-        self._lifecycle = lifecycle
-        self._entry = entry
-        self._exiting = False
+        self.lifecycle: Lifecycle = lifecycle
+        self.entry: DynamicRendezvous | None = entry
         self._parts: dict[Any, Any] = {}
         self._parts_lock = threading.RLock()
         self.devices: NodeDevices | None = None
@@ -217,16 +140,14 @@ class Runtime:
         )
         self.dispatcher: Dispatcher = Dispatcher(
             lifecycle.name,
-            self.loop,
-            self.admission,
-            self.calls,
-            self.server,
-            self.leaving,
-            lambda: self.links.watch,
-            lambda peer, frame: self.links.peers.hold(peer, frame),
-            self.hooks.controls,
-            self.hooks.in_order,
-            self.hooks.letters,
+            self.hooks,
+            loop=self.loop,
+            admission=self.admission,
+            calls=self.calls,
+            server=self.server,
+            leaving=self.leaving,
+            watch=lambda: self.links.watch,
+            hold=lambda peer, frame: self.links.peers.hold(peer, frame),
         )
         self.links: ClusterLinks = ClusterLinks(
             membership,
@@ -237,20 +158,20 @@ class Runtime:
             dispatcher=self.dispatcher,
             changes=self.member_changes,
             write_later=self.write_later,
-            on_expelled=self._on_expelled,
+            on_expelled=self.ending.on_expelled,
         )
         self.connector: Connector = self.links.connector
         self._peers = self.links.peers.named  # every call asks for its peer
 
-        self._observers = ObserverConnections(lifecycle.name, self.loop)
-        resources.listener.on_observer = self._observers.admit
+        self.observers: ObserverConnections = ObserverConnections(lifecycle.name, self.loop)
+        resources.listener.on_observer = self.observers.admit
         for kind in DEVICE_MESSAGES:
             self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
         if options.names_devices:
             self.hooks.peer_joined.append(lambda peer: self.use_devices().meet(peer))
         self.loop.timer(self._trim).at(self.started_at + TRIM_EVERY_S)
         self.loop.on_thread_start = self._own_thread  # it runs quick functions, too
-        self.loop.on_death = self._on_io_thread_lost
+        self.loop.on_death = self.ending.on_io_thread_lost
         # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
@@ -277,34 +198,6 @@ class Runtime:
         who = f"rank {self.info.id} of {len(self.workers())}, " if self.running else ""
         return f"<Node {self.info.name!r}: {who}{self.state}>"
 
-    # ------------------------------------------------------------------ the start
-
-    def _connect(self, deadline: float) -> None:
-        """Be connected to the other members, or let in by them."""
-        if self.options.names_devices:
-            self.use_devices().meet(self.me)
-        self.loop.start()
-        if self._entry is None:
-            self.links.connect_all(deadline)
-            if self.devices is not None and self.options.names_devices:
-                for peer in self.others():
-                    self.devices.meet(peer)
-        else:
-            self.links.join(self._entry)
-
-    def _serve(self) -> None:
-        """Make and serve calls from now on; the calls that came before have waited."""
-        self._lifecycle.move("connected")
-        self.executor.start()
-        self.watch.begin()
-        verdict = self._lifecycle.verdict
-        if verdict is not None:  # expelled while it started; from now on perhaps by the I/O thread, which ends it then
-            if self._lifecycle.move("leave"):
-                self._end(verdict)
-            raise verdict
-        places = " and ".join(self.addresses)
-        logger.info("%s is up: rank %d of %d, at %s", self.info.name, self.info.id, len(self.workers()), places)
-
     def use_devices(self) -> NodeDevices:
         """This node's devices, from now on; on any thread."""
         with self._parts_lock:
@@ -320,7 +213,14 @@ class Runtime:
 
     def write_later(self, write: Callable[[], None]) -> None:
         """Have a worker write a message that the I/O thread may not, because writing can mean waiting."""
-        self.executor.submit(_Write(write))
+
+        def write_or_log() -> None:
+            try:
+                write()
+            except RpcError as error:
+                logger.info("a message was not sent: %s", error)
+
+        self.executor.submit(FunctionTask(write_or_log))  # dropped where the node ends first: nobody waits for it
 
     def _trim(self, now: float) -> float:
         """On the I/O thread: give back memory that was not used for long."""
@@ -335,8 +235,7 @@ class Runtime:
     def _before_idle(self) -> None:
         """On a worker that has nothing to do now, or something that may take long."""
         self.server.flush()
-        if self.leaving.entered:
-            self.leaving.poke()
+        self.something_ended()
 
     def _own_thread(self) -> None:
         current.work_for(self)
@@ -346,22 +245,22 @@ class Runtime:
     @property
     def state(self) -> str:
         """One of the states in `lifecycle.py`, for people: a worker that waits in shutdown() for others serves them."""
-        state = self._lifecycle.state
+        state = self.lifecycle.state
         return "serving" if state == "leaving" and isinstance(self.leaving, Leaving) else state
 
     @property
     def running(self) -> bool:
         """May calls be made?"""
-        return self._lifecycle.is_running
+        return self.lifecycle.is_running
 
     @property
     def why_ended(self) -> RpcError | None:
         """Why no calls can be made; None: they can."""
-        return self._lifecycle.why_ended
+        return self.lifecycle.why_ended
 
     @property
     def watch(self) -> FailureDetector:
-        """The detector of failed members; it knows who is a member."""
+        """The failure detector, which has the table of members."""
         return self.links.watch
 
     @property
@@ -385,7 +284,7 @@ class Runtime:
             peer = self._peers.get(to.name if isinstance(to, WorkerInfo) else to)
         except TypeError:
             peer = None  # unhashable: the error below says what is wanted
-        if peer is not None and self._lifecycle.is_running:
+        if peer is not None and self.lifecycle.is_running:
             return peer
         if self.why_ended is not None:
             raise self.why_ended
@@ -430,7 +329,7 @@ class Runtime:
         return self.links.peers.workers()
 
     def members_now(self) -> list[MemberInfo]:
-        """The same, and who of them is unresponsive."""
+        """All members, and since when each of them is unresponsive, if it is."""
         return self.links.peers.members()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -455,7 +354,7 @@ class Runtime:
 
     def use_questions(self, questions: Questions) -> None:
         """Answer observers, and explain timeouts, by ``questions``: given once, while the node starts."""
-        self._observers.questions = questions
+        self.observers.questions = questions
         self.calls.questions = questions
 
     def something_ended(self) -> None:
@@ -479,100 +378,7 @@ class Runtime:
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
-        if not self._lifecycle.move("leave"):
-            self._stays_out.set()
-            self._lifecycle.wait_ended(2 * STOP_S)  # if it was expelled
-            if self.successor is not None:
-                self.successor.shutdown(graceful, timeout_s)
-            return
-        stop_reading()
-        agreed = False
-        late: tuple[str, ...] = ()
-        try:
-            if graceful:
-                self.server.on_answered = self.leaving.poke
-                if self._entry is not None:
-                    self._entry.withdraw()
-                self.membership.close()  # before all agree: afterwards a new store may be opened at its port
-                late = self.leaving.enter(timeout_s)
-                agreed = not late and self._lifecycle.verdict is None
-                if agreed:
-                    self.watch.agreed_to_leave = True
-                    for hook in self.hooks.agreed:
-                        hook()
-                    if isinstance(self.leaving, Withdrawing):
-                        self.watch.leave(LEAVE_S)
-                        self.leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have asked for more
-        finally:
-            self._end(Cancelled(f"{self.info.name} shut down before the answer came"), linger=agreed)
-        if self._lifecycle.verdict is not None:
-            raise self._lifecycle.verdict
-        if late:
-            raise ShutdownTimeout(
-                f"{self.info.name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", self.leaving.late_names
-            )
-
-    def leave_at_exit(self) -> None:
-        """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
-        self._exiting = True
-        if self.others() and not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
-            logger.warning(
-                "%s ended without shutdown(): call it last, so that workers wait for each other", self.info.name
-            )
-        self.shutdown(graceful=False)
-
-    def _on_expelled(self, why: str) -> None:
-        """On the I/O thread: the others hold this node for dead, and that is final."""
-        if self._lifecycle.is_over():
-            return
-        what = "joins again by itself, as a new member" if self._comes_back else "can do no more; call shutdown()"
-        self._give_up(Expelled(f"{self.info.name} was declared dead by the other members ({why}): it {what}"))
-
-    def _on_io_thread_lost(self, error: BaseException) -> None:
-        """On the I/O thread, which ends: a node without one would look alive, and answer nobody."""
-        if not self._lifecycle.is_over():
-            self._give_up(
-                NotInitialized(
-                    f"{self.info.name} ended, since its I/O thread failed ({type(error).__name__}: {error}): has a "
-                    "function closed descriptors that are not its own? Call shutdown(), then init_rpc to join again"
-                )
-            )
-
-    @property
-    def _comes_back(self) -> bool:
-        return bool(self.hooks.expelled) and self.options.membership.rejoin and self.state == "running"
-
-    def _give_up(self, verdict: RpcError) -> None:
-        """This node can do no more: every call fails with ``verdict``."""
-        way_back = self._way_back() if isinstance(verdict, Expelled) and self._comes_back else None
-        logger.error("%s", verdict)
-        self._lifecycle.verdict = verdict
-        self.links.myself.ended = verdict
-        self.calls.end(verdict)
-
-        def end(verdict: RpcError) -> None:
-            self._end(verdict, comes_back=way_back is not None)
-            if way_back is not None:
-                for hook in self.hooks.expelled:
-                    hook(way_back)
-
-        if not self._lifecycle.expel(end):
-            self.leaving.abort()  # the thread that starts or leaves ends the node
-
-    def _way_back(self) -> Meeting:
-        """How this node may join again: through those whom it knows. It keeps the store, and its part in the list."""
-        membership = self.membership
-        contacts = None if self._entry is None else self._entry.contacts
-        return Meeting(
-            self._place,
-            contacts,
-            membership.store,
-            membership.cluster_id,
-            membership.secret,
-            tuple(self.links.peers.who_may_let_us_in()),
-            membership.size,
-            self._stays_out,
-        )
+        self.ending.shutdown(graceful, timeout_s)
 
     def newest(self) -> Runtime:
         """This node as the member that it is now."""
@@ -580,70 +386,3 @@ class Runtime:
         while runtime.successor is not None:
             runtime = runtime.successor
         return runtime
-
-    def _end(self, why: RpcError, linger: bool = False, comes_back: bool = False) -> None:
-        """Stop everything that runs; leave no thread, descriptor, file or segment behind.
-
-        ``comes_back``: those who subscribed to events of members wait for this node's next membership.
-        """
-        name, links = self.info.name, self.links
-        sigint.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
-        try:
-            wanted = self._lifecycle.state == "leaving" and self._lifecycle.verdict is None
-            self._lifecycle.end()
-            why = self._lifecycle.verdict or why
-            if self._entry is not None:
-                self._entry.close()
-            links.watch.stop()
-            if not comes_back:
-                self.member_events.end()
-            farewell = FORGOT_SHUTDOWN if self._exiting else LEFT if wanted else GAVE_UP
-            links.say_goodbye(farewell, LINGER_S if linger else 0.0)
-            self.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"
-            links.cut(why)
-            self.membership.close()
-            # Now that no call can be made any more: one registered after this sweep sees that its peer is gone.
-            self.calls.fail_all(lambda call: why)
-            for hook in self.hooks.ended:
-                hook()
-            if self._exiting:
-                self.executor.interrupt()
-            stuck = self.executor.stop(STOP_S if linger else 1.0)
-            if stuck:
-                logger.warning("%s ends although functions still run on %d of its threads", name, len(stuck))
-            self.server.coroutines.stop(STOP_S)
-            self.loop.stop()
-            self._observers.close()
-            links.close()
-            if self.devices is not None:
-                self.devices.close()
-        finally:
-            self.resources.close()
-            current.STARTED.discard(self)
-            sigint.unseal()
-
-    def close_after_fork(self) -> None:
-        """In a forked child: let go of what belongs to the parent, without telling anybody."""
-        self._lifecycle.fork()
-        if self.membership.store is not None:
-            # Its threads exist in the parent only, and its destructor would wait for them for good.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.membership.store))
-            self.membership.close()
-
-
-class _Write:
-    """A message that the I/O thread may not write itself; a task of the executor."""
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-
-    def run(self, more: bool) -> None:
-        try:
-            self._write()
-        except RpcError as error:
-            logger.info("a message was not sent: %s", error)
-
-    def drop(self) -> None:
-        pass  # nobody waits for a message to a peer that this node has left

@@ -137,7 +137,9 @@ class PeerTable:
         return found
 
     def _present(self) -> list[Peer]:
-        peers = set(self.named.values())
+        # One whose name or rank another has by now is remembered under what is left, and no member.
+        named, peers = self.named, set(self.named.values())  # at once: the I/O thread may change them
+        peers = {peer for peer in peers if named.get(peer.info.name) is peer is named.get(peer.info.id)}
         if not self._is_static:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted(peers, key=lambda peer: peer.info.id)
@@ -194,8 +196,12 @@ class PeerTable:
         before = self.remotes.get(peer.info.id)
         named = self.named.get(peer.info.name)
         for other in (before, named):
-            if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation and not other.broken:
-                self.connector.give_up(other, "another process has its name or rank")
+            if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation:
+                if not other.broken:
+                    self.connector.give_up(other, "another process has its name or rank")
+                if other.number == other.incarnation:  # one that came later, of which a group may see many
+                    self._by_incarnation.pop(other.incarnation, None)
+                    self.numbered.pop(other.number, None)
         peer.known = True
         self._records.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)

@@ -30,7 +30,7 @@ from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
 from farcall.protocol.membership.joining import GROUP_IS_OVER
-from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.dialler import Dialler, Target, tls_for
@@ -192,8 +192,9 @@ class Search:
             raise GroupIsOver(
                 f"{self._me.name} was not let in: nobody of the group is there any more{whys}", self._meeting.cluster_id
             )
+        cancelled = self._meeting.cancelled
         for member in left:
-            if monotonic() >= deadline:
+            if monotonic() >= deadline or (cancelled is not None and cancelled.is_set()):
                 break
             outcome = self._look(Target.of(member, self._allowed), deadline)
             if outcome is True:
@@ -285,10 +286,17 @@ class _Looker:
 
 
 def is_there(meeting: Meeting, me: Member, options: RpcBackendOptions, deadline: float) -> bool:
-    """Is there still one of the group that ``meeting`` names, which would let ``me`` in?"""
+    """Is there still one of the group that ``meeting`` names, which would let ``me`` in?
+
+    Who is not found in time is not there: no look-up of a name, which nothing bounds, holds up a group that meets anew.
+    """
+
+    def look(cancelled: threading.Event) -> None:
+        Search(meeting._replace(cancelled=cancelled), me, options, _Looker()).run(deadline)
+
     try:
-        Search(meeting, me, options, _Looker()).run(deadline)
-    except (GroupIsOver, MissingPeers):
+        in_bounded_time(look, deadline - monotonic(), meeting.place.name)
+    except (GroupIsOver, MissingPeers, Unanswered):
         return False
     return True
 

@@ -87,3 +87,35 @@ def test_a_closed_lender_keeps_what_is_read() -> None:
     lent.push(2)
     assert lent.close() == [Freed(2)]
     assert lent.take(7, 1, "dropped") == [Freed(1)]
+
+
+def test_who_is_late_gets_the_last_version_of_a_lender_that_ends() -> None:
+    lent = lender(7, 8)
+    lent.push(1)
+    lent.take(8, 1, "mapped")
+    lent.push(2)
+    lent.push(3)  # 7 has not answered for the first one, 8 not for the second
+    lent.end()
+    assert lent.take(7, 1, "dropped") == [Lend(7, 3)]
+    assert 3 in lent.versions
+    assert Lend(8, 3) in lent.take(8, 2, "dropped")
+    assert lent.subscribers == []
+    lent.take(8, 1, "dropped")
+    lent.take(8, 3, "dropped")
+    assert Freed(3) in lent.take(7, 3, "dropped")
+    assert lent.versions == []
+
+
+def test_a_lender_that_ends_waits_for_nobody_who_wants_no_more() -> None:
+    lent = lender(7)
+    lent.push(1)
+    lent.push(2)
+    assert lent.end() == []
+    assert lent.want(7, False, 9) == [Freed(2)]
+
+
+def test_whoever_wants_versions_anew_gets_the_newest_anew() -> None:
+    lent = lender(7)
+    assert lent.push(1) == [Lend(7, 1)]
+    assert lent.want(7, True, 5) == []  # sent before the answer for the first one
+    assert lent.take(7, 1, "dropped") == [Lend(7, 1)]

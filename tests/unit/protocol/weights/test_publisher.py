@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from farcall.protocol.weights.directory import Directory
 from farcall.protocol.weights.lending import Freed, Lend
-from farcall.protocol.weights.messages import Claim, NameClaimed
+from farcall.protocol.weights.messages import Claim, NameClaimed, NameClosed
 from farcall.protocol.weights.publisher import (
     CLAIM_S,
     Answered,
@@ -111,3 +112,33 @@ def test_versions_are_lent_and_come_back_after_the_end() -> None:
     made.handle(Closed(), 11.0)
     assert made.handle(Pushed(2), 11.0) == []
     assert made.handle(Taken(5, 1, "dropped"), 11.0) == [Freed(1)]
+
+
+def test_all_are_told_that_it_ends_and_get_the_last_version() -> None:
+    made = machine()
+    made.handle(Wanted(1, True, 0), 11.0)
+    assert made.handle(Pushed(1), 11.0) == [Lend(1, 1)]
+    assert made.handle(Pushed(2), 11.0) == []
+    assert made.handle(Closed(), 11.0) == [Tell(None, NameClosed("policy", made.claim, 2))]
+    assert made.handle(Closed(), 11.0) == []
+    assert made.handle(Wanted(2, True, 0), 11.0) == [Tell(2, NameClosed("policy", made.claim, 0))]
+    assert made.handle(Taken(1, 1, "dropped"), 11.0) == [Lend(1, 2), Freed(1)]
+    assert made.handle(Taken(1, 2, "dropped"), 11.0) == [Freed(2)]
+
+
+def test_an_end_that_is_heard_of_first() -> None:
+    known = Directory()
+    claim = Claim(4, 7)
+    known.close(NameClosed("policy", claim, 9))
+    known.claim(NameClaimed("policy", claim, 8))
+    assert known.find_publisher("policy") is None
+    assert known.find("policy") == (claim, 9)
+    known.claim(NameClaimed("policy", Claim(5, 7), 9))
+    assert known.find_publisher("policy") == Claim(5, 7)
+
+
+def test_an_older_claim_that_is_heard_of_later() -> None:
+    known = Directory()
+    known.claim(NameClaimed("policy", Claim(5, 7), 9))
+    known.claim(NameClaimed("policy", Claim(4, 7), 8))
+    assert known.find_publisher("policy") == Claim(5, 7)

@@ -10,6 +10,7 @@ from farcall.protocol.weights.subscriber import (
     Claimed,
     Closed,
     Dropped,
+    Ended,
     Failed,
     Fetch,
     Fetched,
@@ -139,3 +140,33 @@ def test_closed_it_gives_all_back_but_what_is_read() -> None:
     ]
     assert arrive(made, Key(FIRST, 3)) == [Dropped(Key(FIRST, 3)), taken(Key(FIRST, 3), "dropped")]
     assert made.handle(LetGo(two)) == [Dropped(two), taken(two, "dropped")]
+
+
+def test_a_publisher_that_ends_is_over_when_its_last_version_is_here() -> None:
+    made = machine()
+    arrive(made, Key(FIRST, 1))
+    assert made.handle(Ended(SECOND, 1)) == []
+    assert made.state is SubscriberState.SUBSCRIBED
+    made.handle(Ended(FIRST, 2))
+    assert made.state is SubscriberState.ENDED
+    assert not made.is_over
+    arrive(made, Key(FIRST, 2))
+    assert made.is_over
+    assert made.handle(Claimed(SECOND)) == [Tell(200, VersionsWanted("policy", True, 1))]
+    assert not made.is_over
+
+
+def test_a_last_version_that_will_not_come_is_not_waited_for() -> None:
+    told = machine()
+    told.handle(Ended(FIRST, 2))
+    told.handle(Ended(FIRST, 0))
+    assert told.is_over
+    failed = machine()
+    arrive(failed, Key(FIRST, 2), None)
+    failed.handle(Ended(FIRST, 2))
+    failed.handle(Failed(Key(FIRST, 2)))
+    assert failed.is_over
+    dead = machine()
+    dead.handle(Ended(FIRST, 2))
+    dead.handle(Gone(100))
+    assert dead.is_over

@@ -82,6 +82,24 @@ def test_frames_come_in_order_whatever_the_pieces(ends: tuple[End, End]) -> None
     assert [right.next().call_id for _ in range(200)] == list(range(200))
 
 
+def test_last_words_leave_behind_what_another_thread_writes_and_before_the_end(ends: tuple[End, End]) -> None:
+    left, right = ends
+    outgoing = left.link.outgoing
+    outgoing._write_lock.acquire()  # another thread writes
+
+    def end() -> None:
+        outgoing.send(small(1))
+        outgoing.flush_behind_others()
+        left.link.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    wait_until(lambda: outgoing._outbox)
+    outgoing._write_lock.release()
+    assert right.next().call_id == 1
+    ending.join(PATIENCE_S)
+
+
 def test_bytes_behind_the_handshake_are_frames() -> None:
     near, far = memory_pair()
     end = End("late", near, start=False)

@@ -15,6 +15,7 @@ from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encod
 from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.link import Link
+from farcall.transport.interface import TransportForged
 from farcall.transport.memory import MemoryTransport, memory_pair
 
 PATIENCE_S = 20.0
@@ -99,10 +100,15 @@ def large(number: int, size: int = 1 << 20) -> list[bytes | memoryview]:
     return encode_frame(REQUEST, 0, number, b"", b"", b"", [memoryview(bytearray([number]) * size)])
 
 
+def cut(end: End) -> None:
+    """The connection breaks at this end; what is in it is lost."""
+    end.link.transport.close()
+    end.link.interrupt("for the test")
+
+
 def lose(ends: tuple[End, End]) -> None:
-    """The connection breaks; what is in it is lost."""
     for end in ends:
-        end.link.interrupt("for the test")
+        cut(end)
     for end in ends:
         end.interrupted.get(timeout=PATIENCE_S)
 
@@ -128,6 +134,10 @@ def test_what_is_sent_meanwhile_comes_after_what_was_sent_before(ends: tuple[End
     assert right.frames.empty()
 
 
+WHOLE = CAPACITY_BYTES // len(small(0, 200))
+"""So many frames the connection holds, and the beginning of one more."""
+
+
 def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) -> None:
     left, right = ends
     right.link.incoming._read_lock.acquire()  # it does not read: the connection fills up
@@ -135,14 +145,127 @@ def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) 
         left.link.outgoing.send(small(number, 200))
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
+    cut(right)
     right.link.incoming._read_lock.release()
-    right.link.interrupt("for the test")
     right.interrupted.get(timeout=PATIENCE_S)
     rejoin(ends)
     assert [right.next() for _ in range(300)] == list(range(300))
+    assert left.link.session.sent_again == WHOLE + 1  # the last of which went in part
 
 
-def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tuple[End, End]) -> None:
+def test_frames_that_came_before_the_break_are_not_written_again(ends: tuple[End, End]) -> None:
+    left, right = ends
+    right.link.incoming._read_lock.acquire()
+    for number in range(300):
+        left.link.outgoing.send(small(number, 200))
+    left.link.interrupt("for the test")
+    left.interrupted.get(timeout=PATIENCE_S)
+    right.link.interrupt("for the test")
+    right.link.incoming._read_lock.release()
+    right.interrupted.get(timeout=PATIENCE_S)
+    assert right.link.session.received == right.frames.qsize() == WHOLE
+    rejoin(ends)
+    assert [right.next() for _ in range(300)] == list(range(300))
+    assert left.link.session.sent_again == 1  # it came in part
+
+
+class Alone:
+    """One end whose peer is a bare transport, and which reads nothing until `read_on`: so the writer meets the end."""
+
+    def __init__(self, transports: tuple[MemoryTransport, MemoryTransport]) -> None:
+        near, self.far = transports
+        self.end = End("alone", near)
+        self.end.link.incoming._read_lock.acquire()
+
+    def write_to_a_peer_that_ends_with(self, *frames: bytes) -> None:
+        for frame in frames:
+            assert self.far.send([frame]) == len(frame)
+        self.far.close()
+        self.end.on_loop(lambda: None)  # the I/O thread has seen that somebody else reads
+        self.end.link.outgoing.send(small(100))
+
+    def read_on(self) -> None:
+        self.end.link.incoming._read_lock.release()
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    made = Alone(memory_pair())
+    yield made
+    made.end.close()
+
+
+@pytest.mark.parametrize("may_return", [True, False])
+def test_the_last_words_of_a_peer_come_before_the_news_of_the_break(alone: Alone, may_return: bool) -> None:
+    end = alone.end
+    end.may_return = may_return
+    heard_before: Queue[int] = Queue()
+
+    def on_interrupted(reason: str) -> bool:
+        heard_before.put(end.frames.qsize())
+        return may_return
+
+    end.link._on_interrupted = on_interrupted
+    alone.write_to_a_peer_that_ends_with(small(1), small(2), small(3))
+    alone.read_on()
+    assert heard_before.get(timeout=PATIENCE_S) == 3
+    assert [end.next() for _ in range(3)] == [1, 2, 3]
+    assert end.link.session.received == 3
+    if not may_return:
+        assert "the stream has ended" in end.broken.get(timeout=PATIENCE_S)
+
+
+def test_last_words_that_are_no_frames_are_an_end(alone: Alone) -> None:
+    alone.write_to_a_peer_that_ends_with(small(1), b"this is no frame at all, and it is long enough to see that")
+    alone.read_on()
+    alone.end.broken.get(timeout=PATIENCE_S)
+    assert alone.end.interrupted.empty()
+
+
+def test_a_function_among_the_last_words_holds_up_nothing(alone: Alone) -> None:
+    end = alone.end
+    goes_on = threading.Event()
+
+    def take_long(frame: Frame) -> None:
+        end.link.incoming.watch_reader()
+        goes_on.wait(PATIENCE_S)
+        end.frames.put(frame)
+
+    end.link.incoming._on_frame = take_long
+    alone.write_to_a_peer_that_ends_with(small(1))
+    alone.read_on()
+    end.interrupted.get(timeout=PATIENCE_S)
+    assert end.frames.empty()
+    goes_on.set()
+    assert end.next() == 1
+
+
+class Forged(MemoryTransport):
+    """What is read of it first, somebody in between has changed."""
+
+    was_read = False
+
+    def receive_into(self, view: memoryview) -> int | None:
+        if not self._incoming.chunks or self.was_read:
+            return super().receive_into(view)
+        self.was_read = True
+        raise TransportForged("somebody in between has changed it")
+
+
+def test_nothing_is_read_of_a_connection_after_it_was_found_forged() -> None:
+    # The layer that found it has counted one record: a second look could let the next one pass.
+    near, far = memory_pair()
+    end = End("cheated", Forged(near._incoming, near._outgoing, "forged"))
+    far.send([small(1)])
+    assert "changed" in end.interrupted.get(timeout=PATIENCE_S)
+    assert end.link.session.received == 0
+    assert end.frames.empty()
+    end.close()
+    far.close()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tuple[End, End], is_lost: bool) -> None:
     left, right = ends
     right.link.incoming._read_lock.acquire()
     writer = threading.Thread(target=left.link.outgoing.send_pieces, args=(large(7),))
@@ -152,8 +275,11 @@ def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tu
     left.link.outgoing.send(small(8))
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
+    if is_lost:
+        cut(right)
+    else:
+        right.link.interrupt("for the test")
     right.link.incoming._read_lock.release()
-    right.link.interrupt("for the test")
     right.interrupted.get(timeout=PATIENCE_S)
     assert writer.is_alive()
     rejoin(ends)

@@ -46,6 +46,7 @@ class Leaver:
         self.loop = StillLoop()
         self.in_flight = in_flight
         self.activity = 7
+        self.other = OTHER
         self.sent: list[tuple[int, DepartureMessage]] = []
         self.leaving = Leaving(
             0,
@@ -60,7 +61,11 @@ class Leaver:
         self.loop.run()
 
     def other_is_ready(self, round_number: int) -> None:
-        self.leaving.on_message(1, DepartureReport(round_number + 1, round_number, True, 0, 3, [], False))
+        self.says_ready(self.other, round_number)
+
+    def says_ready(self, peer: Peer, round_number: int, sequence: int = 0) -> None:
+        report = DepartureReport(sequence or round_number + 1, round_number, True, 0, 3, [], False)
+        self.leaving.on_message(peer, report)
 
     def finished(self) -> tuple[str, ...]:
         self.thread.join(LONG_S)
@@ -85,9 +90,12 @@ def test_idle_members_agree_and_leave() -> None:
 def test_one_that_came_for_a_dead_one_is_waited_for_and_the_end_of_the_dead_one_is_not_its_end() -> None:
     leaver = Leaver()
     leaver.other_is_ready(0)
-    leaver.leaving.on_peer_came(Peer(WorkerInfo("w1", 1), 6, 6))
+    leaver.other = Peer(WorkerInfo("w1", 1), 6, 6)
+    leaver.leaving.on_peer_came(leaver.other)
     leaver.leaving.on_peer_gone(OTHER)  # late
     assert probes(leaver) == [1], "what the dead one said does not count"
+    leaver.says_ready(OTHER, 1, sequence=99)  # read before its link ended, and handled now
+    assert probes(leaver) == [1], "nor what it says now"
     leaver.other_is_ready(0)
     assert probes(leaver) == [1, 2]
     leaver.other_is_ready(2)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from time import monotonic
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
-from farcall.errors import MissingPeers, WrongSecret
+from farcall.errors import BadRank, MissingPeers, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member
+from farcall.runtime.io import bounded_call
 from farcall.runtime.rendezvous.contacts import Contacts as ContactList
 from farcall.runtime.rendezvous.contacts import Group
-from farcall.runtime.rendezvous.dynamic import Meeting, Search
+from farcall.runtime.rendezvous.dynamic import Meeting, Search, is_there
 from farcall.runtime.rendezvous.records import Proofs, Records
 from farcall.runtime.rendezvous.store import MeetingPlace
 from farcall.secret import Secret
@@ -80,6 +85,43 @@ def test_a_store_that_was_never_heard_is_named() -> None:
     found, _ = joining(Contacts(0), [None])
     with pytest.raises(MissingPeers, match=r"127.0.0.1:1: the store is gone: Broken pipe"):
         found.run(monotonic() + 10.0)
+
+
+FAR = Member("far", 0, 0x3F, ("tcp://far.example:1",))
+MET_BEFORE = Meeting(PLACE, None, None, "cluster", Secret(b"secret"), (FAR,), 2)
+
+
+def test_names_that_take_long_hold_up_no_group_that_meets_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[Any]:
+        asked.set()
+        goes_on.wait(LONG_S)
+        raise OSError("no name server answers")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(bounded_call, "GRACE_S", 0.0)
+    found: list[bool] = []
+    options = RpcBackendOptions(init_method=PLACE.url)
+    starting = threading.Thread(target=lambda: found.append(is_there(MET_BEFORE, ME, options, monotonic() + 0.01)))
+    starting.start()
+    starting.join(LONG_S / 2)
+    try:
+        assert found == [False]
+        assert asked.wait(LONG_S)
+    finally:
+        goes_on.set()
+        starting.join()
+        wait_until(lambda: all(thread.name != "farcall-rendezvous" for thread in threading.enumerate()))
+
+
+def test_a_member_of_another_size_is_no_reason_to_meet_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise BadRank("give every process the same world_size")
+
+    monkeypatch.setattr(Search, "_look", refuse)
+    with pytest.raises(BadRank, match="the same world_size"):
+        is_there(MET_BEFORE, ME, RpcBackendOptions(init_method=PLACE.url), monotonic() + LONG_S)
 
 
 def entered(store: Any, secret: bytes, me: Member = ME) -> Group:

@@ -1,0 +1,132 @@
+"""The start of a node: it meets the others, gets its parts, is connected, and serves.
+
+`start_runtime` returns a runtime that is complete, or raises and leaves nothing behind. Runs on the thread that starts
+the node; how the members meet is `rendezvous/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from time import monotonic
+
+from farcall.channel.segments import host_token
+from farcall.errors import Cancelled
+from farcall.options import RpcBackendOptions
+from farcall.protocol.member import Member, Trust, new_incarnation
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.io import sigint
+from farcall.runtime.node.ending import ComeBack
+from farcall.runtime.node.lifecycle import Lifecycle
+from farcall.runtime.node.resources import Resources
+from farcall.runtime.node.runtime import MakeCalls, Runtime
+from farcall.runtime.rendezvous.addresses import choose_host
+from farcall.runtime.rendezvous.agreement import Membership
+from farcall.runtime.rendezvous.dynamic import DynamicRendezvous, Meeting, meet
+from farcall.runtime.rendezvous.static import join
+from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.serialize.allowance import INSTALLED
+
+__all__ = ["start_runtime"]
+
+logger: logging.Logger = logging.getLogger("farcall")
+
+
+def start_runtime(
+    lifecycle: Lifecycle,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    *,
+    parts: Iterable[Callable[[Runtime], object]] = (),
+    make_calls: MakeCalls = CallTable,
+    come_back: ComeBack | None = None,
+    way_back: Meeting | None = None,
+    over: str = "",
+) -> Runtime:
+    """Meet the other members and connect to each; raises within the options' start timeout.
+
+    ``lifecycle`` has just been moved to "starting". ``parts`` are made before anything can arrive. ``come_back`` makes
+    an expelled node join again. ``way_back``: into the group that this node was expelled from. ``over``: the cluster of
+    a group of fixed size that let nobody in.
+    """
+    name = lifecycle.name
+    deadline = monotonic() + options.start_deadline_s
+    place = find_meeting_place(rank, world_size, options.init_method) if way_back is None else way_back.place
+    host = choose_host(options.advertise, place.host).host
+    resources: Resources | None = None
+    entry: DynamicRendezvous | None = None
+    runtime: Runtime | None = None
+    sigint.seal()
+    try:
+        try:
+            resources = Resources(name, options, host)
+        finally:
+            sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
+        incarnation = new_incarnation(secrets.randbits(62))
+        trust: Trust = "code" if INSTALLED.allowance is None else INSTALLED.allowance.trust
+        me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
+        found: Membership | Meeting
+        if way_back is not None:
+            found = way_back
+        elif place.is_dynamic or place.contacts:
+            found = meet(place, me, options, deadline)
+        else:
+            found = join(place, me, options, over)
+        if isinstance(found, Meeting):
+            entry = DynamicRendezvous(found, me, options, deadline)
+            found = entry.membership
+        runtime = Runtime(
+            lifecycle,
+            options,
+            resources,
+            found,
+            place=place,
+            entry=entry,
+            make_calls=make_calls,
+            come_back=come_back,
+        )
+        for kind in parts:
+            runtime.part(kind)
+        _connect(runtime, deadline)
+    except BaseException as error:
+        if runtime is not None:
+            runtime.ending.end(Cancelled(f"the start of {name} failed: {error}"))
+        elif resources is not None:
+            if entry is not None:
+                entry.close()
+            resources.close()
+        raise
+    _serve(runtime)
+    return runtime
+
+
+def _connect(runtime: Runtime, deadline: float) -> None:
+    """Be connected to the other members, or let in by them."""
+    names_devices = runtime.options.names_devices
+    if names_devices:
+        runtime.use_devices().meet(runtime.me)
+    runtime.loop.start()
+    if runtime.entry is not None:
+        runtime.links.join(runtime.entry)
+        return
+    runtime.links.connect_all(deadline)
+    if names_devices:
+        for peer in runtime.others():
+            runtime.use_devices().meet(peer)
+
+
+def _serve(runtime: Runtime) -> None:
+    """Make and serve calls from now on; the calls that came before have waited."""
+    lifecycle, info = runtime.lifecycle, runtime.info
+    lifecycle.move("connected")
+    runtime.executor.start()
+    runtime.watch.begin()
+    verdict = lifecycle.verdict
+    if verdict is not None:  # expelled while it started; from now on perhaps by the I/O thread, which ends it then
+        if lifecycle.move("leave"):
+            runtime.ending.end(verdict)
+        raise verdict
+    places = " and ".join(runtime.addresses)
+    logger.info("%s is up: rank %d of %d, at %s", info.name, info.id, len(runtime.workers()), places)

@@ -1,0 +1,71 @@
+"""The end of all references, looks inside, and the bytes of messages."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.kit.reference_machines import BEN, OWNER, Trio, only
+
+from farcall.protocol.references.messages import (
+    Accept,
+    Answer,
+    Confirm,
+    FreeValue,
+    Inquire,
+    Message,
+    Register,
+    Release,
+    Withdraw,
+)
+
+
+@pytest.fixture
+def trio() -> Trio:
+    return Trio()
+
+
+def test_drop_all_users_and_unforked_owners(trio: Trio) -> None:
+    hers = trio.created_by_anna()
+    unforked, forked = trio.anna.own_local(), trio.anna.own_local()
+    trio.anna.fork(forked, BEN)
+    effects = trio.anna.drop_all()
+    assert FreeValue(unforked.ref) in effects
+    assert only(effects, OWNER) == Release([(hers.ref, hers.fork_id)])
+    [left] = trio.anna.snapshot().owned
+    assert (left.ref, left.forks_by_holder) == (forked.ref, {BEN: 1})
+    trio.anna.released.append(hers)  # the program's object dies later
+    assert trio.anna.flush() == []
+
+
+def test_counts_and_snapshot(trio: Trio) -> None:
+    hers = trio.created_by_anna()
+    trio.anna.own_local()
+    trio.anna.create(OWNER)
+    trio.anna.fork(hers, BEN)
+    counts = trio.anna.counts()
+    assert counts._asdict() == {
+        "owned": 1,
+        "owners": 0,
+        "forks": 0,
+        "users": 2,
+        "pending_users": 1,
+        "pending_children": 1,
+    }
+    assert trio.anna.snapshot().used[0].children_sent_to == [BEN]
+    assert trio.owner.counts()._replace(owned=0) == (0, 1, 1, 0, 0, 0)
+
+
+def test_messages_survive_their_encoding(trio: Trio) -> None:
+    fork = trio.anna.create(OWNER)
+    held = (fork.ref, fork.fork_id)
+    decoder = msgspec.msgpack.Decoder(Message)
+    for message in [
+        Register([fork]),
+        Confirm([held]),
+        Accept([fork.fork_id]),
+        Release([held]),
+        Withdraw([fork]),
+        Inquire(1, [2]),
+        Answer(1, [fork]),
+    ]:
+        assert decoder.decode(msgspec.msgpack.encode(message)) == message
