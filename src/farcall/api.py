@@ -113,7 +113,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
     until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
-    after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
+    after which `ShutdownTimeout` names the late workers. Otherwise leave at once. Either way this process can call
     `init_rpc` again afterwards. A second shutdown does nothing.
     """
     if slot.runtime is None and slot.was_filled:
@@ -145,7 +145,7 @@ def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
     """Have ``callback`` told of workers that join, leave, fall silent, recover from that, or die.
 
     It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
-    calls. Call what is returned to end that.
+    calls. Call the returned function to end that.
     """
     return current_runtime().member_events.subscribe(callback)
 

@@ -124,7 +124,7 @@ class Node:
         try:
             return self._start(self._lifecycle)
         except GroupIsOver as error:
-            # Its last members left just now. Whoever comes back to this place makes a new group.
+            # Its last members left just now. A worker that comes back to this place makes a new group.
             self._lifecycle = Lifecycle(self._lifecycle.name)
             self._lifecycle.move("start")
             return self._start(self._lifecycle, over=error.cluster_id)
@@ -335,7 +335,7 @@ class Node:
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
         """Have ``callback`` told, on a worker thread, of members that join, leave, fall silent, recover or die.
 
-        Call what is returned to end that.
+        Call the returned function to end that.
         """
         return self._runtime.member_events.subscribe(callback)
 

@@ -153,7 +153,7 @@ class MemoryOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(_Checked):
-    """The bounds of the queues, and what becomes of calls that meet one.
+    """The bounds of the queues, and the fate of calls that meet one.
 
     Args:
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
@@ -187,7 +187,7 @@ class ObservingOptions(_Checked):
         metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
         metrics_host: the address to serve them on. Where it is not loopback and there are certificates (``tls``), over
-            TLS, to those who show one of the same authority; else to everybody.
+            TLS, to clients with one of the same authority; else to everybody.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
         dashboard_host: the address to serve it on. Where that is not loopback, over TLS only (``tls``, with
@@ -296,11 +296,11 @@ class RpcBackendOptions(_Checked):
             named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
             the way back. Without a map a tensor on a device is not sent.
         devices: the devices that calls use here. Default: those that maps lead from or to.
-        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
+        automatic_device_maps: every callee that has no map gets the identity: tensors on ``cuda:1`` go to ``cuda:1``.
         busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
             itself where that does not pay. 0 means never.
         inherit: the calls of a function have at most the time that its caller has left, carry its metadata, and are
-            cancelled with it. False: none of that, and what has begun is not cancelled, as in torch.distributed.rpc.
+            cancelled with it. False: none of that, as in torch.distributed.rpc; running functions are not cancelled.
         membership: `MembershipOptions`, when a silent member is dead.
         memory: `MemoryOptions`, what large tensors travel through.
         limits: `LimitOptions`, how long queues may grow.
@@ -382,7 +382,7 @@ class RpcBackendOptions(_Checked):
 
     @property
     def names_devices(self) -> bool:
-        """Whether anything is said about devices: without that, none is ever looked at."""
+        """Do the options name devices? If not, none is ever looked at."""
         return bool(self.device_maps or self.devices or self.automatic_device_maps)
 
     def replace(self, **changes: Any) -> RpcBackendOptions:
@@ -413,7 +413,7 @@ def _choose_secret(secret: Any, path: Any) -> tuple[Any, str | None]:
         if secret is not None and path is not None:
             raise ValueError(f"{ENV_SECRET} and {ENV_SECRET_FILE} are both set: unset one of them")
     elif secret is not None and path is not None:
-        # A copy that replaces one of them: what came from the environment yields.
+        # A copy that replaces one of them: the one from the environment yields.
         if path == in_environment[1]:
             path = None
         elif secret == in_environment[0]:

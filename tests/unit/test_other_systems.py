@@ -34,5 +34,5 @@ for found in pkgutil.walk_packages(farcall.__path__, "farcall."):
 
 
 def test_every_module_can_be_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ from farcall.channel.segments import SegmentRefused
 
 _SEAL_SHRINK = 0x0002
 
-# Releases are worth waking somebody for when they give much back. Others wait for the next frame that leaves.
+# A thread is woken only for releases that give much back. Others wait for the next frame that leaves.
 _URGENT_BYTES = 4 << 20
 # So many of the latest releases are looked at for a block to use again: those of one call's arguments.
 _MOST_LOOKED_AT = 4
@@ -225,7 +225,7 @@ class SegmentMap:
             taken.append((segment_id, offset))
 
     def close(self) -> None:
-        """Forget the segments. Views that still exist stay valid; their end is nobody's business any more."""
+        """Forget the segments. Views that still exist stay valid; their end is not told any more."""
         self._closed = True
         self._on_release = None
         self._segments.clear()

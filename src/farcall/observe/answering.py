@@ -2,8 +2,8 @@
 
 Owns the subjects, the questions passed on for observers, and the node's own: when a call has timed out, its callee is
 asked about it, and the answer explains the error. Everything runs on the I/O thread but ``explain`` and the end of the
-node. Whoever pops a question from the table ends it, so there is no lock. Nothing here waits, and no answer needs a
-worker thread. A question without an answer is given up at its deadline.
+node. Popping a question from the table ends it, and is atomic, so there is no lock. Nothing here waits, and no answer
+needs a worker thread. A question without an answer is given up at its deadline.
 
 An observer hears of all workers: the asked member passes the question on over its links, and each answer back.
 """

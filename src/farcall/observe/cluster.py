@@ -326,7 +326,7 @@ class profile:
         return self._harvest, self._runtime.info.id
 
     def trace(self) -> dict[str, Any]:
-        """The trace, as what becomes JSON."""
+        """The trace, ready for a JSON encoder."""
         return chrome_trace(*self._finished())
 
     def export_chrome_trace(self, path: str | Path) -> None:

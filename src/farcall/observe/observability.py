@@ -66,7 +66,7 @@ class Observability:
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
-        # Whoever asks for a page wants to open it, whatever is logged.
+        # A user who asks for a page wants to open it, whatever is logged.
         print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:

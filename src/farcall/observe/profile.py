@@ -69,7 +69,7 @@ class ProcessRecorder(Protocol):
         """Take the operators of one part of a run."""
 
     def collector_of(self, worker: WorkerInfo) -> Collector | None:
-        """The collector of calls that nobody else profiles."""
+        """The collector of calls that have no other."""
 
 
 class Collector:

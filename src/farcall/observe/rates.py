@@ -57,7 +57,7 @@ class Row:
 
 
 def cluster_title(cluster_id: str, metrics: Iterable[Metrics]) -> str:
-    """What a cluster is called: the name that somebody gave it, or its id."""
+    """The name that people gave to a cluster, or its id."""
     return next((one.cluster_name for one in metrics if one.cluster_name), cluster_id)
 
 

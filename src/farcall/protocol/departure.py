@@ -8,8 +8,8 @@ is `ACTIONS`, at the end of this file.
 
 *Ready* is: shutting down, idle, and aware of every death the coordinator knows of. The last matters because a link's
 end comes after all that the dead node sent over it: a member that knows of the death has seen its last requests. Two
-that merely lost their link to each other must not block the rest, so whoever is reported to coordinates, even with a
-smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
+that merely lost their link to each other must not block the rest, so a member that gets reports coordinates, even with
+a smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
 have not noticed after a long grace is held to be only a lost link. Messages may come twice or out of order.
 
 The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and reads the
@@ -195,7 +195,7 @@ class Departure:
         return min(deadlines, default=None)
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """Do what has become due."""
+        """Do the work that has become due."""
         self._now = now
         if self._deadline is not None and now >= self._deadline:
             if self._state is DepartureState.RELEASING:

@@ -94,7 +94,7 @@ def scene() -> Iterator[Scene]:
     yield made
     made.supervisor.close(patient=False)
     assert made.engine.closed
-    assert not any(thread.name == "farcall-supervisor" for thread in threading.enumerate())
+    wait_until(lambda: not any(thread.name == "farcall-supervisor" for thread in threading.enumerate()))
 
 
 def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
