@@ -216,7 +216,8 @@ class ObservingOptions(_Checked):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
             self._set(name, text)
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
-            self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
+            chosen = _from_environment(getattr(self, name), variable)
+            self._set(name, _check_port(f"{name} (or {variable})", chosen))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
 
 
@@ -280,6 +281,7 @@ class RpcBackendOptions(_Checked):
             how long processes take to start).
         advertise: host name or IP address, without a port, that this node tells the others.
             Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
+        port: where this node listens for members over TCP. Default: 0, the system chooses.
         secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
             Default: ``FARCALL_SECRET``, else ``secret_file``, else a key of this user's on
             this machine: without a secret, members of other machines and other users are not met.
@@ -314,6 +316,7 @@ class RpcBackendOptions(_Checked):
     num_worker_threads: int = field(default=DEFAULT_NUM_WORKER_THREADS, kw_only=True)
     start_timeout_s: float | None = field(default=None, kw_only=True)
     advertise: str | None = field(default=None, kw_only=True)
+    port: int = field(default=0, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
     secret_file: str | None = field(default=None, kw_only=True)
     tls: TlsOptions | None = field(default=None, kw_only=True)
@@ -348,6 +351,7 @@ class RpcBackendOptions(_Checked):
         self._set("device_maps", _check_device_maps(self.device_maps))
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
+        self._set("port", _check_port("port", self.port) or 0)
         secret, path = _choose_secret(self.secret, self.secret_file)
         self._set("secret", _check_secret(secret))
         self._set("secret_file", path)
@@ -479,15 +483,15 @@ def _check_positive(name: str, value: object) -> int:
     return value
 
 
-def _check_port(name: str, variable: str, value: object) -> int | None:
+def _check_port(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} (or {variable}) must be an int, not {value!r}")
+        raise TypeError(f"{name} must be an int, not {value!r}")
     if not 0 <= value <= 65535:
-        raise ValueError(f"{name} (or {variable}) must be a port, 0 to 65535, not {value}")
+        raise ValueError(f"{name} must be a port, 0 to 65535, not {value}")
     return value
 
 

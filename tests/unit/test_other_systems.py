@@ -25,6 +25,12 @@ sys.platform = "win32"  # which lacks more than macOS does
 
 import farcall
 
+try:
+    farcall.launch(1)
+except farcall.errors.LaunchFailed as refusal:
+    assert "needs Linux" in str(refusal)
+else:
+    raise AssertionError("launched")
 for found in pkgutil.walk_packages(farcall.__path__, "farcall."):
     # The command, the launcher and the kit for tests are for POSIX.
     posix = "farcall.cli", "farcall.launcher", "farcall.testing", "farcall.__main__", "farcall.compat.rpc.faults"
