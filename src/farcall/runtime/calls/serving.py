@@ -280,6 +280,10 @@ class Request:
         self.thread_id: int = 0
         self.dependents: Dependents | None = None
 
+    def progress(self) -> str:
+        """How far it is, in words behind its name; empty where there is nothing to tell."""
+        return ""
+
     # What its function's own calls inherit, see scope.py.
 
     @property
