@@ -238,7 +238,7 @@ class Runtime:
         return now + TRIM_EVERY_S
 
     def _before_idle(self) -> None:
-        """On a worker that has nothing to do now."""
+        """On a worker that has nothing to do now, or something that may take long."""
         self.server.flush()
         self.something_ended()
 
