@@ -389,7 +389,7 @@ def nothing_left(rank: int) -> int:
         with torch.profiler.profile():
             farcall.rpc_sync("w1", twice, (torch.ones(2),))
     gc.collect()
-    from farcall.observe.torch_profilers import ProfilerSession
+    from farcall.observe.profile import ProfilerSession
 
     return sum(isinstance(found, ProfilerSession) for found in gc.get_objects())
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from farcall.observe.metrics import collect
 from farcall.observe.snapshot import (
     LATER,
     QUEUED,
@@ -43,7 +42,18 @@ from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["CALL_STATE", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "CallState", "Subject", "WorkerEvents"]
+__all__ = [
+    "CALL_STATE",
+    "EVENTS",
+    "METRICS",
+    "SNAPSHOT",
+    "TRACE_BEGIN",
+    "TRACE_END",
+    "Answering",
+    "CallState",
+    "Subject",
+    "WorkerEvents",
+]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -51,6 +61,8 @@ SNAPSHOT = "snapshot"
 METRICS = "metrics"
 CALL_STATE = "call"
 EVENTS = "events"
+TRACE_BEGIN = "trace: begin"
+TRACE_END = "trace: end"
 
 FORGET_S = 30.0
 SILENT_S = 5.0
@@ -103,7 +115,7 @@ class Answering:
         encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
             SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
-            METRICS: lambda peer, argument: encode(collect(node)),
+            METRICS: lambda peer, argument: encode(_collect(node)),
             EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
             CALL_STATE: lambda peer, argument: describe_call(node, peer, argument),
         }
@@ -249,6 +261,12 @@ class Answering:
             question = self._open.pop(number, None)
             if question is not None and question.own:
                 question.done(b"")
+
+
+def _collect(node: Runtime) -> msgspec.Struct:
+    from farcall.observe.metrics import collect  # loaded where somebody asks: it knows every layer
+
+    return collect(node)
 
 
 # ---------------------------------------------------------------------- a call that has timed out
