@@ -174,7 +174,7 @@ class Training:
 def wait_for_step(number: int) -> list[float]:
     """At the trainer: the rewards, once so many steps are done."""
     with Training.stepped:
-        Training.stepped.wait_for(lambda: Training.here.state["step"] >= number, PATIENCE_S)
+        Training.stepped.wait_for(lambda: Training.here.state["step"] >= number, PATIENCE_S / 2)
         return list(Training.here.state["rewards"])
 
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from farcall.imports import importing_much
+
 if TYPE_CHECKING:
     from farcall import autograd as autograd
     from farcall import debug as debug
@@ -191,7 +193,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'farcall' has no attribute {name!r}")
-    found = import_module(f"{home}.{name}") if name in _MODULES else getattr(import_module(home), name)
+    with importing_much():
+        found = import_module(f"{home}.{name}") if name in _MODULES else getattr(import_module(home), name)
     globals()[name] = found
     return found
 

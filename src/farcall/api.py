@@ -13,32 +13,32 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
 from farcall.errors import RpcError
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.imports import when_imported
-from farcall.node import Node, leave
+from farcall.node import Node, leave, weights_of
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
-from farcall.observe.metrics import Metrics, collect
 from farcall.options import RpcBackendOptions
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
-from farcall.rpc.gather import gather
 from farcall.rpc.references import NodeReferences, call_remote
-from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
 from farcall.runtime.membership.events import MemberEvent, wait_for_lost_processes
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import STARTED, slot
 from farcall.serialize import Allowance, restrict, use_rpc_pickler
-from farcall.weights.node import Weights
-from farcall.weights.publication import Publication
-from farcall.weights.subscription import Subscription
+
+if TYPE_CHECKING:
+    from farcall.observe.metrics import Metrics
+    from farcall.rpc.retry import Retry
+    from farcall.weights.publication import Publication
+    from farcall.weights.subscription import Subscription
 
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
@@ -113,7 +113,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
     until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
-    after which `ShutdownTimeout` names who is late. Otherwise leave at once. Either way this process can call
+    after which `ShutdownTimeout` names the late workers. Otherwise leave at once. Either way this process can call
     `init_rpc` again afterwards. A second shutdown does nothing.
     """
     if slot.runtime is None and slot.was_filled:
@@ -145,7 +145,7 @@ def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
     """Have ``callback`` told of workers that join, leave, fall silent, recover from that, or die.
 
     It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
-    calls. Call what is returned to end that.
+    calls. Call the returned function to end that.
     """
     return current_runtime().member_events.subscribe(callback)
 
@@ -157,6 +157,8 @@ def member_events() -> AsyncIterator[MemberEvent]:
 
 def metrics() -> Metrics:
     """What this worker has done so far, and what it has now: calls, latencies, bytes, queues, references."""
+    from farcall.observe.metrics import collect
+
     return collect(current_runtime())
 
 
@@ -197,6 +199,8 @@ def rpc_sync(
             a function runs at most once.
     """
     if retry is not None:
+        from farcall.rpc.retry import sync_with
+
         return sync_with(retry, current_runtime(), to, func, args, kwargs, timeout)
     return call_sync(current_runtime(), to, func, args, kwargs, timeout)
 
@@ -229,6 +233,8 @@ def rpc_async(
 ) -> Future[Any]:
     """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
     if retry is not None:
+        from farcall.rpc.retry import async_with
+
         future: Future[Any] = async_with(retry, current_runtime(), to, func, args, kwargs, timeout)
     else:
         future = call_async(current_runtime(), to, func, args, kwargs, timeout)
@@ -270,6 +276,8 @@ def remote(
     ``timeout`` is how long the creation may take.
     """
     if retry is not None:
+        from farcall.rpc.retry import remote_with
+
         return remote_with(retry, current_runtime(), to, func, args, kwargs, timeout)
     return call_remote(current_runtime(), to, func, args, kwargs, timeout)
 
@@ -324,12 +332,14 @@ def all_gather(
     value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
 ) -> dict[str, T]:
     """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
+    from farcall.rpc.gather import gather
+
     return gather(current_runtime(), value, worker_names, timeout)
 
 
 def barrier(worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
     """Return when all of ``worker_names`` (or all there are) have called this."""
-    gather(current_runtime(), None, worker_names, timeout)
+    all_gather(None, worker_names, timeout)
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -353,7 +363,7 @@ def publish(name: str, source: Any, keep: int = 2) -> Publication:
             travel, too; tensors that share memory go on doing so.
         keep: how many versions stay readable at least; one that somebody reads stays in any case.
     """
-    return current_runtime().part(Weights).publish(name, source, keep)
+    return weights_of(current_runtime()).publish(name, source, keep)
 
 
 def subscribe(name: str) -> Subscription:
@@ -362,7 +372,7 @@ def subscribe(name: str) -> Subscription:
     On one host a version lies in memory that all subscribers look into. Close what is returned, or drop it, when no
     more versions are wanted.
     """
-    return current_runtime().part(Weights).subscribe(name)
+    return weights_of(current_runtime()).subscribe(name)
 
 
 def _set_rpc_timeout(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Functions to be called once a module has been imported.
+"""Functions to be called once a module has been imported; and imports of many modules at once.
 
 Must cost next to nothing and import nothing of farcall's: `farcall.pth` uses it at the start of processes that may
 never need any of the rest.
@@ -6,15 +6,32 @@ never need any of the rest.
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
-__all__ = ["Loading", "find_and_then", "when_imported"]
+__all__ = ["Loading", "find_and_then", "importing_much", "when_imported"]
+
+
+@contextmanager
+def importing_much() -> Iterator[None]:
+    """Let the garbage collector rest: what modules make stays, and looking through torch's takes longer than all else.
+
+    Threads may do this at the same time: whoever found it at work sets it to work again.
+    """
+    was_at_work = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_at_work:
+            gc.enable()
 
 
 def find_and_then(

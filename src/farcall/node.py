@@ -2,6 +2,9 @@
 
 A node *has* a runtime, from its start on, and shows the vocabulary of calls over it. The module-level functions of
 `farcall.api` do the same over the current runtime. Owns the list of the layers that every runtime is started with.
+
+A program pays for what it uses: layers and functions beyond plain calls are imported where they are first used. By
+then the program's threads run, so each import is a function's first line, and what it makes is one `Runtime.part`.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
 import torch
 
@@ -20,22 +23,18 @@ from farcall.errors import Expelled, InitError, MissingPeers, NotInitialized
 from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
-from farcall.observe.metrics import Metrics, collect
 from farcall.observe.observability import Observability
 from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
-from farcall.observe.telemetry import Telemetry, TracedCalls
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.member import incarnation_text
+from farcall.protocol.streams import StreamClosed, StreamCredit
+from farcall.protocol.weights import messages as weights_messages
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
 from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
-from farcall.rpc.gather import gather
-from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.references import NodeReferences, call_remote
-from farcall.rpc.retry import Retry, async_with, remote_with, sync_with
 from farcall.rpc.rref import RRef
-from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
@@ -44,11 +43,17 @@ from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.rendezvous.dynamic import GroupIsOver, Meeting
 from farcall.serialize import restrict
 from farcall.serialize.allowance import read_table
-from farcall.weights.node import Weights
-from farcall.weights.publication import Publication
-from farcall.weights.subscription import Subscription
 
-__all__ = ["Node", "leave"]
+if TYPE_CHECKING:
+    from farcall.observe.metrics import Metrics
+    from farcall.rpc.handles import Worker
+    from farcall.rpc.retry import Retry
+    from farcall.rpc.streams import Streams
+    from farcall.weights.node import Weights
+    from farcall.weights.publication import Publication
+    from farcall.weights.subscription import Subscription
+
+__all__ = ["Node", "leave", "weights_of"]
 
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
@@ -124,7 +129,7 @@ class Node:
         try:
             return self._start(self._lifecycle)
         except GroupIsOver as error:
-            # Its last members left just now. Whoever comes back to this place makes a new group.
+            # Its last members left just now. A worker that comes back to this place makes a new group.
             self._lifecycle = Lifecycle(self._lifecycle.name)
             self._lifecycle.move("start")
             return self._start(self._lifecycle, over=error.cluster_id)
@@ -132,13 +137,15 @@ class Node:
     def _start(self, lifecycle: Lifecycle, way_back: Meeting | None = None, over: str = "") -> Runtime:
         make_calls: Callable[..., CallTable] = CallTable
         if self._options.observing.opentelemetry:
+            from farcall.observe.telemetry import Telemetry, TracedCalls
+
             make_calls = partial(TracedCalls, telemetry=Telemetry(lifecycle.name))
         return start_runtime(
             lifecycle,
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, Streams, Weights, Observability),
+            parts=(Recorder, NodeReferences, _load_later, Observability),
             make_calls=make_calls,
             come_back=self._come_back,
             way_back=way_back,
@@ -215,6 +222,8 @@ class Node:
 
     def __getitem__(self, to: str | int | WorkerInfo) -> Worker:
         """A handle of the worker ``to``, called by this node: ``node["ps"].call(function, argument)``."""
+        from farcall.rpc.handles import handle_of
+
         return handle_of(self._runtime, to)
 
     @overload
@@ -248,6 +257,8 @@ class Node:
     ) -> Any:
         """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result, or raise what it raised."""
         if retry is not None:
+            from farcall.rpc.retry import sync_with
+
             return sync_with(retry, self._runtime, to, func, args, kwargs, timeout)
         return call_sync(self._runtime, to, func, args, kwargs, timeout)
 
@@ -282,6 +293,8 @@ class Node:
     ) -> Future[Any]:
         """Like `rpc_sync`, but return at once: a ``torch.futures.Future`` that can also be awaited."""
         if retry is not None:
+            from farcall.rpc.retry import async_with
+
             return async_with(retry, self._runtime, to, func, args, kwargs, timeout)
         return call_async(self._runtime, to, func, args, kwargs, timeout)
 
@@ -316,6 +329,8 @@ class Node:
     ) -> RRef[Any]:
         """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once."""
         if retry is not None:
+            from farcall.rpc.retry import remote_with
+
             return remote_with(retry, self._runtime, to, func, args, kwargs, timeout)
         return call_remote(self._runtime, to, func, args, kwargs, timeout)
 
@@ -335,7 +350,7 @@ class Node:
     def on_member(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
         """Have ``callback`` told, on a worker thread, of members that join, leave, fall silent, recover or die.
 
-        Call what is returned to end that.
+        Call the returned function to end that.
         """
         return self._runtime.member_events.subscribe(callback)
 
@@ -347,11 +362,13 @@ class Node:
         self, value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
     ) -> dict[str, T]:
         """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
+        from farcall.rpc.gather import gather
+
         return gather(self._runtime, value, worker_names, timeout)
 
     def barrier(self, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
         """Return when all of ``worker_names`` (or all there are) have called this."""
-        gather(self._runtime, None, worker_names, timeout)
+        self.all_gather(None, worker_names, timeout)
 
     def shared_empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in shared memory, which workers on this host see instead of a copy of it."""
@@ -359,14 +376,16 @@ class Node:
 
     def publish(self, name: str, source: Any, keep: int = 2) -> Publication:
         """Publish the tensors of ``source`` from this worker; see `farcall.publish`."""
-        return self._runtime.part(Weights).publish(name, source, keep)
+        return weights_of(self._runtime).publish(name, source, keep)
 
     def subscribe(self, name: str) -> Subscription:
         """Read what any worker publishes under ``name``; see `farcall.subscribe`."""
-        return self._runtime.part(Weights).subscribe(name)
+        return weights_of(self._runtime).subscribe(name)
 
     def metrics(self) -> Metrics:
         """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""
+        from farcall.observe.metrics import collect
+
         return collect(self._runtime)
 
     def snapshot(self) -> WorkerSnapshot:
@@ -382,6 +401,28 @@ class Node:
     def dashboard_url(self) -> str | None:
         """Where the live page is, if it is served."""
         return None if self._started is None else self._started.part(Observability).dashboard_url
+
+
+def weights_of(runtime: Runtime) -> Weights:
+    """The published weights of a node."""
+    from farcall.weights.node import Weights
+
+    return runtime.part(Weights)
+
+
+def _streams_of(runtime: Runtime) -> Streams:
+    from farcall.rpc.streams import Streams
+
+    return runtime.part(Streams)
+
+
+def _load_later(runtime: Runtime) -> None:
+    """Have the layers that most programs never use loaded by the first message for them."""
+    pushed = (weights_messages.BlockOffered, weights_messages.VersionPushed)
+    runtime.hooks.on_first(get_args(weights_messages.Message), lambda: weights_of(runtime), in_order=pushed)
+    credit = (StreamCredit, StreamClosed)
+    runtime.hooks.on_first(credit, lambda: _streams_of(runtime), in_order=credit)
+    runtime.server.stream_request = lambda server, peer, frame: _streams_of(runtime).request(server, peer, frame)
 
 
 def leave(runtime: Runtime, graceful: bool, timeout_s: float, checks_leaks: bool) -> None:

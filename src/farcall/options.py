@@ -153,7 +153,7 @@ class MemoryOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions(_Checked):
-    """The bounds of the queues, and what becomes of calls that meet one.
+    """The bounds of the queues, and the fate of calls that meet one.
 
     Args:
         send_backlog_limit_bytes: unsent bytes a link may hold before its senders have to wait.
@@ -187,7 +187,7 @@ class ObservingOptions(_Checked):
         metrics_port: serve metrics there in Prometheus' text format; 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
         metrics_host: the address to serve them on. Where it is not loopback and there are certificates (``tls``), over
-            TLS, to those who show one of the same authority; else to everybody.
+            TLS, to clients with one of the same authority; else to everybody.
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
         dashboard_host: the address to serve it on. Where that is not loopback, over TLS only (``tls``, with
@@ -216,7 +216,8 @@ class ObservingOptions(_Checked):
                 raise TypeError(f"{name} must be a str, not {type(text).__name__}")
             self._set(name, text)
         for name, variable in (("metrics_port", ENV_METRICS_PORT), ("dashboard_port", ENV_DASHBOARD_PORT)):
-            self._set(name, _check_port(name, variable, _from_environment(getattr(self, name), variable)))
+            chosen = _from_environment(getattr(self, name), variable)
+            self._set(name, _check_port(f"{name} (or {variable})", chosen))
         self._set("log", _check_log(_from_environment(self.log, ENV_LOG)))
 
 
@@ -280,6 +281,7 @@ class RpcBackendOptions(_Checked):
             how long processes take to start).
         advertise: host name or IP address, without a port, that this node tells the others.
             Default: ``FARCALL_ADVERTISE``, else the local address that reaches the store.
+        port: where this node listens for members over TCP. Default: 0, the system chooses.
         secret: what every member must know to be let in, at least 16 random bytes; text counts as UTF-8.
             Default: ``FARCALL_SECRET``, else ``secret_file``, else a key of this user's on
             this machine: without a secret, members of other machines and other users are not met.
@@ -296,11 +298,11 @@ class RpcBackendOptions(_Checked):
             named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take
             the way back. Without a map a tensor on a device is not sent.
         devices: the devices that calls use here. Default: those that maps lead from or to.
-        automatic_device_maps: every callee that has no map gets the identity: what is on ``cuda:1`` goes to ``cuda:1``.
+        automatic_device_maps: every callee that has no map gets the identity: tensors on ``cuda:1`` go to ``cuda:1``.
         busy_wait_s: a thread that may expect to wait less than this looks for its news before it sleeps; it stops by
             itself where that does not pay. 0 means never.
         inherit: the calls of a function have at most the time that its caller has left, carry its metadata, and are
-            cancelled with it. False: none of that, and what has begun is not cancelled, as in torch.distributed.rpc.
+            cancelled with it. False: none of that, as in torch.distributed.rpc; running functions are not cancelled.
         membership: `MembershipOptions`, when a silent member is dead.
         memory: `MemoryOptions`, what large tensors travel through.
         limits: `LimitOptions`, how long queues may grow.
@@ -314,6 +316,7 @@ class RpcBackendOptions(_Checked):
     num_worker_threads: int = field(default=DEFAULT_NUM_WORKER_THREADS, kw_only=True)
     start_timeout_s: float | None = field(default=None, kw_only=True)
     advertise: str | None = field(default=None, kw_only=True)
+    port: int = field(default=0, kw_only=True)
     secret: str | bytes | None = field(default=None, kw_only=True, repr=False)
     secret_file: str | None = field(default=None, kw_only=True)
     tls: TlsOptions | None = field(default=None, kw_only=True)
@@ -348,6 +351,7 @@ class RpcBackendOptions(_Checked):
         self._set("device_maps", _check_device_maps(self.device_maps))
         self._set("devices", tuple(_check_device(device) for device in self.devices))
         self._set("advertise", _check_advertise(_from_environment(self.advertise, ENV_ADVERTISE)))
+        self._set("port", _check_port("port", self.port) or 0)
         secret, path = _choose_secret(self.secret, self.secret_file)
         self._set("secret", _check_secret(secret))
         self._set("secret_file", path)
@@ -382,7 +386,7 @@ class RpcBackendOptions(_Checked):
 
     @property
     def names_devices(self) -> bool:
-        """Whether anything is said about devices: without that, none is ever looked at."""
+        """Do the options name devices? If not, none is ever looked at."""
         return bool(self.device_maps or self.devices or self.automatic_device_maps)
 
     def replace(self, **changes: Any) -> RpcBackendOptions:
@@ -413,7 +417,7 @@ def _choose_secret(secret: Any, path: Any) -> tuple[Any, str | None]:
         if secret is not None and path is not None:
             raise ValueError(f"{ENV_SECRET} and {ENV_SECRET_FILE} are both set: unset one of them")
     elif secret is not None and path is not None:
-        # A copy that replaces one of them: what came from the environment yields.
+        # A copy that replaces one of them: the one from the environment yields.
         if path == in_environment[1]:
             path = None
         elif secret == in_environment[0]:
@@ -479,15 +483,15 @@ def _check_positive(name: str, value: object) -> int:
     return value
 
 
-def _check_port(name: str, variable: str, value: object) -> int | None:
+def _check_port(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} (or {variable}) must be an int, not {value!r}")
+        raise TypeError(f"{name} must be an int, not {value!r}")
     if not 0 <= value <= 65535:
-        raise ValueError(f"{name} (or {variable}) must be a port, 0 to 65535, not {value}")
+        raise ValueError(f"{name} must be a port, 0 to 65535, not {value}")
     return value
 
 

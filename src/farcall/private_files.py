@@ -61,7 +61,7 @@ def check_private(directory: Path) -> None:
 
 
 def private_bytes(directory: Path, name: str, size_bytes: int) -> bytes:
-    """The random bytes of this user in the file ``name``, made by whoever needs them first; raises ``OSError``."""
+    """The random bytes of this user in the file ``name``, made at first use; raises ``OSError``."""
     path = private_directory(directory) / name
     for _ in range(2):
         try:

@@ -1,12 +1,12 @@
 """The secret that every member of a cluster proves: given as a value, or in a file that is read again when it changes.
 
 A file has one secret, or two while the secret is being changed, one to a line. A process proves the first of them and
-lets in whoever proves either. So no member is ever shut out if every file goes through these states, all of them
+lets in peers that prove either. So no member is ever shut out if every file goes through these states, all of them
 through one before any goes to the next:
 
     old     before
     old new everybody proves the old one, and knows the new one
-    new old everybody proves the new one, and those who have not changed yet are let in
+    new old everybody proves the new one, and members with the old one are let in
     new     after: the old one opens nothing any more
 
 A file that cannot be used is left alone, with a warning, and what it said before holds. Knows nothing of proofs.

@@ -18,7 +18,7 @@ from types import TracebackType
 from tests.conformance.suite import PARTS, SAMPLE, part_of
 
 ROOT = Path(__file__).parents[2]
-BOUND_S = 60.0
+BOUND_S = 120.0
 JOBS = 2
 
 

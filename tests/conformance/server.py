@@ -31,7 +31,7 @@ from tests.conformance import suite
 from tests.conformance.rank import SHOW_STACKS_AND_DIE, Rank, ShortEnd, skip_reasons, world_size
 
 # A rank that waits for one that has failed mostly fails by itself, with an error worth reading.
-AFTER_FAILURE_S = 4.0
+AFTER_FAILURE_S = 10.0
 # To write the stacks of all threads; then SIGKILL.
 TO_DIE_S = 5.0
 LOG_TAIL = 6_000

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from tests.conformance.client import Result, SuiteRun
 from tests.conformance.listing import NotPassed, complaint, not_passed
 from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 # One worker asks the suite server for every sample.
 pytestmark = pytest.mark.xdist_group("conformance driver")
@@ -101,16 +100,13 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_the_bound(sample: Samp
 def test_processes_that_a_rank_leaves_behind_are_killed(sample: Sample, left_behind: Path) -> None:
     assert sample("leaves_a_process").outcome == "passed"
     pid = int(left_behind.read_text())
-    deadline = time.monotonic() + 10.0
-    while Path(f"/proc/{pid}").exists() and state_of(pid) != "Z":
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        os.sched_yield()
+    wait_until(lambda: state_of(pid) == "Z", f"the end of process {pid}")
 
 
 def state_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:
         return "Z"
 
 

@@ -146,7 +146,7 @@ class Ended:
 
 @pytest.mark.parametrize("route", [["w1", "w2", "w3"], ["w2", "w2", "w3"], ["w3", "w2", "w1"]])
 def test_a_worker_that_dies_in_the_middle_of_a_pass(route: list[str]) -> None:
-    (text, *_) = finish(start_cluster(4, lose_one, route, "pass"), 60.0, may_fail=[2])
+    (text, *_) = finish(start_cluster(4, lose_one, route, "pass"), may_fail=[2])
     assert "w2" in text or "gone" in text
 
 
@@ -172,7 +172,7 @@ class Seen:
 
 
 def test_contexts_of_a_dead_worker_are_released() -> None:
-    finish(start_cluster(3, lose_the_origin), 60.0, may_fail=[0])
+    finish(start_cluster(3, lose_the_origin), may_fail=[0])
 
 
 def too_slow(rank: int) -> None:
@@ -275,4 +275,4 @@ def _is_dead(name: str, x: torch.Tensor) -> bool:
 
 
 def test_calls_to_the_dead_fail_the_pass_and_do_not_hang_it() -> None:
-    finish(start_cluster(2, unreachable), 60.0, may_fail=[1])
+    finish(start_cluster(2, unreachable), may_fail=[1])

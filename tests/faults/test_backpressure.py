@@ -107,7 +107,7 @@ def send_much() -> None:
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_frozen_reader_bounds_the_sender(transports: tuple[str, ...], with_pieces: bool) -> None:
     members = start_processes(2, flood_a_frozen_one, held_port(), transports, with_pieces)
-    grown, most_queued, took = finish(members, timeout_s=90)[0]
+    grown, most_queued, took = finish(members)[0]
     large = (32 << 20) if with_pieces else 0
     assert most_queued <= large + LIMIT_BYTES + (4 << 20)
     assert grown < large + LIMIT_BYTES + (64 << 20)
@@ -148,7 +148,7 @@ def read_slowly(rank: int, port: int) -> int:
 
 
 def test_slow_reader_bounds_the_sender_all_the_time() -> None:
-    assert finish(start_processes(2, read_slowly, held_port()), timeout_s=90)[0] <= LIMIT_BYTES + (4 << 20)
+    assert finish(start_processes(2, read_slowly, held_port()))[0] <= LIMIT_BYTES + (4 << 20)
 
 
 def one_gets_stuck(rank: int, port: int) -> bool:

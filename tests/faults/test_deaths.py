@@ -183,9 +183,9 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
         )
         for rank in range(2)
     ]
-    _, stderr = processes[1].communicate(timeout=60)
+    _, stderr = processes[1].communicate(timeout=4 * LONG_S)
     ended_at = time.monotonic()
-    stdout, _ = processes[0].communicate(timeout=60)
+    stdout, _ = processes[0].communicate(timeout=4 * LONG_S)
     return processes[1].returncode, stderr, stdout, time.monotonic() - ended_at
 
 

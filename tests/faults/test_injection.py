@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.kit.team import team
-from tests.kit.times import LONG_S
+from tests.kit.times import LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -405,7 +406,8 @@ def test_a_cut_at_a_message_takes_the_message_with_it():
 
 def test_a_half_open_connection_is_silent_until_it_heals():
     faults = Faults()
-    with team(faults) as nodes:
+    silent = replace(PATIENT, probe_interval_s=10 * LONG_S)  # a probe would find it silent, and have it replaced
+    with team(faults, membership=silent) as nodes:
         with faults.half_open(sender="w0", to="w1") as rule:
             rule.wait_hits()
             there = nodes[0].rpc_async("w1", run, (1,))

@@ -120,7 +120,7 @@ def wait_for_peers(rank: int, port: int) -> float:
     before = signal.getsignal(signal.SIGINT)
     seconds = interrupted(init, lambda: waits_in("init_rpc"))
     assert signal.getsignal(signal.SIGINT) is before
-    wait_until(no_thread_of_ours, timeout_s=5.0)  # one that ended may still be on its last lines
+    wait_until(no_thread_of_ours)  # one that ended may still be on its last lines
     # And the process can be a worker all the same.
     farcall.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
     assert farcall.rpc_sync("w0", os.getpid) == os.getpid()
@@ -143,7 +143,7 @@ def wait_in_shutdown(rank: int, port: int, path: str) -> float:
     Path(path).touch()
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
-    wait_until(no_thread_of_ours, timeout_s=5.0)  # one that ended may still be on its last lines
+    wait_until(no_thread_of_ours)  # one that ended may still be on its last lines
     farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     farcall.shutdown()
     return seconds
@@ -157,7 +157,10 @@ def test_interrupted_shutdown_leaves_at_once_and_the_others_notice(tmp_path: Pat
 
 
 class Storm:
-    """SIGINT after SIGINT, from a process of its own: no thread of this one has to run for that."""
+    """SIGINT after SIGINT, from a process of its own: no thread of this one has to run for that.
+
+    Its pauses grow: however slow the machine is, at first no call gets through, and in the end most of them do.
+    """
 
     def __init__(self, pause_s: float) -> None:
         target = os.getpid()
@@ -167,6 +170,7 @@ class Storm:
                 while os.getppid() == target:
                     os.kill(target, signal.SIGINT)
                     time.sleep(pause_s)
+                    pause_s *= 1.005
             finally:
                 os._exit(0)
 
@@ -223,8 +227,11 @@ def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
     if rank == 0:
         value = torch.arange(1 << 17)
         storm = Storm(0.01 if kind.endswith("tensor") else 0.0004)
-        give_up_at = time.monotonic() + 4.0
-        while (interrupts < 300 or answered < 300) and time.monotonic() < give_up_at:
+        enough_at, give_up_at = time.monotonic() + 4.0, time.monotonic() + 2 * LONG_S
+        while time.monotonic() < give_up_at:
+            least = min(interrupts, answered)
+            if least >= 300 or (least > 20 and time.monotonic() > enough_at):
+                break
             if cut_short(partial(one_call, kind, answered, value)):
                 interrupts += 1
             else:
@@ -237,7 +244,7 @@ def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", ["sync", "many", "self", "tensor", "tcp sync", "tcp tensor"])
 def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str) -> None:
-    answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind), timeout_s=40)[0]
+    answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind))[0]
     assert answered > 20
     assert interrupts > 20
 

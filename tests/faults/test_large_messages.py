@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.kit.team import team
 from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -59,7 +60,7 @@ def test_a_message_given_up_half_way_is_not_torn(transports: tuple[str, ...]) ->
 def call_the_dead(rank: int, ready: str) -> None:
     if rank:
         Path(ready).touch()
-        time.sleep(60)  # killed in the middle of it
+        time.sleep(10 * LONG_S)  # killed in the middle of it
         return
     pool = api.current_runtime().pool
     assert pool is not None
@@ -71,10 +72,7 @@ def call_the_dead(rank: int, ready: str) -> None:
         with pytest.raises(PeerDead):
             farcall.rpc_sync("w1", swallow, (tensor,))
     # The I/O thread, which hears of the death by itself, forgets what was lent.
-    deadline = time.monotonic() + 10
-    while pool.live_bytes and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert pool.live_bytes == 0
+    wait_until(lambda: pool.live_bytes == 0, "the I/O thread's giving back what was lent")
 
 
 def test_calls_to_the_dead_leave_no_memory_behind(tmp_path: Path) -> None:
@@ -121,7 +119,7 @@ def test_a_large_message_kills_nobody_and_small_ones_pass_it() -> None:
         asker.join(LONG_S)
     assert between - began > 1.8
     assert ended - between > 1.8
-    # A small call waits for what is queued before it, never for a whole message.
-    assert sum(began < at < between for at in answered) > 8
-    assert sum(between < at < ended for at in answered) > 8
+    # A small call waits for what is queued before it, never for a whole message: else there would be two at most.
+    assert sum(began < at < between for at in answered) > 4
+    assert sum(between < at < ended for at in answered) > 4
     assert "dead" not in [event.kind for event in events]

@@ -213,7 +213,7 @@ def test_who_got_a_reference_before_it_was_refused_hears_that_it_never_came() ->
         limits=LimitOptions(max_queued_calls=LIMIT, when_overloaded="fail"),
     ) as nodes:
         with full(nodes[1], nodes[0]):
-            with faults.delay(1.0, kind="failure", to="w0"):  # the refusal, so that the reference is sent on first
+            with faults.delay(2.0, kind="failure", to="w0"):  # the refusal, so that the reference is sent on first
                 rref = nodes[0].remote("w1", run, ("a",))
                 use = nodes[0].rpc_async("w2", to_here, (rref,))
                 with pytest.raises(Overloaded):
@@ -406,7 +406,7 @@ def test_waiting_ends_with_the_timeout_which_says_what_for(way: str) -> None:
             with pytest.raises(
                 RpcTimeout, match=r"run\(\) was not sent to w1, which is overloaded: 2 calls waited"
             ) as e:
-                ways(nodes[0], "a", timeout=0.05)[way]()
+                ways(nodes[0], "a", timeout=0.5)[way]()
             if way != "remote":
                 assert e.value.delivery == Delivery.NOT_SENT
             assert runtime_of(nodes[1]).executor.waiting == LIMIT + 1

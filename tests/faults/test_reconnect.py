@@ -309,7 +309,7 @@ def use_everything_and_count_cuts(rank: int, faults: Faults) -> int:
 def test_a_program_of_everything_survives_cuts_at_any_message() -> None:
     faults = Faults(seed=5)
     faults.cut(kind=EVERYTHING, probability=0.03, count=None)
-    assert sum(run_cluster(3, use_everything_and_count_cuts, faults, faults=faults, timeout_s=100.0)) > 10
+    assert sum(run_cluster(3, use_everything_and_count_cuts, faults, faults=faults, timeout_s=240.0)) > 10
 
 
 # ---------------------------------------------------------------------- while there is no connection

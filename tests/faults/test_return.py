@@ -64,6 +64,11 @@ def _call(to: str) -> int:
     return result
 
 
+def _reaches(name: str) -> bool:
+    """On a worker: does it know the present member of that name, and is it connected to it?"""
+    return not farcall.api.current_runtime().peer(name).broken
+
+
 def _successor(rank: int, url: str, size: int | None) -> farcall.Node:
     return farcall.Node(f"w{rank}", rank, size, farcall.RpcBackendOptions(init_method=url))
 
@@ -113,6 +118,7 @@ def test_a_backward_pass_goes_through_a_worker_that_was_replaced(tmp_path: Any) 
         others[1].process.join()
         with _successor(2, url, 3) as new:
             wait_until(lambda: not runtime_of(node).peer("w2").broken)
+            wait_until(lambda: node.rpc_sync("w1", _reaches, ("w2",)))
             assert node.rpc_sync("w1", _train, ("w2",)) == [2.0, 2.0, 2.0]
             assert node.rpc_sync("w2", _train, ("w1",)) == [2.0, 2.0, 2.0]
             together([node.shutdown, new.shutdown])
@@ -312,8 +318,10 @@ def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None
         listens = threading.Thread(target=lambda: heard.extend(asyncio.run(kinds(nodes[1]))))
         listens.start()
         wait_until(lambda: before.member_events._callbacks)
+        told: list[str] = []
+        nodes[1].on_member(lambda event: told.append(event.kind))  # after the iterator
         declare_dead(nodes[1], by=nodes[0])
-        wait_until(back(nodes[1], before))
+        wait_until(lambda: "rejoined" in told)
         nodes[1].shutdown()
         listens.join(60)
         assert not listens.is_alive()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -42,7 +43,7 @@ def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
 
     ``asked_first``: it has lost that connection, and has asked for another one, even before.
     """
-    options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=20.0)
+    options = farcall.RpcBackendOptions(init_method=temporary_file_url(), start_timeout_s=2 * LONG_S)
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
     prove, admit = dialler.prove, Connector.admit
     attempts: list[Any] = []
@@ -54,7 +55,7 @@ def test_who_gave_up_waiting_for_a_proof_that_was_sent_gets_in_all_the_same(
             if len(attempts) == 1:
                 transport = ImpatientDialler(transport, lambda: "running" in repr(nodes[0]))
             elif asked_first:
-                assert asked.wait(10.0)
+                assert asked.wait(LONG_S)
         return prove(transport, name, me, *args)
 
     def admitting(self: Connector, peer: Any, arrived_at: float) -> int | None:

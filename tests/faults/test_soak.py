@@ -32,8 +32,8 @@ from farcall.testing.cluster import WorkerProcess, temporary_file_url
 FULL = os.environ.get("FARCALL_SOAK") == "full"
 SEED = int(os.environ.get("FARCALL_SEED", "6"))
 DURATION_S = 600.0 if FULL else 8.0
-BOUND_S = 30.0
-LATE_S = 6.0
+BOUND_S = 60.0
+LATE_S = 15.0
 """How much later than its timeout a call may end on a busy machine."""
 DISTURBED = 4
 SHORTEST_DEATH_S = 3.0
@@ -221,7 +221,7 @@ def held() -> tuple[int, int]:
     return len(descriptors()), len(segments())
 
 
-@pytest.mark.timeout(DURATION_S + 240)
+@pytest.mark.timeout(DURATION_S + 600)
 def test_calls_end_truthfully_whoever_is_killed_or_stopped(tmp_path: Path) -> None:
     directory = str(tmp_path)
     with soak(directory) as found:

@@ -132,7 +132,7 @@ def test_a_worker_whose_name_is_in_no_certificate_is_not_let_in(files: Path) -> 
 
     make_certificates(files / "unnamed", ["127.0.0.1"])
     with pytest.raises((HandshakeRefused, InitError, NetworkError, MemberFailed), match="names in its certificate"):
-        run_cluster(2, echo, transports=("tcp",), tls=options(files / "unnamed", bind_names=True), start_timeout_s=5)
+        run_cluster(2, echo, transports=("tcp",), tls=options(files / "unnamed", bind_names=True), start_timeout_s=15)
 
 
 def test_tls_is_on_both_ends_or_none(files: Path) -> None:

@@ -118,7 +118,7 @@ def take_part(rank: int, spaces: list[str], directory: str, places: list[int], t
 
 def run(network: Hosts, directory: Path, places: list[int], trouble: tuple[str, int] = ("", -1)) -> list[Crossed]:
     members = start_processes(len(places), take_part, network.spaces, str(directory), places, trouble)
-    return finish(members, 4 * LONG_S, may_fail=[trouble[1]] if trouble[0] == "die" else [])
+    return finish(members, 8 * LONG_S, may_fail=[trouble[1]] if trouble[0] == "die" else [])
 
 
 def test_a_version_crosses_once_and_is_shared_there(tmp_path: Path) -> None:

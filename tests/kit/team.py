@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tests.kit.ports import tcp_url
-from tests.kit.times import LONG_S
+from tests.kit.waiting import PATIENCE_S
 
 import farcall
 from farcall.testing.faults import Faults
@@ -27,7 +27,7 @@ def together(actions: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     if failures:
         raise failures[0]

@@ -18,13 +18,15 @@ import farcall.autograd as dist_autograd
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 SOURCE = str(Path(farcall.__file__).parent) + os.sep
-TIMES = 50
+TIMES = 10
 """How often each operation is done in a batch."""
-BATCHES = 6
+WARM = 50
+"""How often before: functions have to be known as quick."""
+BATCHES = 40
 """The batch with the fewest functions counts: on a busy machine threads take turns, and quick functions are slow."""
 
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Travel(NamedTuple):
@@ -103,7 +105,7 @@ def _work(rank: int, url: str) -> dict[str, Travel]:
     found: dict[str, Travel] = {}
     if rank == 0:
         for name, operation in _operations().items():
-            for _ in range(TIMES):
+            for _ in range(WARM):
                 operation()
             found[name] = min((_batch(operation) for _ in range(BATCHES)), key=lambda travel: travel.functions)
         farcall.rpc_sync("w1", _finish)
@@ -133,5 +135,5 @@ def _batch(operation: Callable[[], object]) -> Travel:
 
 def measure() -> dict[str, Travel]:
     """How far each operation travels, by its name."""
-    found: dict[str, Travel] = finish(start_processes(2, _work, temporary_file_url()))[0]
+    found: dict[str, Travel] = finish(start_processes(2, _work, temporary_file_url()), PATIENCE_S)[0]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic, sleep
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Long enough for any machine: only a test that fails waits so long."""
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 # Chromium wants the pipe at 3 and 4, which may be something else here.

@@ -27,7 +27,7 @@ _FENCE = re.compile(
 )
 _TITLE = re.compile(r'title="(?P<title>[^"]*)"')
 _STATUS = re.compile(r"\[exit status (\d+)\]")
-COMMAND_S = 110.0
+COMMAND_S = 250.0
 
 
 @dataclass(frozen=True)

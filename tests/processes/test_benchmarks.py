@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "others.py"
 def test_farcall_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(PROGRAM), "--system", "farcall", "--budget", "0.05", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert "the error: PeerDead: callee is gone" in done.stdout
     figures = json.loads(out.read_text())["figures"]

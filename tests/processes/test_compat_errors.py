@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 250.0
 SOURCES = Path(__file__).parents[2] / "src"
 START = """
 import gc, tempfile, warnings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.kit.ports import held_port, tcp_url
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 250.0
 SOURCES = Path(__file__).parents[2] / "src"
 START = """
 import multiprocessing, os, sys
@@ -109,7 +109,7 @@ def test_a_peer_that_is_quicker_may_gather_at_once(tmp_path: Path) -> None:
 
                 rpc.api._init_rpc_states = wait
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-            rpc.shutdown(timeout=20)
+            rpc.shutdown(timeout=100)
 
         if __name__ == "__main__":
             child = multiprocessing.get_context("fork").Process(target=work, args=(1,))
@@ -165,8 +165,6 @@ def test_a_worker_forks_a_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_second_world_in_child_processes(tmp_path: Path, method: str) -> None:
     program = """
-        import socket
-
         def inner(rank, port):
             options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
             rpc.init_rpc(f"inner{rank}", rank=rank, world_size=2, rpc_backend_options=options)
@@ -174,15 +172,10 @@ def test_a_second_world_in_child_processes(tmp_path: Path, method: str) -> None:
             assert rpc_sync(f"inner{1 - rank}", double, args=(rank,)) == 2 * rank
             rpc.shutdown()
 
-        def free_port():
-            with socket.socket() as listening:
-                listening.bind(("127.0.0.1", 0))
-                return listening.getsockname()[1]
-
         if __name__ == "__main__":
             rpc.init_rpc("outer", rank=0, world_size=1)
             context = multiprocessing.get_context(sys.argv[1])
-            port = free_port()
+            port = sys.argv[2]
             children = [context.Process(target=inner, args=(rank, port)) for rank in range(2)]
             for child in children:
                 child.start()
@@ -191,7 +184,7 @@ def test_a_second_world_in_child_processes(tmp_path: Path, method: str) -> None:
             say([child.exitcode for child in children], rpc_sync("outer", double, args=(3,)))
             rpc.shutdown()
     """
-    assert run(tmp_path, program, method) == ["[0, 0] 6"]
+    assert run(tmp_path, program, method, str(held_port())) == ["[0, 0] 6"]
 
 
 @pytest.mark.parametrize("first", ["gloo", "rpc"])

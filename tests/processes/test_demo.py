@@ -16,6 +16,7 @@ from tests.processes.trace_reader import Trace
 
 from farcall.observe.presence import Presence, find_nodes
 
+WORKERS = {"demo", "server0", "server1", "trainer0", "trainer1"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -44,7 +45,7 @@ def is_running(process_id: int) -> bool:
 
 def test_the_demo_trains_survives_a_death_and_writes_what_it_promises(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--steps", "600")
-    said, complaints = demo.communicate(timeout=115)
+    said, complaints = demo.communicate(timeout=280)
     assert demo.returncode == 0, said + complaints
     assert complaints == ""
     assert "\x1b" not in said  # readable in a pipe
@@ -76,8 +77,7 @@ def test_the_demo_trains_survives_a_death_and_writes_what_it_promises(tmp_path: 
     assert f"{figures['accuracy']:.1%} right on new points" in texts
 
     trace = Trace(folder / "trace.json")
-    workers = {"demo", "server0", "server1", "trainer0", "trainer1"}
-    assert set(trace.processes.values()) == workers
+    assert set(trace.processes.values()) == WORKERS
     for trainer in ("trainer0", "trainer1"):
         assert trace.only(f"rpc_async#train(demo -> {trainer})", "demo")
         assert any(each.name.startswith(f"backward({trainer} -> ") for each in trace.slices)
@@ -87,10 +87,10 @@ def test_the_demo_trains_survives_a_death_and_writes_what_it_promises(tmp_path: 
 def test_a_worker_that_dies_of_something_else_ends_the_demo_and_is_named(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--steps", "1000000")
     try:
-        wait_until(lambda: "trainer1" in nodes_of(tmp_path) and "demo" in nodes_of(tmp_path), "all have started")
+        wait_until(lambda: nodes_of(tmp_path).keys() == WORKERS, "all have started")
         processes = [node.process_id for node in nodes_of(tmp_path).values()]
         os.kill(nodes_of(tmp_path)["server0"].process_id, signal.SIGKILL)
-        said, complaints = demo.communicate(timeout=60)
+        said, complaints = demo.communicate(timeout=250)
     finally:
         demo.kill()
     assert demo.returncode == 1, said + complaints
@@ -103,7 +103,7 @@ def test_a_worker_that_dies_of_something_else_ends_the_demo_and_is_named(tmp_pat
 
 def test_workers_that_do_not_start_are_said_in_one_line(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, FARCALL_TRANSPORTS="no such thing")
-    _, complaints = demo.communicate(timeout=60)
+    _, complaints = demo.communicate(timeout=250)
     assert demo.returncode == 1, complaints
     assert "farcall: the demo failed: the workers could not be started: " in complaints
     assert "Traceback" not in complaints
@@ -113,10 +113,10 @@ def test_workers_that_do_not_start_are_said_in_one_line(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--steps", "1000000")
     try:
-        wait_until(lambda: "trainer1" in nodes_of(tmp_path) and "demo" in nodes_of(tmp_path), "all have started")
+        wait_until(lambda: nodes_of(tmp_path).keys() == WORKERS, "all have started")
         processes = [node.process_id for node in nodes_of(tmp_path).values()]
         demo.send_signal(signal.SIGINT)
-        said, complaints = demo.communicate(timeout=60)
+        said, complaints = demo.communicate(timeout=250)
     finally:
         demo.kill()
     assert demo.returncode == 130, said + complaints
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_said_before_anything_starts(tmp_path: Path, occupied: str) -> None:
     (tmp_path / "file").write_text("here already")
     demo = start_demo(tmp_path, "--output", str(tmp_path / "file" / occupied))
-    _, complaints = demo.communicate(timeout=60)
+    _, complaints = demo.communicate(timeout=250)
     assert demo.returncode == 2
     assert "there is no folder for the files" in complaints
     assert "--output" in complaints

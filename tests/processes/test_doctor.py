@@ -29,7 +29,7 @@ print(store.num_keys())
 
 def consult(*arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit status, and the findings by subject."""
-    done = subprocess.run([*DOCTOR, "--json", *arguments], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*DOCTOR, "--json", *arguments], capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout, done.stderr
     return done.returncode, {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
 
@@ -48,14 +48,14 @@ def listening() -> Iterator[int]:
         else:
             pytest.fail("it does not say where it listens")
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=250) == 0
     finally:
         process.kill()
         process.communicate()
 
 
 def test_this_machine_for_people() -> None:
-    done = subprocess.run(DOCTOR, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(DOCTOR, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ok +unix sockets +work$", done.stdout, re.MULTILINE)
     assert re.search(r"^ok +shared memory +works", done.stdout, re.MULTILINE)
@@ -117,13 +117,13 @@ def test_nobody_listens() -> None:
 def test_a_port_that_cannot_be_had() -> None:
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        done = subprocess.run([*DOCTOR, "--listen", port], capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([*DOCTOR, "--listen", port], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1
     assert f"cannot listen on tcp://*:{port}" in done.stdout
     assert done.stderr == ""
 
 
 def test_not_a_place() -> None:
-    done = subprocess.run([*DOCTOR, "somewhere"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*DOCTOR, "somewhere"], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2
     assert "HOST:PORT" in done.stderr

@@ -13,6 +13,7 @@ from tests.kit.wheel import Installed
 from tests.processes.documentation import ROOT, blocks_of, commands_of, compare, files_of, pages, run_page
 
 
+@pytest.mark.timeout(900)  # the tutorial has many commands
 @pytest.mark.parametrize("page", [page for page in pages() if commands_of(page) and page != "docs/profiling.md"])
 def test_a_page(installed: Installed, tmp_path: Path, page: str) -> None:
     if page == "docs/notebook.md":

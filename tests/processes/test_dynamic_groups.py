@@ -98,11 +98,11 @@ def _all_meet(rank: int, url: str, size: int) -> list[str]:
 
 
 def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() -> None:
-    finish(start_processes(4, _all_meet, tcp_url(), 4), BOUND_S)
+    finish(start_processes(4, _all_meet, tcp_url(), 4))
 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
-    finish(start_processes(4, _all_meet, url, 4), BOUND_S)
+    finish(start_processes(4, _all_meet, url, 4))
 
 
 # --- the store dies ----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _serve_the_store(rank: int, url: str, gone: str) -> None:
 
 def test_the_members_outlive_the_store(tmp_path: Any) -> None:
     url = tcp_url()
-    finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")), BOUND_S)
+    finish(start_processes(3, _serve_the_store, url, str(tmp_path / "gone")))
 
 
 # --- everything else works in such groups --------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _fetch(reference: Any) -> Any:
 
 
 def test_autograd_references_optimizer_and_remote_modules(url: str) -> None:
-    finish(start_processes(3, _train, url), 2 * BOUND_S)
+    finish(start_processes(3, _train, url))
 
 
 def test_a_name_is_free_again_after_a_leave(url: str) -> None:
@@ -355,7 +355,7 @@ def _come_and_go(rank: int, url: str, rounds: int) -> int:
 
 def test_many_come_and_go_at_once(url: str) -> None:
     with member("stays", 100, url) as stays:
-        assert all(done >= 5 for done in finish(start_processes(6, _come_and_go, url, 5), 3 * BOUND_S))
+        assert all(done >= 5 for done in finish(start_processes(6, _come_and_go, url, 5)))
         wait_until(lambda: names(stays) == ["stays"])
         for rank in range(6):
             with pytest.raises(PeerDead):

@@ -51,16 +51,20 @@ def fail(text: str) -> None:
 
 def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(tmp_path: Path) -> None:
     with dynamic_team(3, tmp_path) as nodes:
-        assert nodes[0].metrics().members["joined"] == 2
+        wait_until(lambda: nodes[0].metrics().members["joined"] == 2)
         with observer(tmp_path) as eyes:
-            assert [one.worker for one in eyes.metrics().answers] == ["w0", "w1", "w2"]
+            assert [one.worker for one in eyes.metrics(BOUND_S).answers] == ["w0", "w1", "w2"]
             nodes[2].shutdown()
-            wait_until(lambda: nodes[0].metrics().members["left"] == 1)
-            heard = eyes.metrics()
+            for node in nodes[:2]:
+                wait_until(lambda node=node: node.metrics().members["left"] == 1)  # type: ignore[misc]
+            heard = eyes.metrics(BOUND_S)
             assert [one.worker for one in heard.answers] == ["w0", "w1"]
             assert heard.silent == []
-            kinds = [(event.kind, event.worker) for event in eyes.events().answers[0].events]
-            assert kinds == [("joined", "w1"), ("joined", "w2"), ("left", "w2")]
+
+            def kinds() -> list[tuple[str, str]]:
+                return [(event.kind, event.worker) for event in eyes.events(BOUND_S).answers[0].events]
+
+            wait_until(lambda: kinds() == [("joined", "w1"), ("joined", "w2"), ("left", "w2")])
         assert nodes[0].metrics().peers_lost == 0
 
 
@@ -75,7 +79,7 @@ def test_a_connection_that_broke_and_came_back_is_counted(tmp_path: Path) -> Non
         assert [(one.peers_lost, one.members["dead"]) for one in found] == [(0, 0), (0, 0)]
         assert found[0].frames_sent_again >= 1  # the request was cut
         for node, peer in zip(nodes, ("w1", "w0"), strict=True):
-            assert runtime_of(node).event_log.latest()[-1][1:3] == ("reconnected", peer)
+            wait_until(lambda: runtime_of(node).event_log.latest()[-1][1:3] == ("reconnected", peer))  # noqa: B023
 
 
 def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> None:
@@ -83,9 +87,9 @@ def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="purpose"):
             nodes[0].rpc_sync("w1", fail, ("on\n purpose",))
         with pytest.raises(RpcTimeout):
-            nodes[0].rpc_sync("w1", sleep, (0.5,), timeout=0.05)
+            nodes[0].rpc_sync("w1", sleep, (2.0,), timeout=0.05)
         with observer(tmp_path) as eyes:
-            mine, theirs = (one.events for one in eyes.events().answers)
+            mine, theirs = (one.events for one in eyes.events(BOUND_S).answers)
         assert mine[-1][1:5] == ("timed out", "w1", "sleep", "after 0.05 s")
         assert theirs[-1][1:5] == ("failed", "w0", "fail", "ValueError: on purpose")
 

@@ -20,7 +20,7 @@ def test_a_function_that_is_not_defined_yet_is_told_as_such(installed: Installed
         installed,
         tmp_path,
         """
-        import os
+        import os, time
         import farcall
 
         rank = int(os.environ["RANK"])
@@ -32,6 +32,8 @@ def test_a_function_that_is_not_defined_yet_is_told_as_such(installed: Installed
             return 2 * x
 
         if rank == 0:
+            while farcall.rpc_sync("w1", farcall.metrics).state != "serving":
+                time.sleep(0.01)  # it is about to call shutdown
             farcall.rpc_sync("w1", double, args=(1,))
         """,
     )

@@ -79,8 +79,9 @@ def test_a_barrier_waits_for_the_last() -> None:
 
 def miss_one(rank: int) -> None:
     if rank < 2:
+        farcall.barrier(["w0", "w1"])  # or one of these would be missing, too, on a busy machine
         with pytest.raises(RpcTimeout, match="missing: w2"):
-            farcall.all_gather(rank, timeout=0.3)
+            farcall.all_gather(rank, timeout=3.0)
         if rank == 0:
             Gate.open("timed out")
     else:
@@ -128,7 +129,7 @@ def lose_one(rank: int) -> str | None:
 
 def test_a_death_in_the_middle_of_a_gather() -> None:
     members = start_cluster(3, lose_one)
-    assert finish(members, timeout_s=20.0, may_fail=[2])[:2] == ["survived", "survived"]
+    assert finish(members, may_fail=[2])[:2] == ["survived", "survived"]
 
 
 def lose_the_leader(rank: int) -> str | None:
@@ -142,7 +143,7 @@ def lose_the_leader(rank: int) -> str | None:
 
 
 def test_the_death_of_the_leader() -> None:
-    assert finish(start_cluster(2, lose_the_leader), timeout_s=20.0, may_fail=[0])[1] == "survived"
+    assert finish(start_cluster(2, lose_the_leader), may_fail=[0])[1] == "survived"
 
 
 # ---------------------------------------------------------------------- several nodes in one process

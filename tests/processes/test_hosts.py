@@ -82,7 +82,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def finish(processes: Sequence[subprocess.Popen[str]]) -> str:
     """Wait for all of them; what they said."""
     try:
-        told = [process.communicate(timeout=100)[0] for process in processes]
+        told = [process.communicate(timeout=250)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

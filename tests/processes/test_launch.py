@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.kit.launching import runs
+from tests.kit.rigs.programs import free_ports
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import LaunchFailed, NetworkError, UnknownWorker
-from farcall.launcher.engine import ProcessState
+from farcall.launcher import cluster
+from farcall.launcher.engine import EngineError, ProcessState
 from farcall.launcher.local import LocalEngine
+from farcall.runtime.node import current_runtime
+from farcall.serialize.code import MAIN
 
 _state: dict[str, object] = {}
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def put(key, value):
@@ -48,6 +50,12 @@ def square_or_die(item):
     return number * number
 
 
+def loaded_by_the_server():
+    program = "from farcall.launcher import fork_server; fork_server._load(); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=250)
+    return set(done.stdout.split())
+
+
 def test_calls_names_growth_and_the_end(capsys, tmp_path):
     with farcall.launch(2, environment={"COLOUR": "blue"}) as cluster:
         assert [worker.name for worker in cluster.workers] == ["worker0", "worker1"]
@@ -58,6 +66,8 @@ def test_calls_names_growth_and_the_end(capsys, tmp_path):
         with pytest.raises(UnknownWorker, match="there are worker0, worker1"):
             cluster["worker7"]
         cluster["worker0"].call(print, "written there")
+        there = cluster["worker1"].call(eval, "list(__import__('sys').modules)")
+        assert {name for name in there if name.startswith("farcall")} <= loaded_by_the_server()  # none loads them again
         processes = [worker.call(os.getpid) for worker in cluster]
 
         assert cluster["worker0"].call(lambda x: x + 1, 1) == 2  # code by value
@@ -67,12 +77,12 @@ def test_calls_names_growth_and_the_end(capsys, tmp_path):
         assert added.name == "worker2"
         processes.append(added.call(os.getpid))
         cluster.shrink(["worker0"])
-        assert not is_alive(processes[0])
+        assert not runs(processes[0])
         assert cluster.states() == {"worker0": "ended", "worker1": "running", "worker2": "running"}
         assert [worker.name for worker in cluster] == ["worker1", "worker2"]
         cluster.wait(timeout=1.0)
         assert repr(cluster) == "<Cluster: 1 ended, 2 running>"
-    assert not any(is_alive(process) for process in processes)
+    assert not any(runs(process) for process in processes)
     assert "worker0 | written there\n" in capsys.readouterr().out
     with pytest.raises(farcall.errors.NotInitialized):
         farcall.members()
@@ -93,9 +103,9 @@ def test_a_worker_that_dies_comes_back_with_its_state(tmp_path):
         cluster["worker1"].call(print, "first life")
         os.kill(before, signal.SIGKILL)
         with pytest.raises(NetworkError):
-            under_way.result(timeout=60)
+            under_way.result(timeout=250)
         wait_until(lambda: cluster.states()["worker1"] != "running" or cluster._supervisor.workers()[1].life.number)
-        cluster.wait(timeout=60)
+        cluster.wait(timeout=250)
         assert cluster["worker1"].call(os.getpid) != before
         assert cluster["worker1"].call(os.getenv, "RANK") == "1"
         assert cluster["worker1"].call(os.getenv, "FARCALL_RESTARTS") == "1"
@@ -122,7 +132,7 @@ def test_without_restarts_the_dead_stay_dead(tmp_path):
         wait_until(lambda: cluster.states()["worker0"] == "dead")
         assert [worker.name for worker in cluster.workers] == ["worker1"]
         with pytest.raises(LaunchFailed, match=r"(?s)1 of 2 workers do not run.*worker0 "):
-            cluster.wait(timeout=60)
+            cluster.wait(timeout=250)
 
 
 def test_a_start_that_fails_says_what_the_worker_said(tmp_path):
@@ -142,6 +152,99 @@ def test_what_on_start_raises_is_the_cause(tmp_path):
     with pytest.raises(LaunchFailed, match="ValueError: worker0 is not welcome") as raised:
         farcall.launch(1, on_start=refuse, quiet=True, logs=tmp_path)
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_what_fails_before_the_start_leaves_nothing(tmp_path):
+    options = farcall.RpcBackendOptions(transports=["unix"])
+    with pytest.raises(LaunchFailed, match='let its options\' transports have "tcp"'):
+        farcall.launch(1, options=options, quiet=True, logs=tmp_path)
+    with pytest.raises(TypeError, match="neither launch nor its engine 'local' has an argument host"):
+        farcall.launch(1, host="here")
+    with pytest.raises(farcall.errors.NotInitialized):
+        farcall.members()
+    assert not MAIN.is_alone
+
+
+class OnlyTheFirst(LocalEngine):
+    def start(self, specs, watcher):
+        if any(spec.rank for spec in specs):
+            raise EngineError("the machine is full")
+        super().start(specs, watcher)
+
+
+def test_a_growth_that_fails_leaves_the_cluster_as_it_was(tmp_path):
+    with farcall.launch(1, on=OnlyTheFirst(), quiet=True, logs=tmp_path) as cluster:
+        with pytest.raises(LaunchFailed, match="the machine is full"):
+            cluster.grow(2)
+        assert cluster.states() == {"worker0": "running", "worker1": "ended", "worker2": "ended"}
+        cluster.wait(timeout=LONG_S)
+        with pytest.raises(ValueError, match="at least one worker"):
+            cluster.grow(0)
+        with pytest.raises(ValueError, match="quorum must be from 1 to 1"):
+            cluster.grow(1, quorum=2)
+        cluster.shrink(0)
+        assert cluster.states()["worker0"] == "ended"
+    with pytest.raises(farcall.errors.RpcError, match="makes another one"):
+        cluster.grow()
+
+
+def test_a_port_that_was_chosen(tmp_path):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(farcall.errors.RpcError, match=r"cannot listen on port .*: is it taken"),
+    ):
+        farcall.launch(1, port=taken.getsockname()[1], quiet=True, logs=tmp_path)
+    port = free_ports(1)
+    with farcall.launch(1, port=port, quiet=True, logs=tmp_path) as cluster:
+        assert f"tcp://127.0.0.1:{port}" in current_runtime().addresses
+        assert cluster[0].call(os.getenv, "LOCAL_RANK") == "0"
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+    def shown(self):
+        return self.buffer.getvalue()
+
+
+BAR = b"\x1b[K[....................] 0 of 2 workers run; worker0: pending in the queue: Priority\r"
+
+
+class Queue:
+    """An engine whose queue does not move; somebody sees that, and cancels what waits."""
+
+    driver_host = "127.0.0.1"
+
+    def __init__(self, screen):
+        self._screen = screen
+
+    def start(self, specs, watcher):
+        for spec in specs:
+            watcher.on_state(spec, ProcessState("queued", "pending in the queue:\n Priority"))
+        self._person = threading.Thread(target=self._look, args=(specs, watcher))
+        self._person.start()
+
+    def _look(self, specs, watcher):
+        wait_until(lambda: BAR in self._screen.shown())
+        for spec in specs:
+            watcher.on_state(spec, ProcessState("ended", "cancelled"))
+
+    def end(self, specs):
+        pass
+
+    def close(self):
+        self._person.join()
+
+
+def test_a_start_that_takes_long_shows_who_is_missing(monkeypatch):
+    screen = Terminal(io.BytesIO(), write_through=True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(cluster, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(LaunchFailed, match=r"2 of 2 workers do not run:\nworker0 ended \(cancelled\)\nworker1 ended"):
+        farcall.launch(2, on=Queue(screen))
+    assert screen.shown().endswith(b"\r\x1b[K\r")  # nothing of it is left
 
 
 class HalfAnEngine:
@@ -184,104 +287,18 @@ def test_wrong_arguments_are_refused():
             farcall.launch(**arguments)
 
 
-PROGRAM = """
-import os, sys, time
-import farcall
-import torch
-
-def forever():  # without letting anybody else have the interpreter
-    x = 3 ** 100_000
-    while True:
-        x ** 200
-
-class Doubler:
-    def __init__(self, factor):
-        self.factor = factor
-    def double(self, x):
-        return self.factor * x
-
-if __name__ == "__main__":
-    with farcall.launch(2) as cluster:
-        assert cluster["worker0"].create(Doubler, 2).rpc_sync().double(21) == 42  # of __main__: by value
-        print("PIDS", *(worker.call(os.getpid) for worker in cluster), flush=True)
-        cluster["worker0"].start(forever)
-        exec(sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize("end", ["signal.SIGKILL", "signal.SIGINT", "raise ValueError('mine')", "os._exit(3)"])
-def test_no_worker_outlives_its_driver(end, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    number = getattr(signal, end.removeprefix("signal."), None)
-    driver = subprocess.Popen(
-        [sys.executable, "program.py", end if number is None else "time.sleep(600)"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with driver:
-        assert driver.stdout is not None
-        line = ""
-        while not line.startswith("PIDS"):
-            line = driver.stdout.readline()
-            assert line, driver.communicate()
-        processes = [int(text) for text in line.split()[1:]]
-        if number is not None:
-            driver.send_signal(number)
-        said = driver.communicate(timeout=60)[1]
-    assert driver.returncode != 0
-    if end.startswith("raise"):
-        assert said.rstrip().endswith("ValueError: mine")
-    wait_until(lambda: not any(is_alive(process) for process in processes), "the end of the workers")
-
-
-SHIPPED = """
-import os
-import farcall
-import mine
-
-with farcall.launch(2, ship=True) as cluster:
-    for worker in cluster:
-        assert worker.call(mine.where) == worker.call(os.getcwd) + "/mine.py" != mine.where(), worker.call(mine.where)
-        assert sorted(worker.call(os.listdir)) == [".gitignore", "data", "mine.py", "program.py"]
-    assert cluster[0].call(os.getcwd) == cluster[1].call(os.getcwd)
-    print(cluster[0].call(os.getcwd))
-"""
-
-
-@pytest.mark.timeout(240)
-def test_the_working_directory_is_shipped_once(tmp_path):
-    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    (project / "data").mkdir(parents=True)
-    elsewhere.mkdir()
-    (project / "data" / "table.txt").write_text("1 2 3")
-    (project / "program.py").write_text(SHIPPED)
-    (project / "mine.py").write_text("def where():\n    return __file__\n")
-    (project / ".gitignore").write_text("*.large\n__pycache__\n")
-    (project / "weights.large").write_text("not sent")
-
-    def run() -> str:
-        done = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=project,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(elsewhere), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()[0]
-
-    first = Path(run())
-    assert first.parent == elsewhere / "farcall" / "parcels"
-    assert first.parent.stat().st_mode & 0o077 == 0
-    made = (first / "mine.py").stat()
-    assert Path(run()) == first
-    assert (first / "mine.py").stat() == made  # it was there: not sent again
-
-
 def test_a_second_launch_in_one_program_is_refused_while_the_first_lives(tmp_path):
-    refused = pytest.raises(farcall.errors.RpcError, match="already initialized")
-    with farcall.launch(1, quiet=True, logs=tmp_path), refused:
-        farcall.launch(1)
+    with farcall.launch(1, quiet=True, logs=tmp_path) as first:
+        with pytest.raises(
+            farcall.errors.RpcError, match="already initialized in this process, as 'driver': call shut"
+        ):
+            farcall.launch(1)
+        with pytest.raises(farcall.errors.RpcError, match="already initialized in this process, as 'worker0'"):
+            first[0].call(farcall.launch, 1)
+
+
+def test_the_thread_that_launched_may_end(tmp_path):
+    with ThreadPoolExecutor(1) as elsewhere:
+        launched = elsewhere.submit(farcall.launch, 1, quiet=True, logs=tmp_path).result()
+    with launched:
+        assert launched[0].call(len, "four") == 4

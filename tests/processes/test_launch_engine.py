@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 
 import pytest
-from tests.kit.times import LONG_S
+from tests.kit.launching import START_S
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -58,7 +58,7 @@ def spec_for(driver, rank, **changes):
 def test_workers_join_answer_and_end(engine, driver):
     watching, specs = Watching(), [spec_for(driver, rank) for rank in range(2)]
     engine.start(specs, watching)
-    wait_until(lambda: len(driver.members()) == 3)
+    wait_until(lambda: len(driver.members()) == 3, "all have joined", START_S)
     assert driver["worker1"].call(os.getppid) == os.getpid()
     assert driver["worker0"].call(os.getenv, "RANK") == "0"
     driver["worker0"].start(end_worker)
@@ -80,7 +80,7 @@ def test_a_worker_that_cannot_start_tells_why(engine, driver):
 def test_close_leaves_no_process(engine, driver):
     watching, spec = Watching(), spec_for(driver, 0)
     engine.start([spec], watching)
-    wait_until(lambda: len(driver.members()) == 2)
+    wait_until(lambda: len(driver.members()) == 2, "it has joined", START_S)
     process = driver["worker0"].call(os.getpid)
     engine.close()
     assert watching.is_over(spec)
@@ -100,7 +100,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(driver):
     starting = threading.Thread(target=local.start, args=(specs, watching))
     starting.start()  # it waits for the server, which loads torch
     local.close()
-    starting.join(LONG_S)
+    starting.join(START_S)
     assert not starting.is_alive()
     assert len(driver.members()) == 1
 
@@ -109,10 +109,10 @@ def test_a_fork_server_that_was_killed_is_replaced(driver):
     local, watching = LocalEngine(), Watching()
     try:
         local.start([spec_for(driver, 0)], watching)
-        wait_until(lambda: len(driver.members()) == 2)
+        wait_until(lambda: len(driver.members()) == 2, "it has joined", START_S)
         os.kill(driver["worker0"].call(os.getppid), signal.SIGKILL)
         local.start([spec_for(driver, 1)], watching)
-        wait_until(lambda: len(driver.members()) == 3)
+        wait_until(lambda: len(driver.members()) == 3, "all have joined", START_S)
         assert driver["worker0"].call(os.getenv, "RANK") == "0"  # workers outlive it
     finally:
         local.close()

@@ -100,7 +100,7 @@ def test_torchrun(tmp_path: Path) -> None:
         str(held_port()),
     ]
     environment = {**os.environ, "RESULTS": str(tmp_path)}
-    ran = subprocess.run([*command, str(program)], env=environment, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([*command, str(program)], env=environment, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 0, ran.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["w0 w1 w2"] * 3
 
@@ -138,7 +138,8 @@ def test_port_is_shared_with_a_process_group(order: str) -> None:
 
 
 def describe_ways(rank: int) -> list[str]:
-    see_everybody(2)
+    for _ in range(3):  # that memory was accepted is told behind the answer to the first call, at times
+        see_everybody(2)
     node = api.current_runtime()
     peer = node.links.peers.remotes[1 - rank]
     return [peer.link.transport.kind, "shared" if peer.lending is not None and peer.lending.is_used else "inline"]
@@ -286,7 +287,7 @@ def try_to_meet(
 
 
 def attempt(
-    names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 2.0
+    names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 5.0
 ) -> list[tuple[str, str, float]]:
     return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes, start_timeout_s))
 
@@ -301,7 +302,7 @@ def test_duplicate_name_is_told_to_both() -> None:
 def test_duplicate_rank_is_told_to_the_second() -> None:
     found = attempt(["a", "b", "c"], [0, 1, 1], [3, 3, 3])
     assert BadRank.__name__ in {error for error, _, _ in found}
-    assert all(seconds < 2.0 + AT_ONCE_S for _, _, seconds in found)
+    assert all(seconds < 5.0 + AT_ONCE_S for _, _, seconds in found)
 
 
 def test_unlike_world_sizes_are_told() -> None:
@@ -332,14 +333,14 @@ def test_missing_peer_is_named_in_time() -> None:
     for error, text, seconds in found:
         assert error == MissingPeers.__name__
         assert "rank 1" in text
-        assert seconds < 2.0 + AT_ONCE_S
+        assert seconds < 5.0 + AT_ONCE_S
 
 
 def test_missing_rank_0_is_named_in_time() -> None:
     ((error, text, seconds),) = attempt(["b"], [1], [2])
     assert error == MissingPeers.__name__
     assert "rank 0" in text
-    assert seconds < 2.0 + AT_ONCE_S
+    assert seconds < 5.0 + AT_ONCE_S
 
 
 def start_late(rank: int, url: str, marker: str) -> list[str]:
@@ -364,7 +365,7 @@ def test_second_attempt_after_a_missing_peer_works(tmp_path: Path, scheme: str) 
 
 def meet_over(rank: int, port: int, transports: tuple[str, ...]) -> str:
     options = farcall.RpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", transports=transports[rank : rank + 1], start_timeout_s=5.0
+        init_method=f"tcp://127.0.0.1:{port}", transports=transports[rank : rank + 1], start_timeout_s=10.0
     )
     try:
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)

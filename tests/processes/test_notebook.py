@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.kit.launching import ROOT
 
 pytest.importorskip("nbclient", reason="nbclient is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 pytest.importorskip("cloudpickle", reason="the notebook extra is not installed")
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
 def shown(cell: dict) -> str:
@@ -27,10 +28,58 @@ def shown(cell: dict) -> str:
     return "".join(parts)
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    environment = {**os.environ, "JUPYTER_PLATFORM_DIRS": "1", "IPYTHONDIR": str(folder / "ipython")}
+    return environment | {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+
+
+RESTARTED = """
+from jupyter_client.manager import start_new_kernel
+from tests.kit.launching import runs, wait_gone
+
+LAUNCH = '''
+import os
+import farcall
+cluster = farcall.launch(2)
+print(*(worker.call(os.getpid) for worker in cluster))
+'''
+said = []
+
+
+def hear(message):
+    said.append(message["content"].get("text", "") + "".join(message["content"].get("traceback", ())))
+
+
+manager, client = start_new_kernel(startup_timeout=120)
+try:
+    assert client.execute_interactive(LAUNCH, timeout=120, output_hook=hear)["content"]["status"] == "ok", said
+    workers = [int(word) for word in "".join(said).split()]
+    assert len(workers) == 2, said
+    assert all(map(runs, workers))
+    manager.restart_kernel()
+    wait_gone(workers)
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_kernel_that_is_restarted_leaves_no_worker(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RESTARTED],
+        cwd=ROOT,
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=220,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(240)
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    environment = {**os.environ, "JUPYTER_PLATFORM_DIRS": "1", "IPYTHONDIR": str(tmp_path / "ipython")}
-    environment |= {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    environment = environment_of(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "jupyter", "execute", "--output", str(tmp_path / "done.ipynb"), str(NOTEBOOK)],
         cwd=tmp_path,

@@ -30,7 +30,7 @@ from farcall.protocol.hello import observer_key
 from farcall.runtime.node import current_runtime
 from farcall.testing.cluster import WorkerProcess, finish, run_cluster, start_cluster
 
-PATIENCE_S = 30.0
+PATIENCE_S = 250.0
 SECRET = "the cluster's secret"
 
 
@@ -161,8 +161,13 @@ def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
             farcall.rpc_async("w2", echo, args=(1,)).wait()
             farcall.rpc_sync("w2", torch.add, args=(torch.ones(1), 1))
     farcall.barrier(["w0", "w1", "w2"])
-    if rank == 2:  # the span of a served call ends after its answer has gone
-        wait_until(lambda: any("add" in span.name for span in exporter.get_finished_spans()), "the last span")
+
+    def served() -> int:
+        names = [span.name for span in exporter.get_finished_spans() if span.kind.name == "SERVER"]
+        return sum(any(function in name for function in ("call_on", "echo", "add")) for name in names)
+
+    # The span of a served call ends after its answer has gone.
+    wait_until(lambda: served() == (0, 1, 3)[rank], "the last span")
     return [
         (
             span.name,
@@ -195,9 +200,9 @@ def test_spans_of_all_workers_make_one_trace() -> None:
         return names
 
     served = [span for span in spans if span[0] == "w2/echo" and span[1] == "SERVER"]
-    assert [ancestors(span) for span in served] == [
-        ["w2/echo CLIENT", "w1/call_on SERVER", "w1/call_on CLIENT", "step INTERNAL"],
+    assert sorted(ancestors(span) for span in served) == [
         ["w2/echo CLIENT", "step INTERNAL"],
+        ["w2/echo CLIENT", "w1/call_on SERVER", "w1/call_on CLIENT", "step INTERNAL"],
     ]
     assert {span[2] for span in served} == {step[2]}
     # Both ends of a call have one name.
@@ -221,10 +226,10 @@ def test_telemetry_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
 
 def test_an_observer_hears_all_workers_and_is_seen_by_none(tmp_path: Path) -> None:
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
-        heard = observer.metrics()
+        heard = observer.metrics(PATIENCE_S)
         assert [one.worker for one in heard.answers] == ["w0", "w1", "w2"]
         assert heard.silent == []
-        assert [one.rank for one in observer.snapshots().answers] == [0, 1, 2]
+        assert [one.rank for one in observer.snapshots(PATIENCE_S).answers] == [0, 1, 2]
         assert all(len(one.channels) == 2 for one in heard.answers)  # the members, and nobody else
 
 
@@ -235,7 +240,7 @@ def test_with_the_secret_and_an_address(tmp_path: Path) -> None:
         address = next(one for one in node.addresses if one.startswith("tcp"))
         with Observer.connect_with_secret(address, RpcBackendOptions(secret=SECRET)) as observer:
             assert observer.member == "w1"
-            assert len(observer.snapshots().answers) == 2
+            assert len(observer.snapshots(PATIENCE_S).answers) == 2
         with pytest.raises(HandshakeRefused, match="secret"):
             Observer.connect_with_secret(address, RpcBackendOptions(secret="another secret, also long"))
         with pytest.raises(HandshakeRefused, match="cluster"):
@@ -250,15 +255,15 @@ def test_an_observer_can_only_ask(tmp_path: Path) -> None:
             with pytest.raises((NetworkError, ConnectionError)):
                 observer.snapshots()
         with cluster.observer() as observer:
-            assert {one.name for one in observer.ask("nonsense", Metrics).silent} == {"w0", "w1"}
-            assert len(observer.metrics().answers) == 2
+            assert {one.name for one in observer.ask("nonsense", Metrics, PATIENCE_S).silent} == {"w0", "w1"}
+            assert len(observer.metrics(PATIENCE_S).answers) == 2
 
 
 def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Path) -> None:
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
         stop(cluster.members[2])
         try:
-            heard = observer.metrics(timeout_s=0.5)
+            heard = observer.metrics(timeout_s=5.0)
         finally:
             cluster.members[2].kill(signal.SIGCONT)
         assert [one.worker for one in heard.answers] == ["w0", "w1"]
@@ -299,7 +304,7 @@ def test_top_prints_a_table_for_scripts(tmp_path: Path) -> None:
             env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(cluster.directory)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
         )
     assert done.returncode == 0, done.stderr
@@ -311,17 +316,17 @@ def test_top_prints_a_table_for_scripts(tmp_path: Path) -> None:
 
 def test_nothing_to_observe_is_said_in_one_line(tmp_path: Path) -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
+        unused.bind(("127.0.0.1", 0))  # and not listened on
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-    for arguments in (["top", "--once"], ["stacks", "--connect", address]):
-        done = subprocess.run(
-            [sys.executable, "-m", "farcall", *arguments],
-            env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(tmp_path), "FARCALL_SECRET": SECRET},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert done.stderr.startswith("farcall: ")
-        assert "Traceback" not in done.stderr
+        for arguments in (["top", "--once"], ["stacks", "--connect", address]):
+            done = subprocess.run(
+                [sys.executable, "-m", "farcall", *arguments],
+                env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(tmp_path), "FARCALL_SECRET": SECRET},
+                capture_output=True,
+                text=True,
+                timeout=250,
+                check=False,
+            )
+            assert done.returncode == 2
+            assert done.stderr.startswith("farcall: ")
+            assert "Traceback" not in done.stderr

@@ -143,7 +143,7 @@ def check_job(trace: Trace, home: str) -> None:
 
 
 def cluster_trace(rank: int, folder: str) -> None:
-    set_clock_ahead((0.0, 5.0, -3.0)[rank])
+    set_clock_ahead((0.0, 500.0, -300.0)[rank])
     farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         with farcall.profile() as prof:
@@ -167,8 +167,8 @@ def test_a_job_of_three_workers_is_one_trace(tmp_path: Path) -> None:
     assert sorted(trace.processes.values()) == ["w0", "w1", "w2"]
     assert trace.only("aten::tanh", "w0")
     assert len(Trace(tmp_path / "trace.json.gz").slices) == len(trace.slices)
-    # Clocks that are seconds apart: everything lies in the time that the job took.
-    assert max(each.end_us for each in trace.slices) - min(each.start_us for each in trace.slices) < 2e6
+    # Clocks that are minutes apart: everything lies in the time that the job took.
+    assert max(each.end_us for each in trace.slices) - min(each.start_us for each in trace.slices) < 100e6
 
 
 def trace_without_a_fixed_size(rank: int, url: str, folder: str) -> None:
@@ -191,7 +191,7 @@ def test_backward_passes_are_recorded_in_a_group_without_a_fixed_size(tmp_path: 
 
 
 def kineto_trace(rank: int, folder: str) -> None:
-    set_clock_ahead((0.0, 5.0, -3.0)[rank])
+    set_clock_ahead((0.0, 500.0, -300.0)[rank])
     farcall.barrier(["w0", "w1", "w2"])
     if rank == 0:
         with torch.profiler.profile() as prof:
@@ -389,7 +389,7 @@ def nothing_left(rank: int) -> int:
         with torch.profiler.profile():
             farcall.rpc_sync("w1", twice, (torch.ones(2),))
     gc.collect()
-    from farcall.observe.torch_profilers import ProfilerSession
+    from farcall.observe.profile import ProfilerSession
 
     return sum(isinstance(found, ProfilerSession) for found in gc.get_objects())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tests.kit.wheel import Installed
 from tests.processes.documentation import run_page
 from tests.processes.trace_reader import Trace
 
 
+@pytest.mark.timeout(900)
 def test_the_traces_have_the_work_of_all_workers(installed: Installed, tmp_path: Path) -> None:
     run_page("docs/profiling.md", installed, tmp_path)
     for name in ("trace.json", "of_torch.json"):

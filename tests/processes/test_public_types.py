@@ -20,7 +20,7 @@ def test_pyright_knows_the_type_of_every_public_name(tmp_path: Path) -> None:
         env={**os.environ, "PATH": os.pathsep.join([programs, os.environ["PATH"]])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=280,
     )
     problems = found.stdout.partition("Symbols used in public interface:")[2]
     assert found.returncode == 0, f"annotate these:\n{problems or found.stdout}\n{found.stderr}"
@@ -70,6 +70,6 @@ def test_a_call_has_the_type_that_its_caller_gets(tmp_path: Path) -> None:
     program = tmp_path / "typed.py"
     program.write_text(TYPED)
     checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", str(program)], cwd=root, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "mypy", "--strict", str(program)], cwd=root, capture_output=True, text=True, timeout=280
     )
     assert checked.returncode == 0, checked.stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.kit.ports import held_port
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 250.0
 SOURCES = Path(__file__).parents[2] / "src"
 START = """
 import os, sys, threading

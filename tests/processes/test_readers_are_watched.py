@@ -31,7 +31,7 @@ class SlowToRebuild:
 
 
 def _rebuild() -> str:
-    assert released.wait(30)
+    assert released.wait(60)
     return "rebuilt"
 
 
@@ -48,16 +48,16 @@ def chains(rank: int) -> None:
 
     def block(_: Any) -> None:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
 
     blocked = torch.futures.collect_all([farcall.rpc_async("w1", wait_a_little)]).then(block)
-    assert entered.wait(30)
-    farcall.rpc_sync("w1", nothing, timeout=20)  # while the callback sits on the thread that read the answer
+    assert entered.wait(60)
+    farcall.rpc_sync("w1", nothing, timeout=60)  # while the callback sits on the thread that read the answer
     go_on.set()
     blocked.wait()
     # A callback that waits the way torch does it, deaf to us.
     chained = torch.futures.collect_all([farcall.rpc_async("w1", wait_a_little)]).then(
-        lambda _: torch.futures.wait_all([farcall.rpc_async("w1", nothing, timeout=20)])
+        lambda _: torch.futures.wait_all([farcall.rpc_async("w1", nothing, timeout=60)])
     )
     chained.wait()
 
@@ -70,7 +70,7 @@ def rebuild_slowly(rank: int) -> Any:
     if rank:
         return None
     slow = farcall.rpc_async("w1", make_slow, timeout=60)
-    farcall.rpc_sync("w1", nothing, timeout=20)
+    farcall.rpc_sync("w1", nothing, timeout=60)
     released.set()
     return slow.wait()
 
@@ -87,7 +87,7 @@ entered = threading.Event()
 def quick_at_first() -> None:
     if may_be_slow.is_set():
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
 
 
 def test_a_request_that_was_kept_back_blocks_nobody() -> None:
@@ -109,9 +109,9 @@ def test_a_request_that_was_kept_back_blocks_nobody() -> None:
         peer, frame = seen[-1]
         again = msgspec.structs.replace(frame, call_id=1 << 40)
         runtime_of(callee).call_soon(lambda: runtime_of(callee).dispatcher.redeliver(peer, again))
-        assert entered.wait(30)
+        assert entered.wait(60)
         try:
-            assert caller.rpc_sync("w0", int, ("7",), timeout=10) == 7
+            assert caller.rpc_sync("w0", int, ("7",), timeout=30) == 7
         finally:
             go_on.set()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.kit.ports import held_port
 from tests.kit.times import AT_ONCE_S, LONG_S
 
 import farcall
@@ -42,8 +43,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return held_port()
 
 
 def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions, addresses: list[str]) -> Membership:
@@ -57,7 +57,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
 def start() -> Iterator[Callable[..., Future[Membership]]]:
     with ThreadPoolExecutor(16) as pool:
 
-        def start_join(name: str, rank: int, size: int, url: str, timeout_s: float = 20) -> Future[Membership]:
+        def start_join(name: str, rank: int, size: int, url: str, timeout_s: float = LONG_S) -> Future[Membership]:
             options = RpcBackendOptions(0, url, start_timeout_s=timeout_s)
             return pool.submit(join, name, rank, size, options, ["tcp://127.0.0.1:1"])
 
@@ -65,7 +65,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
 
 
 def close(futures: list[Future[Membership]]) -> list[Membership]:
-    memberships = [future.result(40) for future in futures]
+    memberships = [future.result(2 * LONG_S) for future in futures]
     for membership in memberships:
         membership.close()
     return memberships
@@ -128,9 +128,9 @@ def test_a_host_that_is_not_there(start: Any) -> None:
 def test_those_left_by_rank_0_say_who_was_missing(start: Any, port: int) -> None:
     """Rank 0 gives up first and takes the store along."""
     url = f"tcp://127.0.0.1:{port}"
-    patient = start("b", 1, 3, url, 2)
+    patient = start("b", 1, 3, url, 6)
     with pytest.raises(MissingPeers):
-        start("a", 0, 3, url, 0.7).result(40)
+        start("a", 0, 3, url, 2).result(40)
     with pytest.raises(MissingPeers, match=r"missing: rank 2;.*rank 0 \(a\) came and gave up") as caught:
         patient.result(40)
     assert caught.value.missing == (2,)
@@ -159,14 +159,14 @@ from farcall.runtime.rendezvous.static import join
 from farcall.runtime.rendezvous.store import find_meeting_place
 rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
 def meet(name=None):
-    options = RpcBackendOptions(0, start_timeout_s=30)
+    options = RpcBackendOptions(0, start_timeout_s=100)
     place = find_meeting_place(-1, None, options.init_method)
     return join(place, Member(name or f"w{rank}", place.rank, os.getpid()), options)
 def begin():
-    farcall.init_rpc(f"w{rank}", rpc_backend_options=RpcBackendOptions(start_timeout_s=30))
+    farcall.init_rpc(f"w{rank}", rpc_backend_options=RpcBackendOptions(start_timeout_s=100))
     assert farcall.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
 def group():
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=100))
     one = torch.ones(1); dist.all_reduce(one); assert one.item() == size
 """
 
@@ -190,7 +190,7 @@ def run_ranks(code: str, size: int, variables: dict[str, str]) -> list[subproces
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 90) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 240) -> list[str]:
     deadline = time.monotonic() + timeout_s
     try:
         outputs = [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in processes]
@@ -247,7 +247,7 @@ def test_under_torchruns_environment(port: int) -> None:
     }
     killed = run_ranks("meet()", 2, {**variables, "WORLD_SIZE": "3"})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 4 * LONG_S
         while not agent.check(["farcall/0/0/slot/0", "farcall/0/0/slot/1"]):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -283,7 +283,7 @@ def test_ctrl_c_ends_the_wait(port: int) -> None:
     assert time.monotonic() - began < AT_ONCE_S
 
 
-def _wait_for_port(port: int, timeout_s: float = 30) -> bool:
+def _wait_for_port(port: int, timeout_s: float = 4 * LONG_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

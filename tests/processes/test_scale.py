@@ -69,10 +69,10 @@ def call_all(rank: int, size: int) -> tuple[int, int]:
 
 
 def most_descriptors(size: int) -> int:
-    return max(found for found, _ in run_cluster(size, call_all, size, timeout_s=110.0))
+    return max(found for found, _ in run_cluster(size, call_all, size, timeout_s=250.0))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_sixteen_nodes_call_all_to_all_with_two_descriptors_per_peer() -> None:
     few = most_descriptors(2)
     many = most_descriptors(NODES)
@@ -138,7 +138,7 @@ def soak(rank: int) -> list[dict[str, int]]:
     small_calls(SMALL_CALLS)
     large_calls(LARGE_CALLS)
     # Threads beyond the pool's size end after a while; memory of the last call comes back with a message.
-    give_up_at = time.monotonic() + 20.0
+    give_up_at = time.monotonic() + 60.0
     while True:
         found = [growth(), farcall.rpc_sync("w1", growth)]
         if all(flat(grown) for grown in found) or time.monotonic() > give_up_at:
@@ -157,11 +157,11 @@ def flat(grown: dict[str, int]) -> bool:
     )
 
 
-@pytest.mark.timeout(3600 if FULL else 180)
+@pytest.mark.timeout(3600 if FULL else 400)
 @pytest.mark.parametrize("transports", [("unix", "tcp"), ("tcp",)])
 def test_many_calls_leave_memory_descriptors_and_threads_flat(transports: tuple[str, ...]) -> None:
     # One thread: with more, the pool may still be growing to its size when counting begins.
-    found = run_cluster(2, soak, transports=transports, num_worker_threads=1, timeout_s=3500.0 if FULL else 170.0)[0]
+    found = run_cluster(2, soak, transports=transports, num_worker_threads=1, timeout_s=3500.0 if FULL else 380.0)[0]
     print(found)
     assert len(found) == 2
     assert all(flat(grown) for grown in found), found

@@ -129,7 +129,7 @@ def idle_shutdown(rank: int, port: int) -> float:
 
 def test_idle_cluster_leaves_within_a_blink() -> None:
     # What else runs on this machine may hold up a shutdown; in the best of several it does not.
-    assert any(max(finish(start_processes(2, idle_shutdown, held_port()))) < 0.1 for _ in range(10))
+    assert any(max(finish(start_processes(2, idle_shutdown, held_port()))) < 0.1 for _ in range(40))
 
 
 def call_in_a_thread_that_times_out(rank: int, port: int) -> float:
@@ -168,12 +168,13 @@ def bounded(rank: int, port: int, stay: Event) -> tuple[str, tuple[str, ...], fl
     never_look_around()
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options(port))
     if rank == 2:
-        assert stay.wait(LONG_S)
+        assert stay.wait(4 * LONG_S)
         farcall.shutdown(graceful=False)
         return "", (), 0.0
+    farcall.barrier(["w0", "w1"])
     started = time.monotonic()
     with pytest.raises(ShutdownTimeout) as caught:
-        farcall.shutdown(timeout=0.6)
+        farcall.shutdown(timeout=3.0)
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
     return str(caught.value), caught.value.late, time.monotonic() - started
@@ -183,7 +184,7 @@ def test_timeout_names_who_has_not_called_shutdown() -> None:
     stay = context().Event()
     members = start_processes(3, bounded, held_port(), stay)
     for member in members[:2]:
-        member.collect(time.monotonic() + LONG_S)
+        member.collect(time.monotonic() + 2 * LONG_S)
     stay.set()
     finish(members[2:])
     for member in members[:2]:
@@ -191,7 +192,7 @@ def test_timeout_names_who_has_not_called_shutdown() -> None:
         text, late, seconds = member.result
         assert "w2 has not called shutdown" in text
         assert "w2" in late
-        assert seconds < 0.6 + AT_ONCE_S
+        assert seconds < 3.0 + AT_ONCE_S
 
 
 def block(until: str) -> None:
@@ -202,8 +203,9 @@ def busy_one(rank: int, port: int, path: str) -> str:
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port))
     if rank == 0:
         farcall.rpc_async("w1", block, (path,))
+    farcall.barrier(["w0", "w1"])
     try:
-        farcall.shutdown(timeout=0.6)
+        farcall.shutdown(timeout=3.0)
     except ShutdownTimeout as error:
         Path(path).touch()
         return str(error)
@@ -404,7 +406,7 @@ def two_nodes_in_one_process(port: int, graceful: bool) -> None:
         thread.join()
 
 
-def many_rounds(_: int) -> tuple[dict[str, int], dict[str, int]]:
+def many_rounds(_: int) -> None:
     port = held_port()
     two_nodes_in_one_process(port, True)  # what is made once and kept: torch's thread pools, caches
     before = inventory()
@@ -414,13 +416,12 @@ def many_rounds(_: int) -> tuple[dict[str, int], dict[str, int]]:
         farcall.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options(port))
         assert farcall.rpc_sync(name, os.getpid) == os.getpid()
         farcall.shutdown()
-    wait_until(lambda: inventory() == before, timeout_s=5.0)
-    return before, inventory()
+    # A thread of the first round may have been on its last lines when it was counted.
+    wait_until(lambda: all(count <= before[what] for what, count in inventory().items()), f"no more than {before}")
 
 
 def test_twenty_rounds_in_one_process_leave_nothing() -> None:
-    before, after = finish(start_processes(1, many_rounds))[0]
-    assert after == before
+    finish(start_processes(1, many_rounds))
 
 
 def store_is_gone(rank: int, port: int) -> bool:
@@ -475,4 +476,4 @@ def give_up(rank: int) -> None:
 
 
 def test_a_call_that_nobody_waits_for_any_more_holds_up_no_shutdown() -> None:
-    run_cluster(2, give_up, timeout_s=30)
+    run_cluster(2, give_up)

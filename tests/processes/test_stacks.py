@@ -28,7 +28,7 @@ from farcall.runtime.calls import pending as calls
 from farcall.runtime.link import dialler, listener
 from farcall.testing.cluster import finish, run_cluster, start_cluster, temporary_file_url
 
-ANSWER_S = 30.0
+ANSWER_S = 200.0
 SHORT_S = 1.5
 LOCK = threading.Lock()
 OPENED = threading.Event()
@@ -111,14 +111,16 @@ def _command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[st
         env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(directory)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
 
 def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = RpcBackendOptions(
-        init_method=temporary_file_url(), observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
+        init_method=temporary_file_url(),
+        start_timeout_s=8 * LONG_S,
+        observing=ObservingOptions(runtime_directory=str(tmp_path / "run")),
     )
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options) for rank in range(2)]
     shown: list[str] = []
@@ -129,7 +131,7 @@ def test_who_starts_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.M
         return prove(*args)
 
     monkeypatch.setattr(dialler, "prove", look_first)
-    monkeypatch.setattr(listener, "HANDSHAKE_S", LONG_S)  # a program starts in the middle of the handshake
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 10 * LONG_S)  # a program starts in the middle of the handshake
     first = threading.Thread(target=nodes[0].start)
     first.start()
     try:

@@ -21,7 +21,7 @@ from farcall.torchscript.extension import build, why_not
 
 MISSING = why_not()
 pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("_extension")]
-TIMEOUT_S = 100.0
+TIMEOUT_S = 250.0
 SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """
     import json, os, sys, time

@@ -23,7 +23,7 @@ def test_pyright_refuses_exactly_the_wrong_calls(tmp_path: Path) -> None:
         env={**os.environ, "PATH": os.pathsep.join([programs, os.environ["PATH"]])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=280,
     )
     report = json.loads(found.stdout)
     said = {problem["range"]["start"]["line"] + 1: problem["message"] for problem in report["generalDiagnostics"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from farcall.imports import Loading, when_imported
+from farcall.imports import Loading, importing_much, when_imported
 
 NAME = "farcall_test_of_imports"
 
@@ -64,3 +65,20 @@ def test_something_waits_for_the_outermost_module_of_a_package(tmp_path: Path) -
             sys.modules.pop(name, None)
     assert told == [True]
     assert sys.meta_path == before
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    assert gc.isenabled()
+    with importing_much():
+        assert not gc.isenabled()
+        with importing_much():  # another thread, or a module that imports another one
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing_much():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

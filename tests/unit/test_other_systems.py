@@ -25,6 +25,12 @@ sys.platform = "win32"  # which lacks more than macOS does
 
 import farcall
 
+try:
+    farcall.launch(1)
+except farcall.errors.LaunchFailed as refusal:
+    assert "needs Linux" in str(refusal)
+else:
+    raise AssertionError("launched")
 for found in pkgutil.walk_packages(farcall.__path__, "farcall."):
     # The command, the launcher and the kit for tests are for POSIX.
     posix = "farcall.cli", "farcall.launcher", "farcall.testing", "farcall.__main__", "farcall.compat.rpc.faults"
@@ -34,5 +40,5 @@ for found in pkgutil.walk_packages(farcall.__path__, "farcall."):
 
 
 def test_every_module_can_be_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

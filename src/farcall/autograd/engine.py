@@ -68,7 +68,7 @@ class LocalGraph:
                 self._heard.append((edge, False))
 
     def run(self) -> Answers:
-        """Run what is ready; return the answers of the receives that this decides."""
+        """Run the ready part; return the answers of the receives that it decides."""
         answers: Answers = {}
         if self._phases is None:
             if not self._buffers and not self.unheard and not self._undefined:

@@ -214,7 +214,7 @@ class LocalPass:
             raise
 
     def run(self) -> None:
-        """Elsewhere, as the holder of ``working``: handle what has come, and release the lock."""
+        """Elsewhere, as the holder of ``working``: handle the inbox, and release the lock."""
         while True:
             self._handle(None)
             self.flush()
@@ -224,7 +224,7 @@ class LocalPass:
                 return
 
     def _handle(self, event: Event | None) -> None:
-        """Handle ``event``, if any, and the inbox; run what is ready; leave messages in the outbox."""
+        """Handle ``event``, if any, and the inbox; run the ready part; leave messages in the outbox."""
         try:
             while event is not None or not self.inbox.empty():
                 message, sender = self.inbox.get() if event is None else event
@@ -287,7 +287,7 @@ class LocalPass:
                 self.failure = kind(f"Error on Node {number}: {effect.reason}{where}")
 
     def _with_profile(self, worker_id: int, message: protocol.PassMessage) -> protocol.PassMessage:
-        """``message``, asking for or carrying what is recorded of this pass, if anything is."""
+        """``message``, which asks for or carries the record of this pass, if there is one."""
         if isinstance(message, StartPass):
             # Elsewhere than at the origin the thread may be profiled for another reason than this pass.
             if self.machine.parent is None or self.profile is not None or PROFILING.everywhere:
@@ -305,7 +305,7 @@ class LocalPass:
         outbox, self._outbox = self._outbox, {}
         own = outbox.pop(self.machine.me, None)
         if own is not None:
-            self._port.send(self.machine.me, own)  # first: what it sets off here may be what is awaited
+            self._port.send(self.machine.me, own)  # first: it may set off the very part that is awaited
         for worker_id, messages in outbox.items():
             try:
                 self._port.send(worker_id, messages, awaited)

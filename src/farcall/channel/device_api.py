@@ -4,8 +4,8 @@
 fake in its place, so the pool and its bookkeeping are tested without a device. Nothing here is called before there is
 a tensor on a device: importing this initialises nothing.
 
-An interprocess event may be recorded and waited for by both processes; whoever waits, waits for the last record that
-was made before its call (seen on an H200 with torch 2.11: 60 rounds each way under slow kernels). Opening memory that
+An interprocess event may be recorded and waited for by both processes; a wait is for the last record that
+was made before it (seen on an H200 with torch 2.11: 60 rounds each way under slow kernels). Opening memory that
 the same process exported is an error of the driver.
 """
 
@@ -59,7 +59,7 @@ class DeviceApi(Protocol):
         """What another process opens ``memory`` with, once."""
 
     def open(self, export: Export, device: int) -> torch.Tensor:
-        """The bytes that another process exported, on what is ``device`` here."""
+        """The bytes that another process exported, on ``device`` as this process numbers it."""
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
         """These bytes of what ``open`` gave, as a storage of its own, which keeps ``memory``.
@@ -74,16 +74,16 @@ class DeviceApi(Protocol):
         """An event of another process."""
 
     def record(self, event: Any, device: int) -> None:
-        """Let ``event`` stand for all that is on the stream now."""
+        """Let ``event`` stand for all work on the stream so far."""
 
     def wait(self, event: Any, device: int) -> None:
-        """Have what is put onto the stream from now on wait for ``event``. The host does not."""
+        """Have later work on the stream wait for ``event``. The host does not wait."""
 
     def is_busy(self, device: int) -> bool:
         """Is there anything on the stream that is not done?"""
 
     def finish(self, device: int) -> None:
-        """Wait, on the host, until all that this process has put onto any stream is done."""
+        """Wait, on the host, until all work of this process, on any stream, is done."""
 
     def name_of(self, device: int) -> str:
         """The same in all processes of a host, whichever devices they see."""
@@ -114,7 +114,7 @@ class CudaApi:
 
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
         try:
-            with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+            with torch.inference_mode(False):  # tensors made in that mode cannot be written outside of it
                 return torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
         except torch.cuda.OutOfMemoryError:
             return None

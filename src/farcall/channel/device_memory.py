@@ -1,15 +1,15 @@
-"""Device memory that goes from process to process: what is lent to peers, and what peers have lent, opened.
+"""Device memory that goes from process to process: lent to peers, and lent by peers and opened.
 
 `DevicePool` is memory to send from: pooled segments that peers open once, and blocks in them, lent until released.
 `DeviceSegments` is the receiver's side of one peer's.
 
 A tensor is copied into a block on the sender's current stream, the block's event is recorded, and a ticket travels. The
 receiver has its own stream wait for the event, copies the bytes out, records the same event and releases the
-block; whoever writes into it next waits for that event. So values stay values, whatever the sender writes later,
+block; the next writer of the block waits for that event. So values stay values, whatever the sender writes later,
 nothing waits on a host, and no device is synchronised.
 
     a block    by                       becomes
-    free       allocate                 taken; what is written next waits for its event
+    free       allocate                 taken; the next write waits for its event
     taken      lend                     lent to one peer
     taken      free (was not sent)      free
     lent       the peer's release       free
@@ -152,7 +152,7 @@ class DevicePool:
         return wrong
 
     def release_all(self, peer: Hashable, now: float) -> None:
-        """The peer is gone: what it held rests for a while."""
+        """The peer is gone: the blocks it held rest for a while."""
         with self._lock:
             self._resting.extend((now + REST_S, block) for block in self._lent.pop(peer, {}).values())
             for segment in self._segments.values():
@@ -188,7 +188,7 @@ class DevicePool:
             self._total_bytes = 0
 
     def stats(self) -> PoolStats:
-        """What is held now."""
+        """The bytes that are held now."""
         with self._lock:
             lent = sum(block.capacity for blocks in self._lent.values() for block in blocks.values())
             idle = sum(capacity * len(blocks) for (_, capacity), blocks in self._free.items())

@@ -6,8 +6,8 @@ microseconds, but for one case: a stream that has as much outstanding as the dri
 copy only when the device has done some of them. Until then no thread of the process runs Python, not even the I/O one.
 
 That is put up with, because
-- it lasts as long as the launches at the front take, not as all of them; whoever is silent for less than
-  ``suspicion_s`` is not declared dead;
+- it lasts as long as the launches at the front take, not as all of them; a member that is silent for
+  less than ``suspicion_s`` is not declared dead;
 - a program that is so far ahead of its device is held up at its next launch anyway (though not its other threads);
 - it is not seen in time: a look says whether a stream is done, not how far behind it is, and if torch's way were taken
   for all that are not done, most answers would take the slow one.

@@ -159,7 +159,7 @@ class ReceivePool:
         return view
 
     def trim(self, now: float, idle_s: float = 10.0) -> None:
-        """Give back to the system what was not used for ``idle_s``; call it from time to time."""
+        """Give back to the system the memory that was not used for ``idle_s``; call it from time to time."""
         with self._lock:
             self._now = now
             self._collect()
@@ -189,7 +189,7 @@ class ReceivePool:
             self._returned.append(lease.holder)
 
     def _collect(self) -> None:
-        """Put away what came back; what would exceed the limit goes, the coldest of its own size first."""
+        """Put returned memory away; beyond the limit it goes, the coldest of its own size first."""
         while self._returned:
             memory = self._returned.popleft()
             capacity = len(memory)

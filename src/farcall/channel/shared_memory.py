@@ -214,7 +214,7 @@ class SegmentPool:
 
     @property
     def live_bytes(self) -> int:
-        """What is in use, here or by peers."""
+        """The bytes in use, here or by peers."""
         with self._lock:
             self._drop_orphans()
             return sum(block.capacity for segment in self._segments.values() for block in segment.live.values())

@@ -47,7 +47,7 @@ class _Landing:
     """Where downloads arrive."""
 
     def __init__(self) -> None:
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+        with torch.inference_mode(False):  # tensors made in that mode cannot be written outside of it
             self._pinned = torch.empty(LANDING_BYTES, dtype=torch.uint8, pin_memory=True)
         self._address = self._pinned.data_ptr()
 

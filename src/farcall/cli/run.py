@@ -29,7 +29,6 @@ import secrets
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -39,7 +38,7 @@ from rich.console import Console
 
 from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
-from farcall.launcher.output import Output
+from farcall.launcher.output import LastLines, Output
 from farcall.options import ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
@@ -61,14 +60,12 @@ class _RunWorker:
         self.spec = spec
         self.rank = spec.rank
         self.source = output.source(str(spec.rank), spec.rank)
-        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._unfinished = b""
+        self.last_lines = LastLines(LAST_LINES)
         self.end: ProcessState | None = None
 
     def write(self, data: bytes) -> None:
         """Pass on what it wrote."""
-        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-        self.last_lines.extend(line.decode(errors="replace").rstrip("\r") for line in lines)
+        self.last_lines.write(data)
         self.source.write(data)
 
     @property
@@ -78,7 +75,7 @@ class _RunWorker:
     def lost_another(self) -> str | None:
         """The name of its error, if another worker's end brings that error about."""
         # The line below the last frame of the last traceback: log lines may come after it.
-        below_frame = [line for before, line in pairwise(self.last_lines) if before[:1] == " " != line[:1]]
+        below_frame = [line for before, line in pairwise(self.last_lines.texts()) if before[:1] == " " != line[:1]]
         found = _ANOTHER_IS_GONE.match(below_frame[-1]) if below_frame else None
         return found[1] if found else None
 

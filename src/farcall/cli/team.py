@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
+from farcall.launcher.engine import how_it_ended
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
@@ -63,11 +65,8 @@ class _Member:
     pipe: Connection
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """For people: the end of a process."""
-    if exit_code is None:
-        return "is running"
-    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+def _how_it_ended(process: BaseProcess) -> str:
+    return "is running" if process.exitcode is None else how_it_ended(process.exitcode)
 
 
 def die_with_parent() -> None:
@@ -126,7 +125,7 @@ class Team:
 
     def how_it_ended(self, rank: int) -> str:
         """For people: how a member ended, or that it runs."""
-        return how_it_ended(self._members[rank].process.exitcode)
+        return _how_it_ended(self._members[rank].process)
 
     def restart(self, rank: int, timeout_s: float) -> None:
         """Start a member that has ended again; returns once it runs."""
@@ -146,7 +145,7 @@ class Team:
         try:
             member.pipe.send(request)
         except OSError as error:
-            raise MemberLost(f"{member.process.name} is gone: it {how_it_ended(member.process.exitcode)}") from error
+            raise MemberLost(f"{member.process.name} is gone: it {_how_it_ended(member.process)}") from error
         return self._receive(member, timeout_s)
 
     def freeze(self) -> None:
@@ -197,7 +196,7 @@ class Team:
             reply: _Reply = member.pipe.recv()
         except (EOFError, OSError) as error:
             member.process.join(1.0)  # its pipe ends before it does
-            raise MemberLost(f"{member.process.name} {how_it_ended(member.process.exitcode)}, unexpectedly") from error
+            raise MemberLost(f"{member.process.name} {_how_it_ended(member.process)}, unexpectedly") from error
         if reply.failure is not None:
             raise TeamError(reply.failure)
         return reply.value

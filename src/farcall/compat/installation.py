@@ -28,7 +28,7 @@ from typing import Any
 
 from farcall.compat import patches
 from farcall.compat.patches import Undo, patch
-from farcall.imports import find_and_then
+from farcall.imports import find_and_then, importing_much
 
 __all__ = ["REPLACED", "install", "is_installed", "uninstall"]
 
@@ -122,7 +122,10 @@ def _put_in_place() -> None:
     _undo.append(lambda: sys.meta_path.remove(_finder))
     present = {name for name in REPLACED if name in sys.modules} | set(_IN_PLACE_AT_ONCE)
     # All new modules first: importing one may import modules that torch has not loaded yet, and must not tear those.
-    replacements = {name: (sys.modules.get(name), importlib.import_module(REPLACED[name])) for name in sorted(present)}
+    with importing_much():
+        replacements = {
+            name: (sys.modules.get(name), importlib.import_module(REPLACED[name])) for name in sorted(present)
+        }
     _undo.extend(_rebind(replacements))
     for name, (old, new) in replacements.items():
         _replace(name, old, new)

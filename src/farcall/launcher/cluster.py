@@ -13,6 +13,7 @@ Owns the order of start and end:
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import pickle
 import secrets
@@ -20,6 +21,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any, Self, TypeVar
@@ -28,23 +31,27 @@ from urllib.parse import quote
 from farcall import api
 from farcall.errors import LaunchFailed, RpcError, UnknownWorker
 from farcall.launcher.engine import Engine, WorkerSpec
+from farcall.launcher.launch import check_number
 from farcall.launcher.lives import Restarts, State
 from farcall.launcher.output import Output, WorkerOutput
 from farcall.launcher.parcel import Parcel
-from farcall.launcher.supervisor import Supervised, Supervisor
+from farcall.launcher.supervisor import END_S, Supervised, Supervisor
 from farcall.launcher.table import LiveTable, rows_of
-from farcall.launcher.worker import DRIVER, end_worker
+from farcall.launcher.worker import DRIVER, end_worker, is_ready
 from farcall.options import RpcBackendOptions
+from farcall.protocol.member import incarnation_text
+from farcall.protocol.membership.events import LinkGivenUp
 from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.handles import Worker
 from farcall.rpc.mapping import map_over
 from farcall.rpc.retry import Retry
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.node.current import slot
+from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.code import MAIN
 from farcall.serialize.functions import forget_names
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "status_of"]
 
 DRIVER_RANK = 1_000_000
 """Above the rank of every worker."""
@@ -75,8 +82,13 @@ class Cluster:
         ship: bool,
         directory: str,
         environment: dict[str, str],
+        port: int,
         options: RpcBackendOptions,
     ) -> None:
+        if "tcp" not in options.allowed_transports:
+            raise LaunchFailed('workers dial a TCP port of this program: let its options\' transports have "tcp"')
+        if ship and (options.allowed is not None or INSTALLED.allowance is not None):
+            raise LaunchFailed("ship=True sends code, and farcall.allow refuses it: install it at the workers' hosts")
         self._on_start = on_start
         self._start_timeout_s = start_timeout_s
         self._environment = environment
@@ -86,28 +98,35 @@ class Cluster:
         self._secret = secrets.token_hex(32) if given is None else given if isinstance(given, str) else given.decode()
         self.logs: str | None = logs
         """The folder with what the workers wrote, if it is kept."""
+        if shows and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # lines of this program come in their order among the others
         self._output = WorkerOutput(Output(sys.stdout) if shows else None, logs)
         self._awaited: tuple[float, list[Supervised]] | None = None  # since when, and whom
+        self._telling = threading.Lock()  # guards that, so that no status is shown once nobody waits
         self._numbers = count()
         self._ended = threading.Event()
+        self._ending = threading.RLock()  # held by the thread that ends the cluster, or by its signal handler
+        self._is_over = False
         self._process = os.getpid()
         self._place = tempfile.TemporaryDirectory(prefix="farcall-launch-")
         init_method = f"file://{quote(self._place.name)}/store"
         common = options.replace(secret=self._secret, secret_file=None)
-        mine = common.replace(init_method=init_method, advertise=options.advertise or engine.driver_host)
+        advertise = options.advertise or engine.driver_host
+        mine = common.replace(init_method=init_method, advertise=advertise, port=port or options.port)
         self._options = pickle.dumps(common)
-        MAIN.is_alone = True
-        forget_names()
-        try:
-            api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
-        except BaseException:
-            self._place.cleanup()
-            raise
-        self._node: Runtime = current_runtime()
-        self._meet = _meeting_url(self._node.addresses)
         self._table = LiveTable(self.__repr__, self._rows)
-        self._supervisor = Supervisor(engine, self, restarts, start_timeout_s)
-        self._unsubscribe = self._node.member_events.subscribe(self._supervisor.on_member)
+        with ExitStack() as undone:
+            undone.callback(self._place.cleanup)
+            api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
+            undone.callback(_leave)
+            self._node: Runtime = current_runtime()
+            self._meet = _meeting_url(self._node.addresses)
+            self._allowed = _allowed_at_workers()
+            MAIN.is_alone = True
+            forget_names()
+            self._supervisor = Supervisor(engine, self, restarts, start_timeout_s)
+            self._unsubscribe = self._node.member_events.subscribe(self._supervisor.on_member)
+            undone.pop_all()
         atexit.register(self.shutdown, graceful=False)
 
     # What programs use.
@@ -163,19 +182,24 @@ class Cluster:
         )
 
     def grow(self, workers: int = 1, *, quorum: int | None = None) -> list[Worker]:
-        """Start so many more, and return them when they answer, or ``quorum`` of them."""
-        if self._ended.is_set():
-            raise RpcError("this cluster has ended: farcall.launch makes another one")
+        """Start so many more, and return them when they answer, or ``quorum`` of them.
+
+        If that fails, or is interrupted, all of them are ended: the cluster is as it was.
+        """
+        check_number(workers, quorum)
         numbers = [next(self._numbers) for _ in range(workers)]
         added = self._supervisor.add([(f"worker{number}", number) for number in numbers])
-        self._wait_for(added, quorum or len(added), self._start_timeout_s + FIRST_CALL_S)
+        try:
+            self._wait_for(added, quorum or len(added), self._start_timeout_s + FIRST_CALL_S)
+        except BaseException:
+            self._supervisor.remove([one.name for one in added])
+            raise
         return [Worker(one.name, node=self._node) for one in added]
 
-    def shrink(self, workers: Iterable[Worker | str]) -> None:
+    def shrink(self, workers: Worker | str | int | Iterable[Worker | str | int]) -> None:
         """End these workers, and return when they are gone. Their calls under way fail."""
-        names = [one.name if isinstance(one, Worker) else one for one in workers]
-        for name in names:
-            self[name]  # raises where there is none
+        chosen = [workers] if isinstance(workers, Worker | str | int) else workers
+        names = [self[one.name if isinstance(one, Worker) else one].name for one in chosen]
         self._supervisor.remove(names)
         gone = [one for one in self._supervisor.workers() if one.name in names]
         if not self._supervisor.wait(lambda: not any(one.has_process for one in gone), FIRST_CALL_S):
@@ -188,21 +212,27 @@ class Cluster:
         self._wait_for(expected, len(expected), timeout)
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End all workers and leave; a second time does nothing. ``graceful``: they may end by themselves first."""
-        if self._ended.is_set() or os.getpid() != self._process:  # a forked child has no workers
-            return
-        self._ended.set()
-        atexit.unregister(self.shutdown)
-        self._unsubscribe()
-        try:
-            self._supervisor.close(graceful)
-        finally:
-            if slot.runtime is self._node:
-                api.shutdown(graceful=False)
-            MAIN.is_alone = False
-            self._place.cleanup()
-            self._output.close()
-            self._table.close()
+        """End all workers and leave; a second time does nothing, unless the first was interrupted.
+
+        ``graceful``: they may end by themselves first.
+        """
+        if os.getpid() != self._process:
+            return  # a forked child has no workers
+        with self._ending:
+            if self._is_over:
+                return
+            self._ended.set()
+            self._unsubscribe()
+            try:
+                self._supervisor.close(graceful)
+                self._is_over = True
+            finally:
+                if slot.runtime is self._node:
+                    _leave()
+                self._place.cleanup()
+                self._output.close()
+                self._table.close()
+            atexit.unregister(self.shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -238,11 +268,17 @@ class Cluster:
         self._awaited = (monotonic(), workers)
         try:
             in_time = self._supervisor.wait(is_settled, timeout_s)
+            while not in_time and any(one.state is State.PREPARING for one in workers):
+                # It has joined in time. Sending its files has a bound of its own, and the user's `on_start` its user's.
+                in_time = self._supervisor.wait(is_settled, _LOOK_S)
         finally:
-            self._awaited = None
-            self._output.show_status("")
+            with self._telling, suppress(OSError, ValueError):  # a terminal that went away
+                self._awaited = None
+                self._output.show_status("")
         if running() >= quorum:
             return
+        # A member is known to be dead before all of its last words have come.
+        self._supervisor.wait(lambda: not any(one.has_process for one in workers if one.life.is_over), END_S)
         missing = {one.name: one.account() for one in workers if one.state is not State.RUNNING}
         told = "\n".join(f"{name} {account}" for name, account in missing.items())
         late = "" if in_time else f" within {timeout_s:g} s"
@@ -263,15 +299,24 @@ class Cluster:
             path=() if self._parcel is not None else tuple(sys.path),
             start_timeout_s=self._start_timeout_s,
             options=self._options,
+            allowed=self._allowed,
         )
 
     def prepare(self, name: str) -> None:
         worker = Worker(name, node=self._node)
-        worker.options(timeout=FIRST_CALL_S).call(os.getpid)
+        worker.options(timeout=FIRST_CALL_S).call(is_ready)
         if self._parcel is not None:
             self._parcel.send(worker)
         if self._on_start is not None:
             self._on_start(worker)
+
+    def bury(self, incarnation: str) -> None:
+        # Members find out by themselves as a rule, but not where its host answers and they cannot reach its port.
+        watch = self._node.links.peers.watch
+        for member in watch.members():
+            if incarnation_text(member.incarnation) == incarnation:
+                verdict = LinkGivenUp(member.incarnation, "its process was ended, and is replaced")
+                self._node.call_soon(partial(watch.feed, verdict))
 
     def dismiss(self, name: str) -> None:
         try:
@@ -287,9 +332,9 @@ class Cluster:
 
     def tick(self) -> None:
         self._output.show_unfinished()
-        awaited = self._awaited
-        if awaited is not None and monotonic() > awaited[0] + PATIENCE_S:
-            self._output.show_status(_status(awaited[1]))
+        with self._telling:
+            if self._awaited is not None and monotonic() > self._awaited[0] + PATIENCE_S:
+                self._output.show_status(status_of(self._awaited[1]))
 
 
 class _Roster:
@@ -314,13 +359,32 @@ def _meeting_url(addresses: Iterable[str]) -> str:
     """Where workers find the driver: its port, and its unix socket for those on this host."""
     found = list(addresses)
     ports = [one.removeprefix("tcp://") for one in found if one.startswith("tcp://")]
-    if not ports:
-        raise LaunchFailed('workers dial a TCP port of this program: let its options\' transports have "tcp"')
     paths = [quote(one.removeprefix("unix:")) for one in found if one.startswith("unix:")]
     return f"farcall://{','.join(ports)}" + "".join(f"?unix={path}" for path in paths[:1])
 
 
-def _status(workers: list[Supervised]) -> str:
+def _allowed_at_workers() -> dict[str, str | list[str]] | None:
+    """What `farcall.allow` says here: workers must say the same, and have no ``__main__`` of this program."""
+    if INSTALLED.allowance is None:
+        return None
+    table = INSTALLED.allowance.table()
+    own = [name for name in table["functions"] if name.startswith("__main__:")]
+    if own:
+        raise LaunchFailed(
+            f"farcall.allow names {', '.join(own)}, which workers cannot import, and code is not sent to workers that "
+            "are told what to allow: define it in a module"
+        )
+    return table
+
+
+def _leave() -> None:
+    """This program is no member any more, and its functions are no longer sent."""
+    api.shutdown(graceful=False)
+    MAIN.is_alone = False
+    forget_names()
+
+
+def status_of(workers: list[Supervised]) -> str:
     """A bar of those that run, and how the first that does not is doing."""
     running = sum(one.state is State.RUNNING for one in workers)
     done = 20 * running // len(workers)

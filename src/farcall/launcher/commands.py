@@ -111,11 +111,14 @@ class CommandEngine:
                 self._thread.start()
         for spec in specs:
             try:
-                child = _Child(spec, watcher, self.spawn(spec), self.line(spec))
+                line = self.line(spec)
+                child = _Child(spec, watcher, self.spawn(spec), line)
             except (OSError, EngineError) as error:
                 why = f"{self.command(spec)[0]}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 watcher.on_state(spec, ProcessState("ended", why, _CANNOT_START))
                 continue
+            # Before the thread knows it, which may have its end to tell.
+            watcher.on_state(spec, ProcessState("running", self.running_detail(spec)))
             with self._lock:
                 if self._closed.is_set():  # by another thread, that waits no longer for this one
                     child.send(signal.SIGKILL)
@@ -123,7 +126,6 @@ class CommandEngine:
                     child.close()
                     return
                 self._children[spec] = child
-            watcher.on_state(spec, ProcessState("running", self.running_detail(spec)))
         self._wake()
 
     def end(self, specs: Sequence[WorkerSpec]) -> None:
@@ -167,8 +169,8 @@ class CommandEngine:
             try:
                 if self._wake_write >= 0:
                     os.write(self._wake_write, b"x")
-            except BlockingIOError:
-                pass  # it is full: awake in any case
+            except (BlockingIOError, BrokenPipeError):
+                pass  # it is full: awake in any case; or the thread has just ended
 
     def _watch(self) -> None:
         """The thread: read, notice ends, tell."""
@@ -217,11 +219,12 @@ class _Child:
         self.process = process
         self.lifeline = process.lifeline
         self.output = process.output
-        self.ending: int = os.pidfd_open(process.pid)
+        self.ending: int = -1
         self.exit_code: int | None = None
         self.read_all = False
         self._ended_at: float | None = None
         try:
+            self.ending = os.pidfd_open(process.pid)
             if len(line) > MAX_SPEC_BYTES:
                 raise OSError(errno.E2BIG, f"the environment for {spec.name} is too large ({len(line)} bytes)")
             # All of it at once, so that a process which never reads cannot keep this thread.

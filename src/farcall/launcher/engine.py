@@ -65,13 +65,18 @@ class WorkerSpec:
     """How long it tries to join."""
     options: bytes = field(default=b"", repr=False)
     """The driver's `RpcBackendOptions`, pickled; empty: the defaults."""
+    allowed: dict[str, str | list[str]] | None = None
+    """What others may call there, as `farcall.allow` takes it; None: everything."""
     program: tuple[str, ...] = ()
     """A program to run in the place of serving, as ``farcall run`` takes it."""
 
     @property
     def command(self) -> tuple[str, ...]:
         """What to run, where Python is where it is here; no secret is in it."""
-        return (sys.executable, "-m", "farcall.launcher.worker")
+        # Not from the directory it happens to begin in (Slurm's may be /tmp): others may have put a torch.py there. A
+        # program's own directory is taken, as `python` would.
+        own_path = () if self.program else ("-P",)
+        return (sys.executable, *own_path, "-m", "farcall.launcher.worker")
 
     def encode(self) -> bytes:
         """One line for the worker's standard input, or for `ENV_SPEC`; without the line's end."""
@@ -136,11 +141,17 @@ class Engine(Protocol):
         """End these now, if they have not ended. Does not wait: the watcher is told."""
 
     def close(self) -> None:
-        """End all processes and give back what this engine holds; returns when nothing is left, within seconds."""
+        """End all processes and give back what this engine holds; returns when nothing is left, within seconds.
+
+        It is called again where it was interrupted.
+        """
 
 
 def how_it_ended(exit_code: int | None) -> str:
     """For people: the end of a process."""
     if exit_code is None:
         return "ended"
-    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    names = {number.value: number.name for number in signal.Signals}  # not every number has one
+    return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"

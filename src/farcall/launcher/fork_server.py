@@ -1,7 +1,7 @@
 """A process that has torch and farcall loaded, and forks workers: each starts in a fraction of a second.
 
-Owns the server's process and the socket to it (`ForkServer`, in the driver), and what runs there (`main`, by
-``python -m farcall.launcher.fork_server``). One question at a time, each answered at once:
+Owns the server's process and the socket to it (`ForkServer`, in the driver), and what runs there (`main`). One question
+at a time, each answered at once:
 
     question                                          answer
     "start", with a worker's stdin and stdout         its process id
@@ -25,11 +25,11 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 from farcall.launcher.engine import EngineError
 from farcall.launcher.lifeline import hold
-from farcall.serialize.code import is_available
 from farcall.transport.descriptors import close_in_children
 
 __all__ = ["ForkServer"]
@@ -37,19 +37,24 @@ __all__ = ["ForkServer"]
 START_S = 120.0
 """Importing torch may take long on a machine that has never done it."""
 _ANSWER_S = 30.0
+# The driver's own path, and nothing of the directory that it happens to be in: others may have put a torch.py there.
+_BEGIN = "import sys; sys.path[:] = sys.argv[2:]; from farcall.launcher.fork_server import main; main(int(sys.argv[1]))"
 _MESSAGE_BYTES = 64
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class ForkServer:
-    """The driver's end. Its process is started by the constructor, and loads what it needs meanwhile."""
+    """The driver's end. Its process is started by the constructor, and loads what it needs meanwhile.
+
+    So that the driver can load torch at the same time, this module does not.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "farcall.launcher.fork_server", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _BEGIN, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -124,9 +129,9 @@ def main(descriptor: int) -> None:
 
 def _load() -> None:
     """All that a worker imports before its first call; memory that all of them share until they write to it."""
-    for name in ("farcall.api", "farcall.launcher.parcel", "farcall.launcher.worker"):
+    for name in ("farcall.api", "farcall.launcher.parcel", "farcall.launcher.worker", "encodings.idna"):
         importlib.import_module(name)
-    if is_available():
+    with suppress(ModuleNotFoundError):  # an extra
         importlib.import_module("cloudpickle")
     gc.collect()
     gc.freeze()
@@ -163,7 +168,3 @@ def _become_worker(questions: socket.socket, stdin: int, stdout: int) -> NoRetur
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,20 +1,30 @@
-"""`farcall.launch`: workers from one program. Checks what it is asked for, finds the engine and makes the cluster."""
+"""`farcall.launch`: workers from one program. Checks what it is asked for, finds the engine and makes the cluster.
+
+Loads torch, which takes long, only once the engine is there: that of this machine has a process that loads it as well,
+at the same time.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from farcall.launcher.cluster import Cluster
+from farcall.errors import LaunchFailed, RpcError
 from farcall.launcher.engine import Engine
 from farcall.launcher.lives import Restarts
+from farcall.launcher.worker import DRIVER
 from farcall.options import RpcBackendOptions
-from farcall.rpc.handles import Worker
 
-__all__ = ["ENGINES", "engine_class", "find_engine", "launch"]
+if TYPE_CHECKING:
+    from farcall.launcher.cluster import Cluster
+    from farcall.rpc.handles import Worker
+
+__all__ = ["ENGINES", "check_number", "engine_class", "find_engine", "launch"]
 
 ENGINES: dict[str, str] = {
     "local": "farcall.launcher.local:LocalEngine",
@@ -40,6 +50,7 @@ def launch(
     ship: bool = False,
     directory: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    port: int = 0,
     options: RpcBackendOptions | None = None,
     **engine_options: Any,
 ) -> Cluster:
@@ -64,17 +75,22 @@ def launch(
             directory of the same path.
         directory: the working directory of workers; by default that of this program.
         environment: variables for the workers, beside those that the engine passes on.
+        port: where this program listens for its workers; 0: the system chooses. Firewalls need to let in no other one.
         options: `RpcBackendOptions` of this program and its workers; ``rpc_timeout`` is the default for calls.
         **engine_options: of the engine, see docs/launching.md.
     """
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"launch starts at least one worker, not {workers!r}")
-    if quorum is not None and not 1 <= quorum <= workers:
-        raise ValueError(f"quorum must be from 1 to {workers}, the number of workers, not {quorum!r}")
+    check_number(workers, quorum)
     if restart not in ("never", "on-failure"):
         raise ValueError(f'restart must be "never" or "on-failure", not {restart!r}')
+    if sys.platform != "linux":
+        raise LaunchFailed(
+            f"farcall.launch needs Linux, and this is {sys.platform}: start each process yourself, with init_rpc in it"
+        )
+    _check_free()
     engine = find_engine(on, engine_options)
     try:
+        from farcall.launcher.cluster import Cluster
+
         cluster = Cluster(
             engine,
             restarts=Restarts(max_restarts if restart == "on-failure" else 0, backoff_s),
@@ -85,6 +101,7 @@ def launch(
             ship=ship,
             directory=os.path.abspath(directory or os.getcwd()),
             environment=dict(environment or {}),
+            port=port,
             options=options or RpcBackendOptions(),
         )
     except BaseException:
@@ -98,13 +115,34 @@ def launch(
     return cluster
 
 
+def check_number(workers: object, quorum: int | None) -> None:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ValueError(f"launch starts at least one worker, not {workers!r}")
+    if quorum is not None and not 1 <= quorum <= workers:
+        raise ValueError(f"quorum must be from 1 to {workers}, the number of workers, not {quorum!r}")
+
+
+def _check_free() -> None:
+    """Raise where this process is a member already: before anything is started."""
+    loaded: Any = sys.modules.get("farcall.runtime.node.current")  # else it is none
+    if loaded is None or loaded.slot.runtime is None:
+        return
+    name = loaded.slot.runtime.info.name
+    remedy = "call shutdown() of its cluster, or leave its `with`" if name == DRIVER else "call farcall.shutdown()"
+    raise RpcError(f"RPC is already initialized in this process, as {name!r}: {remedy} before you launch another")
+
+
 def find_engine(on: str | Engine, options: dict[str, Any]) -> Engine:
     """The engine of that name, with these options."""
     if not isinstance(on, str):
         if options:
             raise TypeError(f"launch has no argument {', '.join(options)}: give it to the engine")
         return on
-    made: Engine = engine_class(on)(**options)
+    kind = engine_class(on)
+    unknown = [name for name in options if name not in inspect.signature(kind).parameters]
+    if unknown:
+        raise TypeError(f"neither launch nor its engine {on!r} has an argument {', '.join(unknown)}")
+    made: Engine = kind(**options)
     return made
 
 

@@ -8,8 +8,9 @@
     running       failed      backing off, or dead
     running       finished    ended: its process ended with exit code 0
     backing off   due         starting: another process, one life later, with the same name and rank
+    dead          removed     ended: nobody asks for it any more
     any of these  removed     ended
-    dead, ended   any         the same
+    ended         any         the same
 
 "Backing off" where restarts are left, "dead" where none is. *Replaced* is what one life is once the next has begun.
 Events name the life that they are about: news of an earlier one change nothing. The table is `NEXT`, which runs.
@@ -53,7 +54,7 @@ NEXT: dict[tuple[State, Event], State] = {
     (State.RUNNING, Event.FAILED): State.BACKING_OFF,
     (State.RUNNING, Event.FINISHED): State.ENDED,
     (State.BACKING_OFF, Event.DUE): State.STARTING,
-    **{(state, Event.REMOVED): State.ENDED for state in State if state not in FINAL},
+    **{(state, Event.REMOVED): State.ENDED for state in State if state is not State.ENDED},
 }
 
 

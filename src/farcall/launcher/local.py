@@ -53,11 +53,15 @@ class LocalEngine(CommandEngine):
                 raise
             self._server.close()  # somebody killed it
             self._server = ForkServer()
+            if self._closed.is_set():  # meanwhile; it may have met the one before
+                self._server.close()
+                raise
             return self._server, self._server.start(stdin, stdout)
 
     def line(self, spec: WorkerSpec) -> bytes:
         # The server has the environment of its start: what was set since then goes along.
         news = {name: text for name, text in os.environ.items() if self._server.environment.get(name) != text}
+        news["LOCAL_RANK"] = str(spec.rank)
         return super().line(dataclasses.replace(spec, environment={**news, **spec.environment}))
 
     def close(self) -> None:

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import IO, BinaryIO
 
-__all__ = ["Output", "Source", "WorkerOutput"]
+__all__ = ["LastLines", "Output", "Source", "WorkerOutput"]
 
 COLORS = (36, 32, 33, 35, 34, 96, 92, 95)
 """As terminals number them: cyan, green, yellow, magenta, blue, and three brighter ones."""
 HOLD_S = 0.2
+LONGEST_LINE_BYTES = 4096
 _ENDS = (b"\n", b"\r")
 _ENDED = re.compile(rb"(?<=\n)|(?<=[^\r\n]\r)(?!\n)")
 _CLEAR_LINE = b"\x1b[K"
@@ -79,7 +82,7 @@ class Output:
         with self._lock:
             if self._last != b"\n":
                 self._write(b"\n")
-                self._file.flush()
+                self._flush()
             self._writing = None
 
     def put(self, source: Source, pieces: Sequence[bytes]) -> None:
@@ -87,7 +90,7 @@ class Output:
         with self._lock:
             for piece in pieces:
                 self._put(source, piece)
-            self._file.flush()
+            self._flush()
 
     def _put(self, source: Source, piece: bytes) -> None:
         is_new = self._writing is not source
@@ -102,6 +105,10 @@ class Output:
         else:
             self._write(piece)
         self._writing = source
+
+    def _flush(self) -> None:
+        # The bytes alone: above them may wait half a line that the program itself is printing.
+        getattr(self._file, "buffer", self._file).flush()
 
     def _write(self, data: bytes) -> None:
         if not data:
@@ -143,6 +150,29 @@ class Source:
     def _flush(self) -> None:
         self._output.put(self, [self._unfinished])
         self._unfinished = b""
+
+
+class LastLines:
+    """The last lines that a process wrote: of a progress bar its last state, of a long line its end."""
+
+    def __init__(self, most: int) -> None:
+        self._lines: deque[bytes] = deque(maxlen=most)
+
+    def write(self, data: bytes) -> None:
+        for piece in data.splitlines(keepends=True):
+            line = piece
+            if self._lines and not self._lines[-1].endswith(b"\n"):
+                before = self._lines.pop()
+                if piece == b"\n" or not before.endswith(b"\r"):  # else it is overwritten
+                    line = before + piece
+            self._lines.append(line[-LONGEST_LINE_BYTES:])
+
+    def clear(self) -> None:
+        self._lines.clear()
+
+    def texts(self) -> list[str]:
+        """The lines, without their ends."""
+        return [line.decode(errors="replace").rstrip("\r\n") for line in self._lines]
 
 
 class WorkerOutput:
@@ -192,11 +222,14 @@ class WorkerOutput:
 
     def show_status(self, text: str) -> None:
         """One line below all others, in the place of the one before; empty: none any more. On terminals only."""
-        if self._stream is None or not self._stream.is_terminal or (not text and self._status is None):
-            return
-        if self._status is None:
-            self._status = self._stream.bare_source()
-        self._status.write(_CLEAR_LINE + text.encode() + b"\r")
-        if not text:
-            self._status.end()
-            self._status = None
+        with self._lock:
+            if self._stream is None or not self._stream.is_terminal or (not text and self._status is None):
+                return
+            if self._status is None:
+                self._status = self._stream.bare_source()
+            # A line that wraps would not be overwritten by the next one.
+            line = " ".join(text.split())[: shutil.get_terminal_size().columns - 1]
+            self._status.write(_CLEAR_LINE + line.encode() + b"\r")
+            if not text:
+                self._status.end()
+                self._status = None

@@ -2,6 +2,7 @@
 
 Owns what is packed (all but what ``.gitignore`` files name, and ``.git``), its name (a hash of its bytes, so that a
 host which has it is not sent it again) and where it lies at a worker: in a directory that only this user may enter.
+There the newest `KEPT` stay, and those that somebody works in: a worker holds a lock on its own, which ends with it.
 The functions at the end run on workers.
 """
 
@@ -17,8 +18,10 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,11 @@ __all__ = ["Parcel"]
 
 MOST_BYTES = 512 << 20
 SEND_S = 600.0
+KEPT = 4
+_TRIES = 3
+_LIST_S = 120.0
+_LARGEST = 3
+_NAME_LENGTH = hashlib.sha256().digest_size * 2
 
 
 class Parcel:
@@ -49,23 +57,34 @@ class Parcel:
         """Have the directory at the worker, and the worker in it."""
         patient = worker.options(timeout=SEND_S)
         with self._sending[patient.call(host_token)]:  # one worker of each host at a time: the second finds it there
-            if not patient.call(enter_parcel, self.name, self._path):
+            for _ in range(_TRIES):
+                if patient.call(enter_parcel, self.name, self._path):
+                    return
                 patient.call(unpack_parcel, self.name, self._data)
-                patient.call(enter_parcel, self.name, self._path)
+        raise LaunchFailed(f"{worker.name}: others delete the directory that was sent, again and again")
 
 
 def _pack(directory: str) -> bytes:
     packed = io.BytesIO()
+    names = _files(directory)
+    _check_size(directory, names)
     # The same files give the same bytes: no times, no owners.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
-        for name in _files(directory):
+        for name in names:
             archive.add(os.path.join(directory, name), name, recursive=False, filter=_anonymous)
-            if packed.tell() > MOST_BYTES:
-                raise LaunchFailed(
-                    f"ship=True would send more than {MOST_BYTES >> 20} MiB of {directory}: name in .gitignore what "
-                    "workers do not need, or put data where they can read it"
-                )
     return packed.getvalue()
+
+
+def _check_size(directory: str, names: Sequence[str]) -> None:
+    """Before a byte is read: it may be somebody's data set."""
+    sizes = {name: os.lstat(os.path.join(directory, name)).st_size for name in names}
+    if sum(sizes.values()) > MOST_BYTES:
+        largest = sorted(names, key=lambda name: -sizes[name])[:_LARGEST]
+        raise LaunchFailed(
+            f"ship=True would send more than {MOST_BYTES >> 20} MiB of {directory}: name in .gitignore what workers do "
+            "not need, or put data where they can read it. The largest: "
+            + ", ".join(f"{name} ({sizes[name] >> 20} MiB)" for name in largest)
+        )
 
 
 def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -79,11 +98,26 @@ def _files(directory: str) -> list[str]:
         raise LaunchFailed("ship=True reads .gitignore by git, which is not installed here")
     # A repository of its own, so that it works outside one, and so that files of an outer one's index do not matter.
     with tempfile.TemporaryDirectory(prefix="farcall-ship-") as scratch:
-        subprocess.run(["git", "init", "-q", "--bare", scratch], check=True, capture_output=True)
-        listing = ["git", f"--git-dir={scratch}", f"--work-tree={directory}", "ls-files", "-z", "--others"]
-        found = subprocess.run([*listing, "--exclude-standard"], cwd=directory, check=True, capture_output=True)
-    names = [os.fsdecode(name) for name in found.stdout.split(b"\0") if name]
-    return sorted(name for name in names if not name.endswith("/"))
+        _git(directory, "init", "-q", "--bare", scratch)
+        place = (f"--git-dir={scratch}", f"--work-tree={directory}")
+        found = _git(directory, *place, "ls-files", "-z", "--others", "--exclude-standard")
+    names = []
+    for name in (os.fsdecode(name) for name in found.split(b"\0") if name):
+        if name.endswith("/"):  # a repository inside, a submodule perhaps: its files are needed as well
+            names += [name + inner for inner in _files(os.path.join(directory, name))]
+        else:
+            names.append(name)
+    return sorted(names)
+
+
+def _git(directory: str, *words: str) -> bytes:
+    try:
+        done = subprocess.run(["git", *words], cwd=directory, capture_output=True, timeout=_LIST_S)
+    except subprocess.TimeoutExpired:
+        raise LaunchFailed(f"ship=True: git has not listed {directory} within {_LIST_S:g} s") from None
+    if done.returncode:
+        raise LaunchFailed(f"ship=True: git cannot list {directory}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
 
 
 # At a worker.
@@ -96,8 +130,9 @@ def _folder(name: str) -> Path:
 def enter_parcel(name: str, path: Sequence[str]) -> bool:
     """Work in the directory of this name, if it is here."""
     folder = _folder(name)
-    if not folder.is_dir():
+    if not _hold(folder):
         return False
+    os.utime(folder)  # it is the newest now
     os.chdir(folder)
     sys.path[:0] = [os.path.normpath(folder / entry) for entry in path] or [str(folder)]
     return True
@@ -110,7 +145,8 @@ def unpack_parcel(name: str, data: bytes) -> None:
         raise ValueError("the directory that was sent is not the one that was packed")
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # of Python 3.11.4
+        # Of Python 3.11.4. Links may lead out of the directory: to data that has the same path everywhere.
+        safely: dict[str, Any] = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
             archive.extractall(scratch, **safely)
         os.rename(scratch, folder)
@@ -119,3 +155,43 @@ def unpack_parcel(name: str, data: bytes) -> None:
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError):  # where two processes delete at the same time, one finds less than it thought
+        _delete_old(folder)
+
+
+def _hold(folder: Path) -> bool:
+    """Have nobody delete it while this process, or a child of its, lives; False: it is not there."""
+    import fcntl  # for Linux alone, and the driver imports this module
+
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    with suppress(OSError):  # a file system without locks: there nothing is deleted
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits while it is being renamed, to be deleted
+    if folder.is_dir() and os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+        return True  # the descriptor stays open, and with it the lock
+    os.close(descriptor)
+    return False
+
+
+def _delete_old(new: Path) -> None:
+    """Delete all but the newest that nobody works in, and what a process that was killed left half unpacked."""
+    import fcntl
+
+    age = {one: time.time() - one.lstat().st_mtime for one in new.parent.iterdir() if one != new}
+    whole = sorted((one for one in age if len(one.name) == _NAME_LENGTH), key=lambda one: age[one])
+    for one in whole[KEPT - 1 :]:
+        descriptor = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unwanted = Path(tempfile.mkdtemp(dir=new.parent))
+            os.rename(one, unwanted)  # while nobody can enter it
+            shutil.rmtree(unwanted, ignore_errors=True)
+        except BlockingIOError:
+            pass  # somebody works in it
+        finally:
+            os.close(descriptor)
+    for one in age:
+        if one not in whole and age[one] > SEND_S:
+            shutil.rmtree(one, ignore_errors=True)

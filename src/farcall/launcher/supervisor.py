@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol
 
+from farcall.errors import RpcError
 from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
 from farcall.launcher.lives import Event, Life, Restarts, State
+from farcall.launcher.output import LastLines
 from farcall.runtime.membership.events import MemberEvent
 
 __all__ = ["Crew", "Supervised", "Supervisor"]
@@ -53,8 +54,11 @@ class Crew(Protocol):
     def prepare(self, name: str) -> None:
         """A member is there: bring it into its state. May block, may raise."""
 
+    def bury(self, incarnation: str) -> None:
+        """A process was ended and is about to be replaced: have no member hold it for alive. Must not raise."""
+
     def dismiss(self, name: str) -> None:
-        """Ask the worker to end in good order. Must neither block nor raise."""
+        """Ask the worker to end in good order. Must not raise."""
 
     def show(self, spec: WorkerSpec, data: bytes) -> None:
         """A worker wrote this; empty: it will write no more."""
@@ -73,7 +77,7 @@ class Supervised:
         self.spec: WorkerSpec | None = None
         self.process: ProcessState = _NEVER_STARTED
         self.incarnation: str | None = None
-        self.last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        self.last_lines: LastLines = LastLines(LAST_LINES)
         self.late_at: float | None = None
         self.has_left: bool = False
         self.error: BaseException | None = None
@@ -93,7 +97,7 @@ class Supervised:
         if self.state not in (State.STARTING, State.DEAD):
             return str(self.state)
         said = self.life.why if self.state is State.DEAD else str(self.process)
-        lines = b"".join(self.last_lines).decode(errors="replace").rstrip()
+        lines = "\n".join(self.last_lines.texts()).rstrip()
         return f"{said}; its last lines:\n{lines}" if lines else said
 
 
@@ -119,6 +123,8 @@ class Supervisor:
     def add(self, workers: Iterable[tuple[str, int]]) -> list[Supervised]:
         """Start these, by name and rank."""
         with self._lock:
+            if self._closing:
+                raise RpcError("this cluster has ended: farcall.launch makes another one")
             added = [Supervised(name, rank, self._restarts) for name, rank in workers]
             self._workers.update((worker.name, worker) for worker in added)
         self._inbox.put(lambda: self._start(added))
@@ -127,11 +133,10 @@ class Supervisor:
     def remove(self, names: Iterable[str]) -> None:
         """End these; they do not come back."""
         with self._lock:
-            removed = [self._workers[name] for name in names]
-            for worker in removed:
-                self._remove(worker)
+            asked = [name for name in names if self._remove(self._workers[name])]
             self._lock.notify_all()
         self._inbox.put(lambda: None)
+        self._dismiss(asked)
 
     def workers(self) -> list[Supervised]:
         """All that were ever added, by rank."""
@@ -147,22 +152,28 @@ class Supervisor:
             return done
 
     def close(self, patient: bool) -> None:
-        """End all workers; ``patient``: they may end by themselves first. Returns when no process is left."""
+        """End all workers; ``patient``: they may end by themselves first. Returns when no process is left.
+
+        One that was interrupted can be called again.
+        """
         with self._lock:
-            if self._closing:
-                return
             self._closing = True
-            for worker in self._workers.values():
-                self._remove(worker)
+            asked = [one.name for one in self._workers.values() if not one.life.is_over and self._remove(one)]
         self._inbox.put(lambda: None)
         try:
             if patient:
+                self._dismiss(asked)
                 with self._lock:
                     self._lock.wait_for(lambda: self._failure is not None or self._all_gone(), END_S)
         finally:
             self._inbox.put(self._stop)
             self._thread.join(END_S)
             self._engine.close()
+
+    def _dismiss(self, names: Iterable[str]) -> None:
+        """Without the lock: a link that is full keeps its callers waiting, and whoever reads output needs the lock."""
+        for name in names:
+            self._crew.dismiss(name)
 
     def _all_gone(self) -> bool:
         return not any(worker.has_process for worker in self._workers.values())
@@ -176,10 +187,7 @@ class Supervisor:
         with self._lock:
             worker = self._workers.get(spec.name)
             if worker is not None and worker.spec is spec:
-                lines = data.splitlines(keepends=True)
-                if worker.last_lines and not worker.last_lines[-1].endswith(b"\n"):
-                    lines[0] = worker.last_lines.pop() + lines[0]
-                worker.last_lines.extend(lines)
+                worker.last_lines.write(data)
         self._show(spec, data)
 
     def on_member(self, event: MemberEvent) -> None:
@@ -227,6 +235,7 @@ class Supervisor:
         now = monotonic()
         with self._lock:
             started = [worker for worker in workers if worker.state is State.STARTING]
+            before = [worker.incarnation for worker in started if worker.incarnation is not None]
             for worker in started:
                 worker.spec = self._crew.make_spec(worker.name, worker.rank, worker.life.number)
                 worker.process = _NEVER_STARTED
@@ -235,6 +244,8 @@ class Supervisor:
                 worker.late_at = now + self._start_timeout_s
                 worker.has_left = False
             specs = [worker.spec for worker in started if worker.spec is not None]
+        for incarnation in before:
+            self._crew.bury(incarnation)
         try:
             self._engine.start(specs, self)
         except (EngineError, OSError) as error:
@@ -326,13 +337,12 @@ class Supervisor:
                 logger.warning("%s failed and is started again (%s): %s", worker.name, again, why)
             self._lock.notify_all()
 
-    def _remove(self, worker: Supervised) -> None:
-        """End it, by itself if it can."""
+    def _remove(self, worker: Supervised) -> bool:
+        """It is to end; True: it is a member, and can be asked to."""
         is_member = worker.state in (State.PREPARING, State.RUNNING)
         self._tell(worker, Event.REMOVED)
         self._condemn(worker, END_S if is_member else 0.0)
-        if is_member:
-            self._crew.dismiss(worker.name)
+        return is_member
 
     def _condemn(self, worker: Supervised, patience_s: float) -> None:
         """Have its process ended, unless it does so by itself in time."""

@@ -7,17 +7,16 @@ ends with the cluster, or when a newer table is shown.
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from farcall import api
 from farcall.errors import RpcError
 from farcall.html import table
 from farcall.launcher.lives import State
 from farcall.launcher.supervisor import Supervised
+from farcall.launcher.worker import describe
 from farcall.rpc.future import Future
 from farcall.rpc.handles import Worker
 from farcall.runtime.node import Runtime
@@ -28,15 +27,6 @@ REFRESH_S = 1.0
 ANSWER_S = 0.5
 """How long a table waits for what workers say of themselves."""
 HEAD = ("worker", "rank", "state", "restarts", "host", "process", "calls served", "memory")
-
-
-def describe() -> tuple[str, int, int, int]:
-    """At a worker: its host, process, calls served so far, and bytes of memory."""
-    found = api.metrics()
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    served = sum(call.latency.count for call in found.served)
-    return found.host, found.process_id, served, pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def rows_of(workers: Iterable[Supervised], node: Runtime) -> list[Sequence[object]]:

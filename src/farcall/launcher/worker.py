@@ -10,15 +10,17 @@ A start that fails writes its traceback to stderr and ends with `START_FAILED`: 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import pickle
 import sys
 import threading
 
 from farcall.launcher.engine import ENV_SPEC, MAX_SPEC_BYTES, WorkerSpec
-from farcall.launcher.lifeline import hold
+from farcall.options import RpcBackendOptions
 
-__all__ = ["DRIVER", "START_FAILED", "end_worker", "main", "run_worker"]
+__all__ = ["DRIVER", "START_FAILED", "describe", "end_worker", "is_ready", "main", "run_worker"]
 
 DRIVER = "driver"
 """The name of the member that launched the others."""
@@ -43,6 +45,8 @@ def read_spec() -> WorkerSpec:
         if not piece or len(line) > MAX_SPEC_BYTES:
             raise SystemExit("farcall: this is the process of a worker; farcall.launch starts it")
     spec = WorkerSpec.decode(line)
+    from farcall.launcher.lifeline import hold  # for Linux alone, and the driver imports this module
+
     # Functions that read standard input find its end, not the lifeline.
     hold(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -71,23 +75,30 @@ def take_place(spec: WorkerSpec) -> None:
     ]
 
 
+def options_of(spec: WorkerSpec) -> RpcBackendOptions:
+    """The driver's options, as far as they are not its own."""
+    options: RpcBackendOptions = pickle.loads(spec.options) if spec.options else RpcBackendOptions()
+    return options.replace(
+        init_method=spec.meet,
+        secret=spec.secret,
+        secret_file=None,
+        advertise=None,  # that of this process' environment
+        port=0,
+        start_timeout_s=spec.start_timeout_s,
+        # Whom the driver holds for dead it ends, and it may have started a successor.
+        membership=dataclasses.replace(options.membership, rejoin=False),
+    )
+
+
 def serve(spec: WorkerSpec) -> None:
     """Be a member until the driver ends this worker, or is gone."""
-    import pickle
-
     import farcall
     from farcall.errors import RpcError
     from farcall.runtime.node import current_runtime
 
-    options: farcall.RpcBackendOptions = pickle.loads(spec.options) if spec.options else farcall.RpcBackendOptions()
-    options = options.replace(
-        init_method=spec.meet,
-        secret=spec.secret,
-        secret_file=None,
-        advertise=None,  # the driver's is not ours; that of this process' environment is
-        start_timeout_s=spec.start_timeout_s,
-    )
-    farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options)
+    if spec.allowed is not None:
+        farcall.allow(**spec.allowed)  # type: ignore[arg-type]
+    farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options_of(spec))
     farcall.on_member(_look_for_driver)
     if DRIVER not in (member.name for member in farcall.members()):
         _end.set()  # it went between our joining and our listening
@@ -101,9 +112,32 @@ def serve(spec: WorkerSpec) -> None:
         farcall.shutdown(graceful=False)  # somebody's call takes longer; the driver wants us gone
 
 
+# What the driver calls.
+
+
+def is_ready() -> bool:
+    """It can be called: that is the answer."""
+    return True
+
+
 def end_worker() -> None:
-    """Called by the driver: have this worker end in good order."""
-    _end.set()
+    """Have this worker end in good order, if the driver says so."""
+    from farcall.runtime.calls.scope import current_call
+
+    caller = current_call().caller
+    if caller is None or caller.name == DRIVER:
+        _end.set()
+
+
+def describe() -> tuple[str, int, int, int]:
+    """Its host, process, calls served so far, and bytes of memory."""
+    from farcall import api
+
+    found = api.metrics()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    served = sum(call.latency.count for call in found.served)
+    return found.host, found.process_id, served, pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _look_for_driver(event: object) -> None:

@@ -2,8 +2,8 @@
 
 Owns the subjects, the questions passed on for observers, and the node's own: when a call has timed out, its callee is
 asked about it, and the answer explains the error. Everything runs on the I/O thread but ``explain`` and the end of the
-node. Whoever pops a question from the table ends it, so there is no lock. Nothing here waits, and no answer needs a
-worker thread. A question without an answer is given up at its deadline.
+node. Popping a question from the table ends it, and is atomic, so there is no lock. Nothing here waits, and no answer
+needs a worker thread. A question without an answer is given up at its deadline.
 
 An observer hears of all workers: the asked member passes the question on over its links, and each answer back.
 """
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from farcall.observe.metrics import collect
 from farcall.observe.snapshot import (
     LATER,
     QUEUED,
@@ -43,7 +42,18 @@ from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["CALL_STATE", "EVENTS", "METRICS", "SNAPSHOT", "Answering", "CallState", "Subject", "WorkerEvents"]
+__all__ = [
+    "CALL_STATE",
+    "EVENTS",
+    "METRICS",
+    "SNAPSHOT",
+    "TRACE_BEGIN",
+    "TRACE_END",
+    "Answering",
+    "CallState",
+    "Subject",
+    "WorkerEvents",
+]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -51,6 +61,8 @@ SNAPSHOT = "snapshot"
 METRICS = "metrics"
 CALL_STATE = "call"
 EVENTS = "events"
+TRACE_BEGIN = "trace: begin"
+TRACE_END = "trace: end"
 
 FORGET_S = 30.0
 SILENT_S = 5.0
@@ -103,7 +115,7 @@ class Answering:
         encode = msgspec.msgpack.encode
         self.subjects: dict[str, Subject] = {
             SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
-            METRICS: lambda peer, argument: encode(collect(node)),
+            METRICS: lambda peer, argument: encode(_collect(node)),
             EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
             CALL_STATE: lambda peer, argument: describe_call(node, peer, argument),
         }
@@ -249,6 +261,12 @@ class Answering:
             question = self._open.pop(number, None)
             if question is not None and question.own:
                 question.done(b"")
+
+
+def _collect(node: Runtime) -> msgspec.Struct:
+    from farcall.observe.metrics import collect  # loaded where somebody asks: it knows every layer
+
+    return collect(node)
 
 
 # ---------------------------------------------------------------------- a call that has timed out

@@ -31,7 +31,7 @@ import msgspec
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
-from farcall.observe.answering import Answering
+from farcall.observe.answering import TRACE_BEGIN, TRACE_END
 from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.observer import Observer
@@ -52,8 +52,6 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_SPANS = 1_000_000
 """The spans that one worker keeps; later ones are counted only."""
-TRACE_BEGIN = "trace: begin"
-TRACE_END = "trace: end"
 MOST_S = 600.0
 GRACE_S = 30.0
 FETCH_S = 25.0
@@ -151,12 +149,10 @@ class Tracing:
     def __init__(self, node: Runtime) -> None:
         self._runtime = node
         self._ends: dict[str, float] = {}
-        subjects = node.part(Answering).subjects
-        subjects[TRACE_BEGIN] = self._begin
-        subjects[TRACE_END] = self._end
         self._timer = node.timer(self._drop_unfetched)
 
-    def _begin(self, peer: Peer | None, argument: bytes) -> bytes:
+    def begin(self, peer: Peer | None, argument: bytes) -> bytes:
+        """The answer to TRACE_BEGIN."""
         wanted = msgspec.msgpack.decode(argument, type=TraceWish)
         node = self._runtime
         if peer is None:
@@ -167,7 +163,8 @@ class Tracing:
         self._timer.at(self._ends[wanted.name])
         return msgspec.msgpack.encode((node.info.name, node.info.id))
 
-    def _end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
+    def end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
+        """The answer to TRACE_END."""
         name = msgspec.msgpack.decode(argument, type=str)
         self._ends.pop(name, None)
         harvest = self._runtime.part(Recordings).stop(name)
@@ -326,7 +323,7 @@ class profile:
         return self._harvest, self._runtime.info.id
 
     def trace(self) -> dict[str, Any]:
-        """The trace, as what becomes JSON."""
+        """The trace, ready for a JSON encoder."""
         return chrome_trace(*self._finished())
 
     def export_chrome_trace(self, path: str | Path) -> None:

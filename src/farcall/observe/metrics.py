@@ -1,7 +1,7 @@
 """A worker's work so far, in numbers: `Metrics`, and how they are read from a node.
 
 Reading is lazy: calls only add to counters (`runtime/observing/counters.py`) and links to their byte counts; the rest
-is worked out when somebody asks. Knows nothing of how metrics are shown or sent.
+is worked out when it is asked for. Knows nothing of how metrics are shown or sent.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int = 0
     """Memory that its process holds (resident), shared memory included; 0: unknown on this system."""
     cluster_name: str = ""
-    """The name that somebody gave to the cluster, if any."""
+    """The name that people gave to the cluster, if any."""
 
     def __repr__(self) -> str:
         made, served = (sum(one.latency.count for one in calls) for calls in (self.called, self.served))

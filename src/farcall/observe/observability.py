@@ -1,6 +1,7 @@
 """The side of a node that observers see, as its options ask for it: spans, answers, metrics, the live page, a file.
 
-One per runtime, made while the node starts. Nothing of this makes calls slower than counting them.
+One per runtime, made while the node starts. Nothing of this makes calls slower than counting them. Where the options
+ask for nothing, only the answers to other members are loaded: they explain a timeout within milliseconds.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import logging
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from farcall.observe.cluster import Tracing
-from farcall.observe.observer import Observer
+from farcall.observe.answering import TRACE_BEGIN, TRACE_END, Answering
 from farcall.observe.presence import Presence, PresenceFile, namespace, process_start
-from farcall.observe.telemetry import TracedCalls
 from farcall.private_files import runtime_directory
 from farcall.protocol.hello import observer_key
 from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.node import Runtime
+
+if TYPE_CHECKING:
+    from farcall.observe.cluster import Tracing
+    from farcall.observe.observer import Observer
 
 __all__ = ["Observability"]
 
@@ -32,9 +36,14 @@ class Observability:
         self._runtime = runtime
         self.metrics_port: int | None = None
         self.dashboard_url: str | None = None
-        if isinstance(runtime.calls, TracedCalls):
+        if options.observing.opentelemetry:
+            from farcall.observe.telemetry import TracedCalls
+
+            assert isinstance(runtime.calls, TracedCalls)
             runtime.server.wrap = runtime.calls.telemetry.traced
-        runtime.part(Tracing)
+        subjects = runtime.part(Answering).subjects
+        subjects[TRACE_BEGIN] = lambda peer, argument: self._tracing().begin(peer, argument)
+        subjects[TRACE_END] = lambda peer, argument: self._tracing().end(peer, argument)
         if options.observing.observable:
             self._leave_file()
         observing = options.observing
@@ -49,8 +58,14 @@ class Observability:
         if options.observing.dashboard_port is not None:
             self._serve_dashboard(options.observing.dashboard_port)
 
+    def _tracing(self) -> Tracing:
+        from farcall.observe.cluster import Tracing
+
+        return self._runtime.part(Tracing)
+
     def _serve_dashboard(self, port: int) -> None:
         from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
+        from farcall.observe.observer import Observer
 
         runtime = self._runtime
         membership = runtime.membership
@@ -66,7 +81,7 @@ class Observability:
         dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
-        # Whoever asks for a page wants to open it, whatever is logged.
+        # A user who asks for a page wants to open it, whatever is logged.
         print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:

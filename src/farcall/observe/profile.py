@@ -6,7 +6,7 @@ made for a collector asks, in its notes, to be profiled; its run collects what h
 onward included, and sends all of it with the answer. So everything ends up in the first session, whatever the depth.
 
     object                   on which thread         made by                  gives its spans to
-    `Collector` of session   the profiled one        `torch_profilers`        the profiler of torch's, at its end
+    `ProfilerSession`        the profiled one        `torch_profilers`        the profiler of torch's, at its end
     `Call`                   the caller's            every call made for it   its collector, when the answer is there
     `Run`                    any that serves it      every request that asks  the answer, and recorders of this process
 
@@ -30,6 +30,8 @@ import torch
 
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
+from farcall.observe import torch_profilers as torch_profilers  # before PROFILER, which takes its stand-in's place
+from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
 from farcall.protocol.notes import ProfileWanted
@@ -37,7 +39,7 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["PROFILER", "THREAD", "Call", "Collector", "ProcessRecorder", "Run", "call_name"]
+__all__ = ["PROFILER", "THREAD", "Call", "Collector", "ProcessRecorder", "ProfilerSession", "Run", "call_name"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -50,8 +52,6 @@ class _Thread(threading.local):
     """The work of the calling thread."""
 
     collector: Collector | None = None
-    closing: Collector | None = None
-    """The session whose profiler is about to read what was recorded."""
 
 
 THREAD = _Thread()
@@ -69,7 +69,7 @@ class ProcessRecorder(Protocol):
         """Take the operators of one part of a run."""
 
     def collector_of(self, worker: WorkerInfo) -> Collector | None:
-        """The collector of calls that nobody else profiles."""
+        """The collector of calls that have no other."""
 
 
 class Collector:
@@ -260,6 +260,41 @@ class _RunCoroutine(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         raise TypeError("made to be run by an event loop")
+
+
+class ProfilerSession(Collector):
+    """The collector of a thread on which a profiler of torch's is at work."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(_options_of(owner))
+        self.outside = THREAD.collector
+        self._suspended = isinstance(self.outside, Run) and self.outside.suspend()
+
+    def enter(self) -> None:
+        """Collect the calls of this thread from now on."""
+        THREAD.collector = self
+
+    def leave(self) -> None:
+        """End with the profiler; answers that come later still count."""
+        if THREAD.collector is self:
+            THREAD.collector = self.outside
+        if self._suspended and isinstance(self.outside, Run):
+            self.outside.resume()
+        self.outside = None
+
+
+def _options_of(owner: Any) -> int:
+    """The bits that ask callees for the details that this profiler records here."""
+    wanted = {
+        Detail.SHAPES: "record_shapes",
+        Detail.MEMORY: "profile_memory",
+        Detail.STACKS: "with_stack",
+        Detail.FLOPS: "with_flops",
+        Detail.MODULES: "with_modules",
+        Detail.DEVICE: "use_cuda",
+    }
+    options = sum(bit for bit, name in wanted.items() if getattr(owner, name, False))
+    return int(options | (Detail.DEVICE if getattr(owner, "use_device", None) else 0))
 
 
 def call_name(kind: str, what: Any, caller: str, callee: str) -> str:

@@ -18,17 +18,17 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic, perf_counter
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from farcall.rpc.batch_queue import RunningBatch
-from farcall.rpc.batches import Batches
-from farcall.rpc.stream_reading import StreamCall
-from farcall.rpc.stream_writing import StreamRequest
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+
+if TYPE_CHECKING:
+    from farcall.rpc.batch_queue import RunningBatch
 
 __all__ = [
     "OutgoingCall",
@@ -161,6 +161,8 @@ def function_title(function: bytes, otherwise: str = "") -> str:
 
 def take_snapshot(node: Runtime) -> WorkerSnapshot:
     """The snapshot of ``node`` at this moment."""
+    from farcall.rpc.batches import Batches  # loaded where somebody looks: a node starts without it
+
     pending = node.calls.snapshot()
     active = node.server.active
     calls = [outgoing_call(call) for call in pending[:MOST_CALLS]]
@@ -202,7 +204,7 @@ def _unconnected(node: Runtime) -> list[str]:
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """The view of a call that this node makes."""
     for_s = monotonic() - call.started_at
-    name = name_of(call.what) + (f" (stream, {call.items_taken:,} items)" if isinstance(call, StreamCall) else "")
+    name = name_of(call.what) + call.progress()
     timeout_s = 0.0 if call.timeout_s == NEVER else call.timeout_s
     return OutgoingCall(call.call_id, call.peer.info.name, name, for_s, timeout_s, call.thread_id)
 
@@ -217,13 +219,10 @@ def served_call(request: Request) -> ServedCall:
     else:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
-    title = function_title(frame.function, request.function_name)
-    if isinstance(request, StreamRequest):
-        title += f" (stream, {request.writer.describe()})"
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
-        function=title,
+        function=function_title(frame.function, request.function_name) + request.progress(),
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,

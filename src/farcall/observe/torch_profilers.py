@@ -9,7 +9,8 @@ harvest is part of them:
 
 ``torch.profiler``'s own list of events stays as torch makes it: PyTorch's suite wants no RPC in it, and
 `farcall.profile` has a list. torch offers no hook for this, so a few methods of its classes are wrapped, once, when
-this module is loaded; a profiler that was started before has only what happens on its own worker.
+this module is loaded; a profiler that was started before has only what happens on its own worker. The first profiler
+that starts loads what records (`profile.py`): most programs never do.
 
 Invariant: torch's own work is done, unchanged and first.
 """
@@ -19,55 +20,58 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
-from farcall.observe import capture
-from farcall.observe.capture import Detail, legacy
-from farcall.observe.profile import THREAD, Collector, Run
-from farcall.observe.trace import add_to_trace, function_events
+from farcall.imports import when_imported
+from farcall.protocol.notes import ProfileWanted
+from farcall.runtime.observing.profiling import PROFILING, RunProfile
 
-__all__ = ["ProfilerSession", "install"]
+if TYPE_CHECKING:
+    from farcall.observe.profile import ProfilerSession
+
+__all__ = ["install"]
 
 _ATTRIBUTE = "_farcall_session"
 _WRAPPED = "_farcall_wraps"
 
 
-class ProfilerSession(Collector):
-    """The collector of a thread on which a profiler of torch's is at work."""
+class _Closing(threading.local):
+    """The session whose profiler is about to read what was recorded on the calling thread."""
 
-    def __init__(self, owner: Any) -> None:
-        super().__init__(_options_of(owner))
-        self.outside = THREAD.collector
-        self._suspended = isinstance(self.outside, Run) and self.outside.suspend()
-
-    def leave(self) -> None:
-        """End with the profiler; answers that come later still count."""
-        if THREAD.collector is self:
-            THREAD.collector = self.outside
-        if self._suspended and isinstance(self.outside, Run):
-            self.outside.resume()
-        self.outside = None
+    session: ProfilerSession | None = None
 
 
-def _options_of(owner: Any) -> int:
-    """The bits that ask callees for the details that this profiler records here."""
-    wanted = {
-        Detail.SHAPES: "record_shapes",
-        Detail.MEMORY: "profile_memory",
-        Detail.STACKS: "with_stack",
-        Detail.FLOPS: "with_flops",
-        Detail.MODULES: "with_modules",
-        Detail.DEVICE: "use_cuda",
-    }
-    options = sum(bit for bit, name in wanted.items() if getattr(owner, name, False))
-    return int(options | (Detail.DEVICE if getattr(owner, "use_device", None) else 0))
+_CLOSING = _Closing()
+
+
+class _LateProfiler:
+    """In the place of this process's profiler, until a profiler of torch's starts here, or at a caller.
+
+    Nobody collects until then, so there is nothing to do for calls that are made.
+    """
+
+    def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> None:
+        return None
+
+    def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
+        if wanted is None or not wanted.home:
+            return None  # nobody would hear of it
+        from farcall.observe.profile import PROFILER  # which takes this one's place
+
+        return PROFILER.begin_run(worker, wanted)
+
+    def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return callback
 
 
 def _start(original: Callable[[Any], None], self: Any) -> None:
+    from farcall.observe.profile import ProfilerSession
+
     session = ProfilerSession(self)  # first: it makes room for another profiler on this thread
     try:
         original(self)
@@ -75,16 +79,16 @@ def _start(original: Callable[[Any], None], self: Any) -> None:
         session.leave()
         raise
     setattr(self, _ATTRIBUTE, session)
-    THREAD.collector = session
+    session.enter()
 
 
 def _exit(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     session: ProfilerSession | None = getattr(self, _ATTRIBUTE, None)
-    THREAD.closing = session  # for `_parse`
+    _CLOSING.session = session  # for `_parse`
     try:
         return original(self, *args)
     finally:
-        THREAD.closing = None
+        _CLOSING.session = None
         if session is not None:
             session.leave()
 
@@ -93,6 +97,8 @@ def _export(original: Callable[..., Any], self: Any, path: Any, *args: Any, **kw
     result = original(self, path, *args, **kwargs)
     session: ProfilerSession | None = getattr(self, _ATTRIBUTE, None)
     if session is not None and session.worker is not None:
+        from farcall.observe.trace import add_to_trace
+
         file = Path(path)
         trace = json.loads(file.read_text())
         if isinstance(trace, dict):  # and not the bare list of a torch without Kineto
@@ -117,8 +123,11 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
 def _parse(original: Callable[[Any], Any], records: Any) -> Any:
     """Add our events where the legacy profiler parses its records, which it does when it ends."""
     events = original(records)
-    session = THREAD.closing
-    if isinstance(session, ProfilerSession) and session.worker is not None:
+    session = _CLOSING.session
+    if session is not None and session.worker is not None:
+        from farcall.observe import capture
+        from farcall.observe.trace import function_events
+
         began = capture.start_record(records)
         base_ns = capture.start_ns(began)
         events += function_events(session.everything(), session.worker.id, base_ns, began.thread_id())
@@ -128,13 +137,17 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
 
 def install() -> None:
     """Wrap torch's methods; once is enough."""
+    PROFILING.use(_LateProfiler())
     _wrap(profiler.profile, "_start_trace", _start)
     _wrap(profiler.profile, "__exit__", _exit)
     _wrap(profiler.profile, "export_chrome_trace", _export)
-    if legacy is not None:
-        _wrap(legacy.profile, "_start_trace", _start)
-        _wrap(legacy.profile, "__exit__", _exit)
-        _wrap(legacy, "_parse_legacy_records", _parse)
+    when_imported("torch.autograd.profiler_legacy", _wrap_legacy)  # it is deprecated: one day there is none
+
+
+def _wrap_legacy(legacy: Any) -> None:
+    _wrap(legacy.profile, "_start_trace", _start)
+    _wrap(legacy.profile, "__exit__", _exit)
+    _wrap(legacy, "_parse_legacy_records", _parse)
 
 
 install()

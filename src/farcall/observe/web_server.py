@@ -30,7 +30,7 @@ _STOP_S: Final = 2.0
 
 
 class Request(NamedTuple):
-    """What is asked."""
+    """One request of a client."""
 
     target: str
     host: str
@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is answered."""
+    """The answer to one request."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         head = self.headers
         if head.get("Content-Length") or head.get("Transfer-Encoding"):
-            self.close_connection = True  # nobody reads what follows
+            self.close_connection = True  # the rest of the request is not read
         answer = self.server.answer(Request(self.path, head.get("Host", ""), head.get("Accept", "")))
         self.send_response(answer.status)
         for name, value in _HEADERS.items():

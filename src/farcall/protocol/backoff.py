@@ -16,7 +16,7 @@ class Jitter(Protocol):
 class Backoff:
     """Pauses from ``first_s`` to ``longest_s``, each ``factor`` times the one before.
 
-    With ``jitter`` each pause is shortened by up to a half, so that many who wait for one event do not come at once.
+    With ``jitter`` each pause is shortened by up to a half, so that many waiters for one event do not come at once.
     """
 
     __slots__ = ("_factor", "_first_s", "_jitter", "_longest_s", "_next_s")

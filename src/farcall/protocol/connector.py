@@ -20,9 +20,10 @@ those. *No answer* ends nothing by itself: the dial goes on until its time is up
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
+
+import msgspec
 
 from farcall.protocol.backoff import Backoff, Jitter
 from farcall.protocol.hello import Remind, Resume
@@ -111,15 +112,13 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
 # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(msgspec.Struct, frozen=True):
     """The pause is over. ``is_member``: the peer is neither dead nor gone, as far as the members know."""
 
     is_member: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
+class Tried(msgspec.Struct, frozen=True):
     """An attempt has ended."""
 
     outcome: Outcome
@@ -129,8 +128,7 @@ class Tried:
 Event: TypeAlias = Due | Tried
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """Try every address once, within ``bound_s``, and tell the outcome (`Tried`).
 
     ``knocks``: only look whether anybody listens within this host.
@@ -140,8 +138,7 @@ class Attempt:
     knocks: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """There will be no further attempt: ``step`` is none of AGAIN and SOON."""
 
     step: Step

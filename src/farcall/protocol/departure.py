@@ -8,8 +8,8 @@ is `ACTIONS`, at the end of this file.
 
 *Ready* is: shutting down, idle, and aware of every death the coordinator knows of. The last matters because a link's
 end comes after all that the dead node sent over it: a member that knows of the death has seen its last requests. Two
-that merely lost their link to each other must not block the rest, so whoever is reported to coordinates, even with a
-smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
+that merely lost their link to each other must not block the rest, so a member that gets reports coordinates, even with
+a smaller rank alive (two coordinators do no harm: each releases only what is truly done), and a death that others still
 have not noticed after a long grace is held to be only a lost link. Messages may come twice or out of order.
 
 The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and reads the
@@ -25,7 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
+
+import msgspec
 
 from farcall.protocol.messages import (
     DepartureAcknowledged,
@@ -44,56 +46,56 @@ MAX_LATE_NAMED: Final = 32  # keeps status messages small in a large cluster
 DepartureMessage = DepartureReport | DepartureProbe | DepartureStatus | DepartureReleased | DepartureAcknowledged
 
 
-class LocalEntered(NamedTuple):
+class LocalEntered(msgspec.Struct, frozen=True):
     """The user called shutdown here; a ``timeout_s`` of 0 means no bound."""
 
     timeout_s: float
 
 
-class LocalIdle(NamedTuple):
+class LocalIdle(msgspec.Struct, frozen=True):
     """No call is being waited for or served here; ``activity`` counts all that ever were."""
 
     activity: int
 
 
-class LocalBusy(NamedTuple):
+class LocalBusy(msgspec.Struct, frozen=True):
     """``calls_in_flight`` calls are being waited for or served here."""
 
     calls_in_flight: int
 
 
-class PeerGone(NamedTuple):
+class PeerGone(msgspec.Struct, frozen=True):
     """The link to ``rank`` has ended and everything it brought has been handled: dead or left."""
 
     rank: int
 
 
-class PeerCame(NamedTuple):
+class PeerCame(msgspec.Struct, frozen=True):
     """There is a link to ``rank``, which has come for one that is gone."""
 
     rank: int
     name: str
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A departure message came from ``rank``."""
 
     rank: int
     message: DepartureMessage
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` to ``rank``; if its link has ended, do nothing."""
 
     rank: int
     message: DepartureMessage
 
 
-class Finished(NamedTuple):
+class Finished(msgspec.Struct, frozen=True):
     """This node may close its links, once what it was told to send is written."""
 
 
-class Late(NamedTuple):
+class Late(msgspec.Struct, frozen=True):
     """A member that is waited for, and why."""
 
     name: str
@@ -103,14 +105,14 @@ class Late(NamedTuple):
         return f"{self.name} {self.why}"
 
 
-class LogWaiting(NamedTuple):
+class LogWaiting(msgspec.Struct, frozen=True):
     """Still waiting: tell the user for which members (and for how many more)."""
 
     late: tuple[Late, ...]
     unnamed_count: int
 
 
-class TimedOut(NamedTuple):
+class TimedOut(msgspec.Struct, frozen=True):
     """The bound given to shutdown has passed; this node gives up on the others."""
 
     late: tuple[Late, ...]
@@ -195,7 +197,7 @@ class Departure:
         return min(deadlines, default=None)
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """Do what has become due."""
+        """Do the work that has become due."""
         self._now = now
         if self._deadline is not None and now >= self._deadline:
             if self._state is DepartureState.RELEASING:

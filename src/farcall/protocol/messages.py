@@ -34,6 +34,7 @@ from farcall.protocol.references import messages as references
 from farcall.protocol.weights import messages as weights
 
 __all__ = [
+    "DEVICE_MESSAGES",
     "BlocksReleased",
     "CallCancelled",
     "ClockAsked",
@@ -248,6 +249,8 @@ class DeviceSegmentRetired(_Control, frozen=True, tag=84):
 
     segment_id: int
 
+
+DEVICE_MESSAGES: Final = (DevicesMapped, DeviceTried, DeviceOpened, DeviceBlocksReleased, DeviceSegmentRetired)
 
 Message = (
     Ping

@@ -70,10 +70,16 @@ class RunningBatch(NamedTuple):
     thread_id: int  # 0: an ``async def``, which has none
 
 
+class Result(torch.futures.Future[Any]):
+    """The result of one argument. Those of a batch are answered together."""
+
+    completing_thread = 0  # see `results.py`
+
+
 class Item(NamedTuple):
     owner: Any  # of a batched method; the same for all items of a queue
     argument: Any
-    future: torch.futures.Future[Any]
+    future: Result
     came_at: float
     served: Request | None
     ready: Any  # on devices: what its batch must wait for
@@ -103,7 +109,7 @@ class Queue:
                 "distributed autograd context"
             )
         devices = self._node.device_list
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future = Result()
         ready = stamp(argument, devices) if devices else None
         item = Item(owner, argument, future, monotonic(), served, ready)
         with self._lock:
@@ -181,7 +187,7 @@ class Queue:
         except BaseException as error:
             self._fail(items, error)
         else:
-            _hand_out(items, results)
+            self._hand_out(items, results)
         self.ended()
 
     def _show(self, items: list[Item]) -> None:
@@ -196,22 +202,38 @@ class Queue:
 
     def _on_task(self, items: list[Item], task: Any) -> None:
         try:
-            _hand_out(items, self._rules.check(task.result(), len(items)))
+            results = self._rules.check(task.result(), len(items))
         except BaseException as error:
-            _hand_out(items, [error] * len(items))
+            results = [error] * len(items)
+        self._hand_out(items, results)
         self.ended()
 
     def _fail(self, items: list[Item], error: BaseException) -> None:
         """A batch failed: all of it, or those that fail by themselves, too."""
         if len(items) == 1 or not self._rules.again_alone:
-            _hand_out(items, [error] * len(items))
+            self._hand_out(items, [error] * len(items))
             return
         for item in items:
             try:
                 result = self._rules.check(self._rules.run(item.owner, [item.argument]), 1)
             except BaseException as alone:
                 result = [alone]
-            _hand_out([item], result)
+            self._hand_out([item], result)
+
+    def _hand_out(self, items: Sequence[Item], results: Sequence[Any]) -> None:
+        """Give each caller its own result, or error."""
+        here = threading.get_ident()
+        for item, result in zip(items, results, strict=True):
+            item.future.completing_thread = here
+            if isinstance(result, Exception):
+                # One error for several callers: each gets a copy, with its own traceback.
+                item.future._set_unwrap_func(raise_copy)
+                item.future.set_result(result)
+            elif isinstance(result, BaseException):
+                item.future.set_exception(RpcError(f"{type(result).__name__}: {result}"))
+            else:
+                item.future.set_result(result)
+        self._node.server.flush()
 
     def ended(self) -> None:
         """A batch is done: begin the next one, if it is full or due."""
@@ -230,19 +252,6 @@ class Queue:
             self._waiting.clear()
         for item in items:
             item.future.set_exception(Cancelled("the node shut down before the batch ran"))
-
-
-def _hand_out(items: Sequence[Item], results: Sequence[Any]) -> None:
-    """Give each caller its own result, or error."""
-    for item, result in zip(items, results, strict=True):
-        if isinstance(result, Exception):
-            # One error for several callers: each gets a copy, with its own traceback.
-            item.future._set_unwrap_func(raise_copy)
-            item.future.set_result(result)
-        elif isinstance(result, BaseException):
-            item.future.set_exception(RpcError(f"{type(result).__name__}: {result}"))
-        else:
-            item.future.set_result(result)
 
 
 class _Run:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -38,6 +40,10 @@ __all__ = [
 
 T = TypeVar("T")
 S = TypeVar("S")
+AT_ONCE = 100
+"""Gates that a loop lets pass before it does something else."""
+_OF_THREAD = threading.local()
+"""``opened``: the `_OpenedGates` of the loop that runs on this thread."""
 
 
 class Opens(Protocol):
@@ -48,23 +54,55 @@ class Opens(Protocol):
 
 
 class LoopGate:
-    """A gate at which a coroutine waits."""
+    """A gate at which a coroutine waits. To be made on the loop that it waits on."""
 
-    __slots__ = ("_loop", "passed")
+    __slots__ = ("_opened", "passed")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        opened: _OpenedGates | None = getattr(_OF_THREAD, "opened", None)
+        if opened is None or opened.loop is not loop:
+            opened = _OF_THREAD.opened = _OpenedGates(loop)
+        self._opened = opened
         self.passed: asyncio.Future[None] = loop.create_future()
 
     def open(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._let_pass)
-        except RuntimeError:
-            pass  # the loop was closed: nobody waits any more
+        self._opened.add(self.passed)
+
+
+class _OpenedGates:
+    """The gates of one event loop that other threads have opened. One wake of the loop lets many pass.
+
+    Mutable: ``_passed``, to which any thread appends; and ``_is_awake``: will the loop look at it by itself?
+    """
+
+    __slots__ = ("_is_awake", "_passed", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._passed: deque[asyncio.Future[None]] = deque()
+        self._is_awake = False
+
+    def add(self, passed: asyncio.Future[None]) -> None:
+        """Have the loop let one pass. From any thread; never blocks."""
+        self._passed.append(passed)  # first: `_let_pass` lowers the flag before it looks
+        if not self._is_awake:
+            self._is_awake = True
+            try:
+                self.loop.call_soon_threadsafe(self._let_pass)
+            except RuntimeError:
+                pass  # the loop was closed: nobody waits any more
 
     def _let_pass(self) -> None:
-        if not self.passed.done():
-            self.passed.set_result(None)
+        self._is_awake = False
+        for _ in range(AT_ONCE):
+            try:
+                passed = self._passed.popleft()
+            except IndexError:
+                return
+            if not passed.done():
+                passed.set_result(None)
+        self._is_awake = True
+        self.loop.call_soon(self._let_pass)
 
 
 class Outcome(torch.futures.Future[T]):

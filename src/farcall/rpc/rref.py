@@ -41,7 +41,6 @@ from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.method_calls import Proxy, Start, call_method, call_method_async, call_method_remote
 from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.owner_calls import Creation, ask, ask_async
-from farcall.rpc.streams import StreamMethods, stream_method
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -50,6 +49,7 @@ from farcall.serialize import Encoding, current_decoding, current_encoding, regi
 
 if TYPE_CHECKING:
     from farcall.rpc.references import NodeReferences
+    from farcall.rpc.streams import StreamMethods
 
 T = TypeVar("T")
 
@@ -260,6 +260,8 @@ class RRef(Generic[T]):
 
         ``rref.stream(Class.method, ...)`` is the same, for type checkers.
         """
+        from farcall.rpc.streams import StreamMethods, stream_method  # most programs have no streams
+
         return StreamMethods(stream_method, self, UNSET_TIMEOUT)
 
     def rpc_sync(self, timeout: float | None = UNSET_TIMEOUT) -> T:

@@ -92,11 +92,6 @@ class Reader:
             gate.open()
 
     @property
-    def items_taken(self) -> int:
-        """How many items the program has taken."""
-        return self._machine.taken_items
-
-    @property
     def complete(self) -> bool:
         """Have all parts come?"""
         return self._machine.complete
@@ -206,6 +201,9 @@ class StreamCall(Reader, PendingCall):
         self.deadline: float = now + timeout_s if timeout_s else NEVER
         self.arrived: bool = False
         self.call_id: int = 0
+
+    def progress(self) -> str:
+        return f" (stream, {self._machine.taken_items:,} items)"
 
     def on_answer(self, frame: Frame) -> None:
         """The function is done, or its generator. Parts may still be on their way: the answer may pass large ones."""

@@ -263,6 +263,9 @@ class StreamRequest(Request):
         super().__init__(server, peer, frame)
         self.writer: Writer = Writer(streams, peer, frame.call_id, outgoing=False)
 
+    def progress(self) -> str:
+        return f" (stream, {self.writer.describe()})"
+
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """The function has returned: go through what it returned, on a thread or loop of its own."""
         source = outcome.pop()

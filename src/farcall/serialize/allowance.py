@@ -56,9 +56,10 @@ _OF_PLAIN_DATA: Final = frozenset(
     {
         b"pfarcall.rpc.gather\0_contribute",
         *(b"pfarcall.weights.questions\0" + name for name in (b"find_route", b"read_chunk", b"borrow")),
+        *(b"pfarcall.launcher.worker\0" + name for name in (b"is_ready", b"end_worker", b"describe")),
     }
 )
-"""The same, of plain data: barriers, and published weights."""
+"""The same, of plain data: barriers, published weights, and workers that a program launched."""
 
 _SCRIPTS: Final = "__torch__."
 _PLAIN: Final = (
@@ -105,6 +106,7 @@ class Allowance:
         if self.classes and trust == "data":
             raise ValueError("with trust='data' nothing but plain data and tensors is taken: leave classes out")
         named = {_name_of(function) for function in functions} | self.classes
+        self._named = named
         self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named) | {
             f"s{_SCRIPTS}{name if module == '__main__' else f'{module}.{name}'}".encode() for module, name in named
         }
@@ -112,6 +114,13 @@ class Allowance:
         self._operators = frozenset(
             name for module, name in named if module in ("torch", "torch._C._VariableFunctions")
         )
+
+    def table(self) -> dict[str, str | list[str]]:
+        """The arguments of `farcall.allow` that make the same table in another process."""
+        functions, classes = (
+            sorted(f"{module}:{name}" for module, name in each) for each in (self._named, self.classes)
+        )
+        return {"functions": functions, "classes": classes, "trust": self.trust}
 
     def check_function(self, data: bytes) -> None:
         """Raise ``NotAllowed`` unless the function that ``data`` names, as in `functions.py`, may be called here."""
@@ -364,6 +373,10 @@ def _name_of(value: Any) -> tuple[str, str]:
     if "<" in own:
         raise ValueError(f"{value!r} was defined inside a function: others cannot name it")
     return ("__main__" if home == "__mp_main__" else home), own
+
+
+def _written(names: Iterable[tuple[str, str]]) -> list[str]:
+    return sorted(f"{module}:{name}" for module, name in names)
 
 
 def _known() -> dict[tuple[str, str], Any]:

@@ -1,4 +1,4 @@
-"""What is known while one message is written (``Encoding``) or read (``Decoding``).
+"""The state of one message while it is written (``Encoding``) or read (``Decoding``).
 
 Owns the pickler object, the tables of storages and buffers that grow beside the pickle, and the
 thread-local pointer by which rebuild functions find the message they are part of. It does not know how a
@@ -56,7 +56,7 @@ Fallback = Callable[[Any, "Encoding"], Any]
 
 
 class _Chunks(list[bytes]):
-    """A file to the pickler: what it writes is appended."""
+    """A file to the pickler: it appends each write."""
 
     __slots__ = ()
     write: ClassVar[Callable[..., None]] = list.append
@@ -227,8 +227,8 @@ class Encoding(pickle.Pickler):
     def reset(self) -> None:
         """Forget the message."""
         # What reducers made for this message lives in the memo alone. While pickle empties that, nothing may die:
-        # whoever collects garbage then, in a destructor or because one let go of the interpreter (as those of tensors
-        # do), would look at freed entries.
+        # a garbage collection then, in a destructor or because one let go of the interpreter (as those of tensors do),
+        # would look at freed entries.
         held = self.memo.copy() if self.temporaries else None
         # A new small table each time: clearing the old one would cost as much as the largest message ever
         # sent.

@@ -76,13 +76,13 @@ class PeerDevices(Protocol):
         the way through the host."""
 
     def take_back(self, ticket: tuple[Any, ...]) -> None:
-        """What was lent is not sent after all, or was lost on its way."""
+        """The blocks that were lent are not sent after all, or were lost on their way."""
 
     def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
         """The bytes that the peer lent, in memory of our own."""
 
     def drop(self, ticket: Any) -> None:
-        """Nobody will take what the peer lent."""
+        """The blocks that the peer lent will not be taken."""
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         """Bytes of the host on a device."""
@@ -247,7 +247,7 @@ def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes |
 
 
 def drop_tickets(table: DeviceTable, peer: Any) -> None:
-    """Give back what was lent for a message and not taken."""
+    """Give back the blocks that were lent for a message and not taken."""
     for _, parts in table:
         for _, _, how, what in parts:
             if how == _TICKET:
@@ -261,13 +261,13 @@ def has_devices(payload: bytes | memoryview) -> bool:
 
 
 def discard(payload: bytes | memoryview, peer: Any) -> None:
-    """A message that nobody will read: give back what was lent for it."""
+    """A message that nobody will read: give back the blocks that were lent for it."""
     if has_devices(payload) and getattr(peer, "devices", None) is not None:
         drop_tickets(read_device_table(payload)[0], peer)
 
 
 def withdraw_lent(payload: bytes | memoryview, peer: Any) -> None:
-    """A message of ours that never arrived: take back what was lent for it."""
+    """A message of ours that never arrived: take back the blocks that were lent for it."""
     for _, parts in read_device_table(payload)[0]:
         for _, _, how, what in parts:
             if how == _TICKET:

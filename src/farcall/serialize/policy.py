@@ -1,4 +1,4 @@
-"""Who decides how a value becomes bytes: reducers per class, and a replaceable pickler.
+"""How a value becomes bytes is decided here: by reducers per class, and a replaceable pickler.
 
 Owns the two registries that other parts of farcall and the user may fill: ``REDUCERS`` (class -> how its
 instances are pickled in a message) and the pickler installed by ``use_rpc_pickler``. It does not know what a

@@ -1,7 +1,7 @@
 """Messages whose tensors a distributed autograd context records: how writing and reading tell the context.
 
 Owns the variable that says which context the running code is in, and what a message needs to know of one. It does not
-know graphs, passes or peers: whoever records implements `Recording`.
+know graphs, passes or peers: a recorder implements `Recording`.
 
 Invariant: each message that was given a number is, at its receiver, either received or declined, exactly once.
 """

@@ -169,7 +169,7 @@ def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[W
     return [WorkerProcess(rank, target, (rank, *args)) for rank in range(size)]
 
 
-def finish(members: Sequence[WorkerProcess], timeout_s: float = 60.0, may_fail: Sequence[int] = ()) -> list[Any]:
+def finish(members: Sequence[WorkerProcess], timeout_s: float = 120.0, may_fail: Sequence[int] = ()) -> list[Any]:
     """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
     try:
@@ -184,7 +184,7 @@ def finish(members: Sequence[WorkerProcess], timeout_s: float = 60.0, may_fail: 
     return [member.result for member in members]
 
 
-def run_cluster(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+def run_cluster(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **options: Any) -> list[Any]:
     """Run ``work(rank, *args)`` on each of ``size`` members; their results by rank."""
     return finish(start_cluster(size, work, *args, **options), timeout_s)
 

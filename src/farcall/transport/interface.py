@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-#: Who waits comes back at least this often, to look at deadlines and signals.
+#: A waiting thread comes back at least this often, to look at deadlines and signals.
 WAIT_SLICE_S = 0.25
 
 #: The most descriptors one ``send`` may carry, and the most a peer may leave untaken before it is cut off.
@@ -47,7 +47,7 @@ class TransportBroken(TransportError):
 
 
 class TransportForged(TransportBroken):
-    """Bytes came that the other end has not sent, or not so: somebody is in between."""
+    """Bytes came that the other end did not send like this: a third party is in between."""
 
 
 class DialFailed(TransportError):
@@ -63,7 +63,7 @@ class DialRefused(DialFailed):
 
 
 class AcceptPostponed(TransportError):
-    """This process, or the system, is out of descriptors or memory: somebody waits at the door, and must."""
+    """This process, or the system, is out of descriptors or memory: a connection waits to be accepted, and must."""
 
 
 class ListenFailed(TransportError):
@@ -137,7 +137,7 @@ class Transport(ABC):
         """Descriptors received so far, oldest first; they become the caller's to close.
 
         A descriptor is here no later than the first byte of the ``send`` that carried it, in the order sent.
-        So whoever decodes the frame that announces a descriptor finds it here.
+        So the decoder of the frame that announces a descriptor finds it here.
         """
         return []
 
@@ -197,7 +197,7 @@ class Absent(Transport):
     __slots__ = ("_closed", "kind")
 
     def __init__(self, kind: str = "absent") -> None:
-        """``kind``: what it would have been."""
+        """``kind``: that of the connection to be."""
         self.kind: str = kind
         self._closed = False
 

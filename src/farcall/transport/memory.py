@@ -65,7 +65,7 @@ class _Pipe:
         return taken
 
     def read(self, view: memoryview, largest: int) -> int:
-        """Copy out what is there; the caller holds ``lock``."""
+        """Copy out the bytes at hand; the caller holds ``lock``."""
         room = min(len(view), largest)
         taken = 0
         while taken < room and self.chunks:

@@ -2,7 +2,7 @@
 
 Python's hashlib has nothing as quick: 128 KiB take 13 us, with HMAC-SHA-256 84, with BLAKE2b 208. So OpenSSL is asked
 directly, by way of the library that hashlib is linked to. Where that cannot be done, or the answer to a known question
-is wrong, `AVAILABLE` is False, and whoever wanted this does without.
+is wrong, `AVAILABLE` is False, and seals do without.
 """
 
 from __future__ import annotations

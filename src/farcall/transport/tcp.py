@@ -83,7 +83,7 @@ class TcpTransport(SocketTransport):
         self.peer_host: str = _plain(stream.getpeername()[0])
         self._asked_at: float | None = None  # since when something was seen to be unanswered
         # Buffer sizes are left to the kernel, which adapts them: fixed ones were no quicker on loopback (0.25
-        # to 4 MiB tried) and would be wrong for a long way. But what it has not sent yet, small messages wait behind.
+        # to 4 MiB tried) and would be wrong for a long way. But small messages wait behind its unsent bytes.
         if _NOT_SENT is not None:
             stream.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _MOST_NOT_SENT_BYTES)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

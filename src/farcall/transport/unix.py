@@ -1,9 +1,9 @@
 """Unix stream sockets: within one host, quicker than TCP, and able to carry descriptors.
 
 Addresses: ``unix:/path`` and ``unix:@name`` (Linux's abstract namespace). ``unix:`` alone asks a listener for a fresh
-name in a directory that only its user may enter: whoever can connect can pass descriptors, and closing some of those
-takes as long as their sender wishes (SO_LINGER), so nobody else may. An abstract name has no permissions; there the
-kernel is asked who connects (SO_PEERCRED), and all but this user and root are shown out unheard.
+name in a directory that only its user may enter: a peer that connects can pass descriptors, and closing some of those
+takes as long as their sender wishes (SO_LINGER), so no other user may. An abstract name has no permissions; there the
+kernel names the user who connects (SO_PEERCRED), and all but this one and root are shown out unheard.
 
 Receiving always looks for descriptors: a plain ``recv`` would throw away, unseen, those that came with its
 bytes. That costs 0.3 us per call; a second socket or a flag in the stream would cost more in descriptors or
@@ -79,7 +79,7 @@ class UnixTransport(SocketTransport):
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
-        # What is in there, small messages wait behind: little, but no less than keeps both ends busy.
+        # Small messages wait behind the bytes in there: little, but enough to keep both ends busy.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._untaken: list[int] = []
         self.peer_process: int = 0

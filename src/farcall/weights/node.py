@@ -1,8 +1,8 @@
 """The weights of one node, ``node.part(Weights)``: what it publishes, what it subscribes to, whose memory it reads.
 
 Drives the machines of publishers (`protocol/weights/publisher.py`) and the directory of claims; `subscriptions.py`
-those of subscribers. Each message and each change of members becomes an event, whose effects are carried out. Made
-while a node starts, so that no claim is missed.
+those of subscribers. Each message and each change of members becomes an event, whose effects are carried out. Made at
+its first use, or when the first message comes (`Hooks.on_first`): so no claim is missed.
 
 One lock guards all machines and tables. It is never held while something is sent, copied or waited for; so effects of
 two events may be carried out in another order than they came about, which the machines bear. Messages are handled on
@@ -72,13 +72,14 @@ class Weights:
         self.blocks: BlockStore = BlockStore(is_shared=node.pool is not None)
         self.fetcher: Fetcher = Fetcher(node, self)
         self.directory: Directory = Directory()
-        self.offers: Offers = Offers(self)
-        self.subscriptions: Subscriptions = Subscriptions(self)
         self._publications: dict[str, Publication] = {}
         self._past: list[Publication] = []  # of the same names, with versions that somebody may read yet
         self._peers: dict[int, Peer] = {}
         self._claims_settled: dict[Gate, None] = {}
         self._deadline_timer = node.timer(self._on_deadline)
+        # All that has handlers comes last: links are read meanwhile.
+        self.offers: Offers = Offers(self)
+        self.subscriptions: Subscriptions = Subscriptions(self)
         node.hooks.on_control(NameClaimed, self._on_claimed)
         node.hooks.on_control(ClaimAnswered, self._on_answered)
         node.hooks.on_control(NameClosed, self._on_closed)

@@ -73,6 +73,8 @@ class KubernetesRig:
         self.secrets: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, Pod] = {}
         self.port = 0
+        self.hidden: set[int] = set()
+        """Indices whose pods are not listed: the cluster has made none for them yet."""
         self.looks = 0
         """How often pods were listed."""
         self.before_secrets: Callable[[], object] = lambda: None
@@ -184,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
             label, _, wanted = selector.partition("=")
             with self.rig.lock:
                 self.rig.looks += 1
-                pods = [pod.as_told() for pod in self.rig.pods.values()]
+                pods = [pod.as_told() for pod in self.rig.pods.values() if pod.index not in self.rig.hidden]
             self._answer({"items": [pod for pod in pods if pod["metadata"]["labels"][label] == wanted]})
         elif self.path.startswith("/version"):
             self._answer({"major": "1", "minor": "29", "gitVersion": "v1.29.0"})

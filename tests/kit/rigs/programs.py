@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ENDING_S = 30.0
+ENDING_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 

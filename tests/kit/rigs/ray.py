@@ -22,7 +22,7 @@ NODES = 3
 CPUS = 4
 """Of each node, as Ray is told."""
 MEMORY_BYTES = 100_000_000
-ENDING_S = 60.0
+ENDING_S = 250.0
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -8,12 +8,11 @@ import time
 from typing import Any
 
 import torch
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE_S, wait_until
+from tests.processes.calls.callees import Gate
 
 import farcall
 from farcall import api
-
-PATIENCE_S = 10.0
 
 
 def known_here() -> tuple[int, int]:
@@ -63,8 +62,8 @@ class Counter:
     def fail(self) -> None:
         raise KeyError("from a method")
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep_until(self, opened: str) -> None:
+        Gate.wait(opened)
 
     @staticmethod
     def double(value: int) -> int:

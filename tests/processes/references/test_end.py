@@ -120,7 +120,7 @@ def test_references_left_at_the_end_of_the_interpreter_make_no_noise() -> None:
     """
     for ending in ("", "farcall.shutdown()"):
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script) + ending], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", textwrap.dedent(script) + ending], capture_output=True, text=True, timeout=250
         )
         assert (done.returncode, done.stderr) == (0, "")
 

@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 import pytest
+from tests.kit.times import AT_ONCE_S
+from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import boom, fetch, nothing_is_left
 
 import farcall
@@ -82,7 +84,7 @@ def time_out(rank: int) -> None:
         return
     for to in ("w1", "w0"):
         started = time.monotonic()
-        rref = farcall.remote(to, time.sleep, (1.0,), timeout=0.1)
+        rref = farcall.remote(to, Gate.wait, (f"late at {to}",), timeout=0.1)
         ended: list[float] = []
 
         def wait(rref: farcall.RRef[Any] = rref, ended: list[float] = ended) -> None:
@@ -97,7 +99,7 @@ def time_out(rank: int) -> None:
             rref.rpc_async().anything().wait() if to == "w1" else rref.to_here()
         for thread in waiting:
             thread.join()
-        assert max(ended) - started < 0.9, "the function's end woke them, not the timeout"
+        assert max(ended) - started < AT_ONCE_S, "the timeout wakes them: the function has not ended"
         for use in (rref.to_here, lambda rref=rref: farcall.rpc_sync("w2", fetch, (rref,))):
             with pytest.raises(RpcTimeout, match="RRef creation"):
                 use()
@@ -105,15 +107,14 @@ def time_out(rank: int) -> None:
             rref._get_future().wait()
         wait.__defaults__ = None
         del rref, use, wait, waiting, thread
+        farcall.rpc_sync(to, Gate.open, (f"late at {to}",))
     # Their own timeouts.
-    slow = farcall.remote("w1", time.sleep, (0.5,))
-    with pytest.raises(RpcTimeout):
-        slow.to_here(timeout=0.05)
-    assert slow.to_here() is None
-    slow = farcall.remote("w0", time.sleep, (0.5,))
-    with pytest.raises(RpcTimeout):
-        slow.to_here(timeout=0.05)
-    assert slow.to_here(timeout=0) is None
+    for to in ("w1", "w0"):
+        slow = farcall.remote(to, Gate.wait, (f"slow at {to}",))
+        with pytest.raises(RpcTimeout):
+            slow.to_here(timeout=0.05)
+        farcall.rpc_sync(to, Gate.open, (f"slow at {to}",))
+        assert (slow.to_here() if to == "w1" else slow.to_here(timeout=0)) == f"slow at {to}"
     del slow
     nothing_is_left(["w0", "w1", "w2"])
 

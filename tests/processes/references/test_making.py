@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.ports import held_port
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE_S, wait_until
+from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import (
-    PATIENCE_S,
     Counter,
     add,
     boom,
@@ -106,9 +106,10 @@ def wait_for_futures(rank: int) -> None:
         return
     done: list[str] = []
     for to in ("w1", "w0"):
-        rref = farcall.remote(to, time.sleep, (0.1,))
+        rref = farcall.remote(to, Gate.wait, (f"made at {to}",))
         future = rref._get_future()
         future.add_done_callback(lambda _: done.append(threading.current_thread().name))
+        farcall.rpc_sync(to, Gate.open, (f"made at {to}",))
         assert future.wait() is None
         assert rref._get_future().wait() is None
         with pytest.raises(ValueError, match="at once"):
@@ -181,8 +182,8 @@ class MadeLate:
         return 1
 
 
-def make_late() -> MadeLate:
-    threading.Event().wait(0.3)
+def make_late(opened: str) -> MadeLate:
+    Gate.wait(opened)
     return MadeLate()
 
 
@@ -206,9 +207,10 @@ def ask_early(rank: int) -> None:
     for to in ("w0", "w1"):
         with pytest.raises((RpcTimeout, RuntimeError)):
             farcall.remote(to, never_made, timeout=0.1)._get_type(timeout=5.0)
-        late = farcall.remote(to, make_late)
+        late = farcall.remote(to, make_late, (f"asked {to}",))
         with pytest.raises((RpcTimeout, RuntimeError)):
             late._get_type(timeout=0.01)
+        farcall.rpc_sync(to, Gate.open, (f"asked {to}",))
         assert late._get_type() is MadeLate
         with pytest.raises(ValueError, match="at least 0"):
             late.to_here(timeout=-5)
@@ -216,7 +218,7 @@ def ask_early(rank: int) -> None:
             late.to_here(timeout="soon")  # type: ignore[arg-type]
     # Who received a reference learns the end of its creation as well.
     assert "late and wrong" in farcall.rpc_sync("w1", wait_future, (farcall.remote("w1", fail_late),))
-    assert farcall.rpc_sync("w1", wait_future, (farcall.remote("w1", make_late),)) == "done"
+    assert farcall.rpc_sync("w1", wait_future, (farcall.remote("w1", make_late, ("asked w1",)),)) == "done"
     # A method of an object that never comes: its result does not come, either.
     missing = farcall.remote("w1", never_made, timeout=0.2)
     with pytest.raises((RpcTimeout, RuntimeError), match="timeout"):
@@ -250,6 +252,10 @@ def fetch_from_owner() -> int:
     return length
 
 
+QUESTION_S = 10.0
+"""Longer than the question takes. Should it not come, the test is still right, though it shows nothing."""
+
+
 def asked_before_the_creation_came(rank: int) -> None:
     if rank:
         return
@@ -259,7 +265,7 @@ def asked_before_the_creation_came(rank: int) -> None:
     def wait_for_the_question() -> None:
         # Meanwhile the creating call of w2 is not read. What comes from w1 is read by the thread that waits for w1.
         io_thread_waits.set()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + QUESTION_S
         while not any(request.peer.info.name == "w1" for request in node.server.active) and time.monotonic() < deadline:
             time.sleep(0.001)
 

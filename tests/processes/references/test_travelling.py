@@ -6,11 +6,11 @@ import copy
 import io
 import pickle
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
+from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import fetch, identity, keep, kept, nothing_is_left, whoami
 
 import farcall
@@ -158,9 +158,10 @@ def fail_on_the_way(rank: int) -> None:
             farcall.rpc_sync("w1", identity, ((Unreadable(), rref),))
         # Nobody waits for the answer any more.
         with pytest.raises(RpcTimeout):
-            farcall.rpc_sync("w1", answer_late, (rref,), timeout=0.05)
+            farcall.rpc_sync("w1", answer_late, (rref, owner), timeout=0.05)
         with pytest.raises(RpcTimeout):
-            farcall.rpc_async("w1", answer_late, (rref,), timeout=0.05).wait()
+            farcall.rpc_async("w1", answer_late, (rref, owner), timeout=0.05).wait()
+        farcall.rpc_sync("w1", Gate.open, (owner,))
         # The answer is an exception that holds one.
         with pytest.raises(Carrier) as caught:
             farcall.rpc_sync("w1", raise_carrier, (rref,))
@@ -173,8 +174,8 @@ def with_lock(rref: farcall.RRef[Any]) -> Any:
     return rref, threading.Lock()
 
 
-def answer_late(rref: farcall.RRef[Any]) -> list[farcall.RRef[Any]]:
-    time.sleep(0.2)
+def answer_late(rref: farcall.RRef[Any], opened: str) -> list[farcall.RRef[Any]]:
+    Gate.wait(opened)
     return [rref, farcall.RRef("mine")]
 
 

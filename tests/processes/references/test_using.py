@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.waiting import wait_until
+from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import Counter, add, boom, count, identity, nothing_is_left
 
 import farcall
@@ -69,7 +70,8 @@ def use_values(rank: int) -> None:
     with pytest.raises(ValueError, match="no type"):
         farcall.remote("w0", boom, ("no type",))._get_type(blocking=False).wait()
     with pytest.raises(RpcTimeout):
-        farcall.remote("w1", time.sleep, (0.3,))._get_type(timeout=0.05)
+        farcall.remote("w1", Gate.wait, ("the type",))._get_type(timeout=0.05)
+    farcall.rpc_sync("w1", Gate.open, ("the type",))
     del mine, theirs, first, second, large, slow
     nothing_is_left(["w0", "w1"])
 
@@ -113,11 +115,12 @@ def call_methods(rank: int) -> None:
             with pytest.raises(AttributeError, match="has no attribute 'missing'"):
                 use()
         with pytest.raises(RpcTimeout, match="sleep"):
-            counter.rpc_sync(timeout=0.05).sleep(0.5)
+            counter.rpc_sync(timeout=0.05).sleep_until(f"awake {to}")
         with pytest.raises(RpcTimeout):
-            counter.rpc_async(timeout=0.05).sleep(0.5).wait()
+            counter.rpc_async(timeout=0.05).sleep_until(f"awake {to}").wait()
         with pytest.raises(RpcTimeout):
-            counter.remote(timeout=0.05).sleep(0.5).to_here()
+            counter.remote(timeout=0.05).sleep_until(f"awake {to}").to_here()
+        farcall.rpc_sync(to, Gate.open, (f"awake {to}",))
         proxy = counter.rpc_sync()
         assert [proxy.plus(), proxy.plus()] == [12, 12]
         assert asyncio.run(await_method(counter)) == 12
@@ -180,7 +183,7 @@ def test_references_are_generic_under_mypy(tmp_path: Path) -> None:
         )
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path)]
-    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=280)
     lines = [line.partition(": ")[2].replace("builtins.", "") for line in done.stdout.splitlines()]
     assert lines[:2] == ['note: Revealed type is "int"', 'note: Revealed type is "list[str]"'], done.stdout
     assert ["error" in line for line in lines[2:]] == [True], done.stdout

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from farcall.launcher import lives
-from farcall.launcher.lives import FINAL, NEXT, Event, Life, Restarts, State
+from farcall.launcher.lives import NEXT, Event, Life, Restarts, State
 
 TWICE = Restarts(most=2, first_pause_s=1.0, longest_pause_s=1.5)
 
@@ -25,8 +25,8 @@ RUNS = (Event.JOINED, Event.PREPARED)
 
 def test_the_page_is_the_table() -> None:
     rows = re.findall(r"^    (\w+(?: off)?) +(\w+)  +(\w+(?: off)?)", lives.__doc__ or "", re.M)
-    told = {(state, event): following for state, event, following in rows if state not in ("state", "any", "dead")}
-    told.update({(state, "removed"): "ended" for state in State if state not in FINAL})
+    told = {(state, event): following for state, event, following in rows if state not in ("state", "any", "ended")}
+    told.update({(state, "removed"): "ended" for state in State if state is not State.ENDED})
     assert told == {(str(state), str(event)): str(following) for (state, event), following in NEXT.items()}
 
 
@@ -77,6 +77,10 @@ def test_who_is_removed_while_it_backs_off_stays_away() -> None:
     life = life_that(*RUNS, Event.FAILED, Event.REMOVED)
     assert (life.state, life.due_at) == (State.ENDED, None)
     assert not life.handle(Event.DUE, 0, 0.0)
+
+
+def test_a_dead_worker_can_be_removed() -> None:
+    assert life_that(Event.FAILED, Event.REMOVED).state is State.ENDED
 
 
 def test_pauses_are_bounded() -> None:

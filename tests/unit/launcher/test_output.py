@@ -7,7 +7,7 @@ import io
 import pytest
 
 from farcall.launcher import output
-from farcall.launcher.output import Output
+from farcall.launcher.output import LONGEST_LINE_BYTES, LastLines, Output, WorkerOutput
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,48 @@ def test_names_have_colors_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
     shown.source("worker9", 0).write(b"a\n")
     shown.source("worker10", 1).write(b"b\n")
     assert bytes_.getvalue() == b"\x1b[36m worker9 |\x1b[0m a\n\x1b[32mworker10 |\x1b[0m b\n"
+
+
+def test_no_line_gets_into_one_that_the_program_itself_prints() -> None:
+    bytes_ = io.BytesIO()
+    file = io.TextIOWrapper(bytes_, line_buffering=True)
+    source = Output(file).source("0", 0)
+    file.write("mine, ")  # as `print` does, one argument after the other
+    source.write(b"first\n")
+    source.write(b"second\n")
+    file.write("whole\n")
+    source.write(b"third\n")
+    assert bytes_.getvalue() == b"0 | first\n0 | second\nmine, whole\n0 | third\n"
+
+
+def test_a_status_fits_into_one_line_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    bytes_ = io.BytesIO()
+    file = io.TextIOWrapper(bytes_, write_through=True)
+    shown = WorkerOutput(Output(file, is_terminal=True), None)
+    shown.show_status("pending:\n  more than fits")
+    assert bytes_.getvalue().replace(b"\x1b[K", b"") == b"pending: mo\r"
+    shown.write("a process", "worker0", 0, b"line\n")
+    shown.show_status("")
+    assert bytes_.getvalue().replace(b"\x1b[K", b"") == b"pending: mo\rworker0 | line\n\r"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"half a ", b"line\nlast words"], ["half a line", "last words"]),
+        ([b"10 %\r", b"20 %\r", b"30 %\r\n", b"done\n"], ["30 %", "done"]),
+        ([b"\r10 %", b"\r20 %", b"\r30 %", b"\n"], ["30 %"]),
+        ([b"dos\r", b"\n", b"2\r\n"], ["dos", "2"]),
+        ([b"a\nb\nc\nd\n"], ["b", "c", "d"]),
+        ([b"x" * LONGEST_LINE_BYTES] * 3 + [b"y"], ["x" * (LONGEST_LINE_BYTES - 1) + "y"]),
+    ],
+)
+def test_last_lines_are_few_and_bounded(pieces: list[bytes], lines: list[str]) -> None:
+    kept = LastLines(3)
+    for piece in pieces:
+        kept.write(piece)
+    assert kept.texts() == lines
 
 
 def test_a_notebook_takes_text_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -49,8 +50,51 @@ def test_the_name_is_of_the_content_alone(project: Path) -> None:
 
 def test_too_much_is_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcel, "MOST_BYTES", 0)
-    with pytest.raises(LaunchFailed, match=r"name in \.gitignore what workers do not need"):
+    with pytest.raises(LaunchFailed, match=r"(?s)name in \.gitignore what workers do not need.*package/module\.py"):
         Parcel(str(project))
+
+
+def test_a_repository_inside_is_packed_as_well(project: Path) -> None:
+    inner = project / "submodule"
+    subprocess.run(["git", "init", "-q", str(inner)], check=True, timeout=60)
+    (inner / "code.py").write_text("y = 1")
+    (inner / ".gitignore").write_text("*.o\n")
+    (inner / "code.o").write_text("")
+    found = [".gitignore", "package/module.py", "submodule/.gitignore", "submodule/code.py"]
+    assert names(Parcel(str(project))) == found
+
+
+def test_links_lead_where_they_did(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (project / "data").symlink_to("/usr")
+    packed = Parcel(str(project))
+    parcel.unpack_parcel(packed.name, packed._data)
+    assert (tmp_path / "farcall" / "parcels" / packed.name / "data").readlink() == Path("/usr")
+
+
+def test_old_ones_that_nobody_works_in_are_deleted(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "farcall" / "parcels"
+    sent = []
+    for number in range(parcel.KEPT + 3):
+        (project / "package" / "module.py").write_text(f"x = {number}")
+        packed = Parcel(str(project))
+        sent.append(packed.name)
+        if number == 0:
+            folder.mkdir(mode=0o700, parents=True)
+            (tmp_path / "farcall").chmod(0o700)
+            (folder / "left_half").mkdir()
+            os.utime(folder / "left_half", (1, 1))
+            (folder / "being_made").mkdir()
+        parcel.unpack_parcel(packed.name, packed._data)
+        if number == 1:
+            assert parcel._hold(folder / packed.name)  # somebody works there
+        os.utime(folder / packed.name, (1000 + number, 1000 + number))
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"being_made", sent[1], *sent[-parcel.KEPT :]}
+    assert not parcel._hold(folder / sent[0])
 
 
 def test_what_arrives_is_what_was_packed(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

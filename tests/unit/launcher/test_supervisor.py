@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.kit.waiting import wait_until
 
+from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.lives import Restarts
@@ -25,6 +26,7 @@ class FakeEngine:
         self.ended: list[WorkerSpec] = []
         self.closed = False
         self.refuses = False
+        self.interrupts = 0
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
         if self.refuses:
@@ -35,6 +37,9 @@ class FakeEngine:
         self.ended += specs
 
     def close(self) -> None:
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
         self.closed = True
 
 
@@ -43,9 +48,11 @@ class FakeCrew:
 
     def __init__(self) -> None:
         self.dismissed: list[str] = []
+        self.buried: list[str] = []
         self.shown: list[tuple[str, bytes]] = []
         self.fails = False
         self.is_blind = False
+        self.before_dismissal: Callable[[], object] = lambda: None
 
     def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
         return WorkerSpec(name=name, rank=rank, life=life, secret="", meet="")
@@ -54,7 +61,11 @@ class FakeCrew:
         if self.fails:
             raise ValueError("its state is lost")
 
+    def bury(self, incarnation: str) -> None:
+        self.buried.append(incarnation)
+
     def dismiss(self, name: str) -> None:
+        self.before_dismissal()
         self.dismissed.append(name)
 
     def show(self, spec: WorkerSpec, data: bytes) -> None:
@@ -94,7 +105,7 @@ def scene() -> Iterator[Scene]:
     yield made
     made.supervisor.close(patient=False)
     assert made.engine.closed
-    assert not any(thread.name == "farcall-supervisor" for thread in threading.enumerate())
+    wait_until(lambda: not any(thread.name == "farcall-supervisor" for thread in threading.enumerate()))
 
 
 def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
@@ -104,10 +115,11 @@ def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
     scene.is_in("running")
     scene.supervisor.on_output(first, b"half a ")
     scene.supervisor.on_output(first, b"line\nlast words\n")
-    assert list(scene.worker.last_lines) == [b"half a line\n", b"last words\n"]
+    assert scene.worker.last_lines.texts() == ["half a line", "last words"]
     scene.member("dead", "a", "its process has ended")
     second = scene.started(2)
     assert (second.name, second.rank, second.life) == ("worker0", 0, 1)
+    assert scene.crew.buried == ["a"]  # before it has a successor, which has its name
     wait_until(lambda: scene.engine.ended == [first])  # whatever is left of it
     scene.supervisor.on_state(first, ProcessState("ended", "", -9))  # late news of the first change nothing
     scene.member("joined", "b")
@@ -164,6 +176,51 @@ def test_who_is_removed_is_asked_first(scene: Scene) -> None:
     assert scene.crew.dismissed == ["worker0"]
     scene.supervisor.on_state(spec, ProcessState("ended", "", 0))
     assert scene.supervisor.wait(lambda: not scene.worker.has_process, 30.0)
+
+
+def test_output_is_read_while_a_worker_is_asked_to_end(scene: Scene) -> None:
+    """Asking it may wait for room in a connection, and the worker for somebody to read what it writes."""
+    scene.add()
+    spec = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    reading = threading.Thread(target=scene.supervisor.on_output, args=(spec, b"more\n"), daemon=True)
+
+    def ask() -> None:
+        reading.start()
+        reading.join(30.0)
+
+    scene.crew.before_dismissal = ask
+    scene.supervisor.remove(["worker0"])
+    assert scene.worker.last_lines.texts() == ["more"]
+
+
+def test_a_dead_worker_can_be_removed(scene: Scene) -> None:
+    scene.add()
+    scene.supervisor.on_state(scene.started(1), ProcessState("ended", "", 1))
+    scene.is_in("dead")
+    scene.supervisor.remove(["worker0"])
+    assert scene.worker.state == "ended"
+    assert scene.crew.dismissed == []
+
+
+def test_an_end_that_is_interrupted_can_be_repeated(scene: Scene) -> None:
+    scene.add()
+    scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    scene.engine.interrupts = 1
+    with pytest.raises(KeyboardInterrupt):
+        scene.supervisor.close(patient=False)
+    assert scene.crew.dismissed == []  # there was no time to ask
+    scene.supervisor.close(patient=False)
+    assert scene.engine.closed
+
+
+def test_nobody_is_started_after_the_end(scene: Scene) -> None:
+    scene.supervisor.close(patient=True)
+    with pytest.raises(RpcError, match=r"farcall\.launch makes another one"):
+        scene.add()
 
 
 def test_a_screen_that_went_away_ends_nothing(scene: Scene) -> None:

@@ -24,6 +24,7 @@ from farcall.observe.snapshot import (
     outgoing_call,
 )
 from farcall.protocol.observing import Ask, Told
+from farcall.runtime.calls.pending import SyncCall
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import RemotePeer
 
@@ -181,10 +182,8 @@ def test_each_state_in_words() -> None:
     ("what", "title"), [(torch.add, "torch.add"), (len, "len"), (functools.partial(len), "partial")]
 )
 def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
-    call = SimpleNamespace(
-        what=what, started_at=0.0, call_id=1, peer=SimpleNamespace(info=WorkerInfo("w1", 1)), timeout_s=1.0, thread_id=7
-    )
-    assert outgoing_call(call).function == title  # type: ignore[arg-type]
+    peer: Any = SimpleNamespace(info=WorkerInfo("w1", 1))
+    assert outgoing_call(SyncCall(peer, what, 1.0)).function == title
 
 
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList
 
 from farcall.compat.rpc.unserved import find_unserved
 from farcall.ids import WorkerInfo
-from farcall.observe import capture
-from farcall.observe.capture import Detail
-from farcall.observe.profile import PROFILER, Collector
-from farcall.observe.spans import Harvest
+
+if TYPE_CHECKING:
+    from farcall.observe import capture
+    from farcall.observe.profile import Collector
+    from farcall.observe.spans import Harvest
 
 __all__: list[str] = []
 
@@ -50,6 +51,9 @@ class _server_process_global_profile(profiler_legacy.profile):
     def __enter__(self) -> Any:
         if not self.enabled:
             return None
+        from farcall.observe.capture import Detail  # loaded by who profiles: programs start without it
+        from farcall.observe.profile import PROFILER
+
         if self.entered:
             raise RuntimeError("autograd profiler traces are not reentrant")
         self.entered = True
@@ -67,6 +71,8 @@ class _server_process_global_profile(profiler_legacy.profile):
     ) -> Any:
         if not self.enabled:
             return None
+        from farcall.observe.profile import PROFILER
+
         PROFILER.remove(self._everything)
         module: Any = profiler_legacy
         found = [module._parse_legacy_records(records) for records in self._everything.records]

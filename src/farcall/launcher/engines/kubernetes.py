@@ -12,7 +12,7 @@ Talks to the cluster by the system's ``kubectl``, as a plain client of its API (
     is gone
 
 Thread rules
-- ``start``, ``end`` and ``close`` are called by one thread at a time.
+- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if ``start`` hangs.
 - One thread looks at all pods once a second and tells; one for each running worker reads its log. The lock guards the
   table of lives.
 """
@@ -20,6 +20,8 @@ Thread rules
 from __future__ import annotations
 
 import json
+import logging
+import math
 import secrets
 import shutil
 import subprocess
@@ -27,13 +29,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines import pods
 
 __all__ = ["Kubectl", "KubernetesEngine"]
+
+logger: logging.Logger = logging.getLogger("farcall")
 
 LOOK_S = 1.0
 ANSWER_S = 30.0
@@ -67,6 +71,7 @@ class Kubectl:
                 capture_output=True,
                 text=True,
                 timeout=ANSWER_S,
+                start_new_session=True,  # Ctrl-C in the terminal is the driver's
             )
         except subprocess.TimeoutExpired:
             raise EngineError(f"the Kubernetes cluster has not answered within {ANSWER_S:.0f} s") from None
@@ -161,6 +166,7 @@ class KubernetesEngine:
         self._unwanted: set[tuple[str, int]] = set()
         """Batch and index of workers that were ended before they had a pod. The thread's."""
         self._closing = False
+        self._give_up_at = math.inf
         self._thread: threading.Thread | None = None
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
@@ -173,12 +179,18 @@ class KubernetesEngine:
         self._batches.append(batch)
         owner = self._cluster.create(self._jobs(), pods.job_set(what) if self._uses_job_sets else what)
         # Pods wait for the Secret, and the Secret needs its owner's number.
-        self._cluster.create(f"/api/v1/namespaces/{self._namespace}/secrets", pods.secret(batch, specs, owner))
+        try:
+            self._cluster.create(f"/api/v1/namespaces/{self._namespace}/secrets", pods.secret(batch, specs, owner))
+            if self._closing:  # it may have deleted this batch before there was one
+                raise EngineError("this engine was closed meanwhile")
+        except EngineError:
+            self._delete(batch)
+            raise
         first = ProcessState("queued", "Kubernetes has made no pod for it yet")
         for index, spec in enumerate(specs):
             watcher.on_state(spec, first)
             with self._lock:
-                self._lives[spec] = _Life(spec, watcher, (batch, index), first)
+                self._lives[spec] = _Life(spec, watcher, (batch, index), first, ended=self._closing)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="farcall-kubernetes", daemon=True)
             self._thread.start()
@@ -191,17 +203,24 @@ class KubernetesEngine:
 
     def close(self) -> None:
         with self._lock:
+            self._closing = True
             left = list(self._lives)
         self.end(left)
-        self._closing = True
+        self._give_up_at = monotonic() + CLOSE_S + ANSWER_S
         for batch in self._batches:
-            self._cluster.delete(f"{self._jobs()}/{batch}?propagationPolicy=Background")
+            try:
+                self._delete(batch)
+            except EngineError as error:
+                logger.warning("the Job %s is left, until its workers have ended: %s", batch, error)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 what = f"kubectl --namespace {self._namespace} get pods --selector {pods.LAUNCH_LABEL}={self._launch}"
                 raise EngineError(f"pods are left after {CLOSE_S:.0f} s: {what}")
             self._thread = None
+
+    def _delete(self, batch: str) -> None:
+        self._cluster.delete(f"{self._jobs()}/{batch}?propagationPolicy=Background")
 
     def _jobs(self) -> str:
         group, kind = (pods.JOB_SET_VERSION, "jobsets") if self._uses_job_sets else ("batch/v1", "jobs")
@@ -229,6 +248,8 @@ class KubernetesEngine:
                     self._delete_pod(by_place[place]["metadata"]["name"])
                 if self._closing and not self._lives:
                     return
+            if monotonic() > self._give_up_at:
+                return  # `close` has said so
             sleep(LOOK_S)
 
     def _look(self, life: _Life, pod: Mapping[str, Any] | None) -> None:
@@ -271,6 +292,7 @@ class KubernetesEngine:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
             bufsize=0,
         ) as reading:
             assert reading.stdout is not None

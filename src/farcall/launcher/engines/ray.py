@@ -10,7 +10,7 @@ worker. The actor sees to its start, passes its output on and tells its end.
     an actor is killed      its worker ends with it
 
 Thread rules
-- ``start``, ``end`` and ``close`` are called by one thread at a time.
+- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if ``start`` hangs.
 - One thread waits for what Ray tells, and it alone tells the watchers. The lock guards the tables.
 """
 
@@ -113,7 +113,7 @@ class RayEngine:
             group = next(group for group in self._groups if spec.rank in group.bundles)
             watcher.on_state(spec, ProcessState("queued", f"waiting for Ray to have {words} ({self._strategy})"))
             with self._lock:
-                self._lives[spec] = _Life(spec, watcher, group)
+                self._lives[spec] = _Life(spec, watcher, group, ended=self._closing)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="farcall-ray", daemon=True)
             self._thread.start()
@@ -129,20 +129,21 @@ class RayEngine:
 
     def close(self) -> None:
         with self._lock:
+            self._closing = True  # what is started from now on ends at once
             left = list(self._lives)
         self.end(left)
-        self._closing = True
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                names = ", ".join(spec.name for spec in self._lives)
-                raise EngineError(f"Ray has not ended these within {CLOSE_S:.0f} s: {names}")
-            self._thread = None
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group.placement)
-        self._groups.clear()
-        if self._is_ours:
-            self._ray.shutdown()
+        try:
+            if self._thread is not None:
+                self._thread.join(CLOSE_S)
+                if self._thread.is_alive():
+                    names = ", ".join(spec.name for spec in self._lives)
+                    raise EngineError(f"Ray has not ended these within {CLOSE_S:.0f} s: {names}")
+                self._thread = None
+        finally:  # what is left of them, Ray ends with their placement group, or their job
+            while self._groups:
+                self._ray.util.remove_placement_group(self._groups.pop().placement)
+            if self._is_ours:
+                self._ray.shutdown()
 
     def _watch(self) -> None:
         """The thread: make actors where a group is ready, ask each for news, pass them on."""

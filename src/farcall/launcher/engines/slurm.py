@@ -85,8 +85,8 @@ class SlurmEngine(CommandEngine):
                 nodes = () if self._node_count is None else (f"--nodes={self._node_count}",)
                 asked = (f"--ntasks={len(specs)}", *nodes, *self._arguments)
                 self._allocation = Allocation(asked, self._on_pending, self._on_granted, self._on_gone)
-        for spec in specs:
-            watcher.on_state(spec, ProcessState("queued", "asking Slurm for nodes"))
+            for spec in specs:  # before the allocation's thread has more to tell of them
+                watcher.on_state(spec, ProcessState("queued", "asking Slurm for nodes"))
 
     def end(self, specs: Sequence[WorkerSpec]) -> None:
         with self._gate:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
@@ -27,8 +28,7 @@ class Randomness(Protocol):
     def shuffle(self, x: list[_T]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class MembershipOptions:
+class MembershipOptions(msgspec.Struct, frozen=True):
     """How quickly a death is noticed, against how long a stall is forgiven.
 
     Args:
@@ -91,36 +91,36 @@ class MembershipOptions:
 # --- events --------------------------------------------------------------------------------------------
 
 
-class LocalJoin(NamedTuple):
+class LocalJoin(msgspec.Struct, frozen=True):
     """Join through ``via``, which answered at an address. Again, with another, where that one is gone."""
 
     via: int
 
 
-class LocalLeave(NamedTuple):
+class LocalLeave(msgspec.Struct, frozen=True):
     """This member leaves."""
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A membership message came from ``sender``, over a link that proved to be its."""
 
     sender: int
     message: Message
 
 
-class Heard(NamedTuple):
+class Heard(msgspec.Struct, frozen=True):
     """Something that is no membership message has come from ``incarnation`` since the last such event."""
 
     incarnation: int
 
 
-class LinkLost(NamedTuple):
+class LinkLost(msgspec.Struct, frozen=True):
     """The link to ``incarnation`` has ended without its goodbye."""
 
     incarnation: int
 
 
-class LinkRefused(NamedTuple):
+class LinkRefused(msgspec.Struct, frozen=True):
     """Dialling ``incarnation`` showed that it is not there: no one listens at its addresses, or another process does.
 
     Not for timeouts, unreachable hosts or a full backlog: those are silence.
@@ -129,14 +129,14 @@ class LinkRefused(NamedTuple):
     incarnation: int
 
 
-class HostSeen(NamedTuple):
+class HostSeen(msgspec.Struct, frozen=True):
     """Whether the host of ``incarnation`` answers, its kernel: the process may be busy or stopped."""
 
     incarnation: int
     answers: bool
 
 
-class LinkGivenUp(NamedTuple):
+class LinkGivenUp(msgspec.Struct, frozen=True):
     """There will be no link to ``incarnation`` any more, whether it lives or not: that is a verdict, and final."""
 
     incarnation: int
@@ -146,30 +146,30 @@ class LinkGivenUp(NamedTuple):
 # --- effects -------------------------------------------------------------------------------------------
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` to the incarnation ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
 
     to: int
     message: Message
 
 
-class Admitted(NamedTuple):
+class Admitted(msgspec.Struct, frozen=True):
     """This node is a member; these are the others."""
 
     members: tuple[Member, ...]
 
 
-class Refused(NamedTuple):
+class Refused(msgspec.Struct, frozen=True):
     """This node may not join; the text says why."""
 
     why: str
 
 
-class Departed(NamedTuple):
+class Departed(msgspec.Struct, frozen=True):
     """This member has left, and others know it (or nobody could be told)."""
 
 
-class Expelled(NamedTuple):
+class Expelled(msgspec.Struct, frozen=True):
     """The others hold this member for dead, and that is final: end everything, with this reason.
 
     ``by``: one of the others, who may let this node in again as a new member; 0: it is not known who.
@@ -179,33 +179,33 @@ class Expelled(NamedTuple):
     by: int = 0
 
 
-class MemberJoined(NamedTuple):
+class MemberJoined(msgspec.Struct, frozen=True):
     member: Member
 
 
-class MemberUnresponsive(NamedTuple):
+class MemberUnresponsive(msgspec.Struct, frozen=True):
     """It answers nobody; that alone is no death."""
 
     member: Member
 
 
-class MemberRecovered(NamedTuple):
+class MemberRecovered(msgspec.Struct, frozen=True):
     """It was unresponsive, and lives."""
 
     member: Member
 
 
-class LinkSilent(NamedTuple):
+class LinkSilent(msgspec.Struct, frozen=True):
     """Another member hears from ``incarnation``, and we do not: perhaps nothing comes through between us two."""
 
     incarnation: int
 
 
-class MemberLeft(NamedTuple):
+class MemberLeft(msgspec.Struct, frozen=True):
     member: Member
 
 
-class MemberDied(NamedTuple):
+class MemberDied(msgspec.Struct, frozen=True):
     member: Member
     why: str
 

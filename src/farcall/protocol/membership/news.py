@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import TypeAlias
+
+import msgspec
 
 from farcall.protocol.membership.events import Effect, MembershipOptions, Randomness, Send
 from farcall.protocol.membership.messages import MAX_UPDATES, Digest, Entries, Gossip, Message, Ping, Status, Update
@@ -193,8 +194,7 @@ class Outbox:
         return news
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True):
     """What the parts of one member's machine have in common."""
 
     options: MembershipOptions

@@ -330,7 +330,8 @@ class References:
         return self._user.unconfirmed + self._user.pending_children
 
     def counts(self) -> Counts:
-        owned, used = self.snapshot()
+        snapshot = self.snapshot()
+        owned, used = snapshot.owned, snapshot.used
         elsewhere = [sum(n for holder, n in o.forks_by_holder.items() if holder != self.me) for o in owned]
         return Counts(
             owned=len(owned),

@@ -17,7 +17,7 @@ new.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -85,38 +85,38 @@ Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire 
 # --- events ------------------------------------------------------------------------------------------------
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True):
     """A message arrived from ``sender``; for the first time or not, in order or not."""
 
     sender: int
     message: Message
 
 
-class MemberJoined(NamedTuple):
+class MemberJoined(msgspec.Struct, frozen=True):
     """To be told before ``member`` can be sent any fork by anyone."""
 
     member: int
 
 
-class MemberDied(NamedTuple):
+class MemberDied(msgspec.Struct, frozen=True):
     """``member`` is gone for good: nothing from it is taken any more. To be told to every live member."""
 
     member: int
 
 
-class CreationAnswered(NamedTuple):
+class CreationAnswered(msgspec.Struct, frozen=True):
     """The creating call of ``fork`` was answered, by a value or an error. Not for timeouts: it may still be."""
 
     fork: Fork
 
 
-class CreationWithdrawn(NamedTuple):
+class CreationWithdrawn(msgspec.Struct, frozen=True):
     """The creating call of ``fork`` was not sent, or nobody knows: if it has not arrived it never runs."""
 
     fork: Fork
 
 
-class ForkWithdrawn(NamedTuple):
+class ForkWithdrawn(msgspec.Struct, frozen=True):
     """``fork`` was not sent, or its link broke and nobody knows whether it arrived.
 
     The receiver settles it, so that neither it nor the numbers after it wait for what never comes.
@@ -125,13 +125,13 @@ class ForkWithdrawn(NamedTuple):
     fork: Fork
 
 
-class Dropped(NamedTuple):
+class Dropped(msgspec.Struct, frozen=True):
     """The program has no use for ``fork`` any more. Destructors say ``released.append(fork)``."""
 
     fork: Fork
 
 
-class AllDropped(NamedTuple):
+class AllDropped(msgspec.Struct, frozen=True):
     """The program ends: give up every fork held here; values that no other member refers to are freed."""
 
 
@@ -142,32 +142,32 @@ Event: TypeAlias = (
 # --- effects -----------------------------------------------------------------------------------------------
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` to ``member``, at least once while both live."""
 
     member: int
     message: Message
 
 
-class FreeValue(NamedTuple):
+class FreeValue(msgspec.Struct, frozen=True):
     """Nobody refers to ``ref`` any more: forget its value, or drop it when the creating call ends."""
 
     ref: RefId
 
 
-class NeverCreated(NamedTuple):
+class NeverCreated(msgspec.Struct, frozen=True):
     """The call that should create ``ref`` here will never come: its value is an error from now on."""
 
     ref: RefId
 
 
-class Lost(NamedTuple):
+class Lost(msgspec.Struct, frozen=True):
     """The owner of a fork held here is dead: every use of it, waiting ones too, is ``ReferenceLost``."""
 
     fork: Fork
 
 
-class Confirmed(NamedTuple):
+class Confirmed(msgspec.Struct, frozen=True):
     """The owner has listed a fork held here (not said of creations: their response says it)."""
 
     fork: Fork
@@ -178,7 +178,7 @@ Effect: TypeAlias = Send | FreeValue | NeverCreated | Lost | Confirmed
 # --- a look inside -----------------------------------------------------------------------------------------
 
 
-class Counts(NamedTuple):
+class Counts(msgspec.Struct, frozen=True):
     """Sizes for debug information."""
 
     owned: int  # values owned here, local-only ones included
@@ -189,7 +189,7 @@ class Counts(NamedTuple):
     pending_children: int  # forks sent from here to others, not yet accepted
 
 
-class OwnedSnapshot(NamedTuple):
+class OwnedSnapshot(msgspec.Struct, frozen=True):
     """A value owned here, and how many forks of it each member holds."""
 
     ref: RefId
@@ -197,7 +197,7 @@ class OwnedSnapshot(NamedTuple):
     forks_by_holder: dict[int, int]
 
 
-class UsedSnapshot(NamedTuple):
+class UsedSnapshot(msgspec.Struct, frozen=True):
     """A fork held here of a value owned elsewhere."""
 
     fork: Fork
@@ -206,7 +206,7 @@ class UsedSnapshot(NamedTuple):
     children_sent_to: list[int]
 
 
-class Snapshot(NamedTuple):
+class Snapshot(msgspec.Struct, frozen=True):
     """Who holds what, as this member knows it."""
 
     owned: list[OwnedSnapshot]

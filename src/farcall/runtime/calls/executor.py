@@ -278,6 +278,7 @@ class Executor:
                     return
                 continue
             if task.expected_s >= BRIEF_S:
+                self._before_idle()  # answers that were held back must not wait for a task that may take long
                 with self._lock:
                     worker.hunting = False
                     self._hunters -= 1

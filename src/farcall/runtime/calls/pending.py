@@ -69,6 +69,10 @@ class PendingCall:
     unwanted: bool = False
     """Was it cancelled, or did its time end? Its callee is told; once more if its request was still being sent."""
 
+    def progress(self) -> str:
+        """How far it is, in words behind its name; empty where there is nothing to tell."""
+        return ""
+
     def on_answer(self, frame: Frame) -> None:
         """The answer came."""
         raise NotImplementedError

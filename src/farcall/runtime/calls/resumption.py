@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import answers_later
+from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.scope import CURRENT
 from farcall.serialize import RECORDING
 
@@ -45,7 +46,7 @@ class Resumption:
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
-        request.answer(outcome, more)
+        request.answer(outcome, more and request.expected_s < QUICK_S)
 
     def drop(self) -> None:
         self._request.drop()

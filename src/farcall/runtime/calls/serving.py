@@ -33,7 +33,15 @@ from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
-from farcall.runtime.calls.results import ASYNC_MARK, LATER, Later, MarkedResult, StoredFailure, answers_later
+from farcall.runtime.calls.results import (
+    ASYNC_MARK,
+    COMPLETING,
+    LATER,
+    Later,
+    MarkedResult,
+    StoredFailure,
+    answers_later,
+)
 from farcall.runtime.calls.resumption import Resumption
 from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
@@ -272,6 +280,10 @@ class Request:
         self.thread_id: int = 0
         self.dependents: Dependents | None = None
 
+    def progress(self) -> str:
+        """How far it is, in words behind its name; empty where there is nothing to tell."""
+        return ""
+
     # What its function's own calls inherit, see scope.py.
 
     @property
@@ -375,7 +387,8 @@ class Request:
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
-        self.answer(outcome, more)
+        # Behind a function that may take long no answer is held back.
+        self.answer(outcome, more and self.expected_s < QUICK_S)
 
     def drop(self) -> None:
         """The node ended first, or nobody waits for the answer any more."""
@@ -384,7 +397,10 @@ class Request:
         self.server.answered(self)
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
-        """Send the only item of ``outcome`` to the caller; the list is empty afterwards."""
+        """Send the only item of ``outcome`` to the caller; the list is empty afterwards.
+
+        ``more``: other answers follow at once, or somebody flushes: a small one may wait for them.
+        """
         if self.cancelled:
             self.server.answered(self)  # nobody waits for it
             return
@@ -395,7 +411,7 @@ class Request:
             self._fail(error)
             return
         outcome.clear()
-        if more and self.expected_s < QUICK_S:
+        if more:
             size_bytes = len(frame.payload)
             for buffer in frame.buffers:
                 if buffer.nbytes < LARGE_BYTES:  # others travel beside the frame, or at once
@@ -492,4 +508,4 @@ class Request:
         except BaseException as error:
             self._fail(error)
             return
-        self.answer([value])
+        self.answer([value], getattr(future, COMPLETING, 0) == threading.get_ident())

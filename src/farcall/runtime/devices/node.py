@@ -20,7 +20,7 @@ from farcall.runtime.devices.streams import CallStreams, StreamPool
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import map_cpu_tensors
 
-__all__ = ["DEVICE_BUSY_WAIT_S", "DEVICE_MESSAGES", "NodeDevices"]
+__all__ = ["DEVICE_BUSY_WAIT_S", "NodeDevices"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -160,12 +160,3 @@ class NodeDevices:
     def close(self) -> None:
         """The node ends."""
         self.pool.close()
-
-
-DEVICE_MESSAGES = (
-    messages.DevicesMapped,
-    messages.DeviceTried,
-    messages.DeviceOpened,
-    messages.DeviceBlocksReleased,
-    messages.DeviceSegmentRetired,
-)

@@ -23,11 +23,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
 from time import monotonic
 from typing import Protocol
+
+import msgspec
 
 from farcall.errors import HandshakeRefused
 from farcall.ids import WorkerInfo
@@ -90,16 +91,14 @@ class Watch(Protocol):
         """Is that one neither dead nor gone, as far as is known? From any thread."""
 
 
-@dataclass(slots=True, eq=False)
-class _First:
+class _First(msgspec.Struct, eq=False):
     """A first connection on its way, and what to say over it."""
 
     news: list[Message]
     dialler: Dialler | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Tie:
+class _Tie(msgspec.Struct, eq=False):
     """A member that was connected: its bond, its peer, and the dial that is to repair the link."""
 
     bond: Bond

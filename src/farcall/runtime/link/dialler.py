@@ -19,10 +19,11 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import monotonic
 from typing import Final
+
+import msgspec
 
 from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
@@ -80,8 +81,7 @@ def usable_ways(member: Member, allowed: Sequence[str]) -> list[str]:
     return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """The member to get through to. Without a name or incarnation, any member of the cluster will do."""
 
     name: str | None
@@ -99,8 +99,7 @@ class Target:
         return cls(member.name, member.incarnation, ways, "unix" if only_unix else "")
 
 
-@dataclass(slots=True)
-class Found:
+class Found(msgspec.Struct):
     """What one attempt came to, with the connection if there is one."""
 
     outcome: Outcome

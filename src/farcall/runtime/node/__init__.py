@@ -1,4 +1,4 @@
-"""One member of a cluster, and what it consists of. Other folders import the names below from here.
+"""One member of a cluster, and its parts. Other folders import the names below from here.
 
     runtime.py        names the parts of a member, and wires them
     start.py          brings them up: meets the others, connects, serves
@@ -6,8 +6,8 @@
     hooks.py          the functions that the layers above have it call
     lifecycle.py      new, starting, running ...: the states, and the one way to change them
     current.py        the runtimes of this process, and which of them a thread works for
-    resources.py      what it holds without any peer: I/O thread, memory, a listener
-    cluster_links.py  what it holds with the others: peers, links that come back, the failure detector
+    resources.py      held without any peer: I/O thread, memory, a listener
+    cluster_links.py  held with the others: peers, links that come back, the failure detector
     dispatcher.py     the handler of each message that arrives
 
 Of these only `dispatcher.py` is on the way of every call.

@@ -140,7 +140,7 @@ class ClusterLinks:
                 peer.devices.forget_segments()
 
     def say_goodbye(self, reason: str, linger_s: float) -> None:
-        """Tell all that this is no accident, and give them ``linger_s`` to read what was sent to them."""
+        """Tell all peers that this is no accident, and give them ``linger_s`` to read the last messages."""
         self._left = self.peers.everyone()
         for peer in self._left:
             peer.leaving = True

@@ -53,7 +53,7 @@ HANDLED_ANYWHERE = (
 )
 """Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
 NEWS = get_args(Message)
-"""Control messages about who is a member."""
+"""Control messages about membership."""
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
 """Control messages that are also taken from strangers: peers that are no members here, or not yet."""
 
@@ -188,7 +188,7 @@ class Dispatcher:
             self._leaving.poke()
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
-        """Fill in what the notes of ``frame`` stand for. False: nobody is to read it, or not now."""
+        """Fill in the fields of ``frame`` that its notes stand for. False: it is not to be read, or not now."""
         if notes.serial is not None and not self._server.references.take_turns(peer, frame, notes.serial):
             return False
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
@@ -210,7 +210,7 @@ class Dispatcher:
             handle(peer, message)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
-        """Too many calls wait here: answer that, and account for what came with the request. It creates nothing."""
+        """Too many calls wait here: answer that, and account for the references in the request. It creates nothing."""
         if frame.notes:
             frame.flags = REFUSED
             if not self._take_notes(peer, frame, decode_notes(frame.notes)):

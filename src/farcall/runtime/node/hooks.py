@@ -7,9 +7,10 @@ the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
 from typing import Any
+
+import msgspec
 
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import Notes
@@ -18,25 +19,24 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 __all__ = ["Hooks"]
 
 
-@dataclass
-class Hooks:
+class Hooks(msgspec.Struct):
     """The hooks of one runtime. Lists grow by ``append``; entries are called in the order of their arrival."""
 
-    peer_joined: list[Callable[[Peer], None]] = field(default_factory=list)
+    peer_joined: list[Callable[[Peer], None]] = []
     """A member joined a running node; nothing of it has been read yet."""
-    peer_gone: list[Callable[[Peer], None]] = field(default_factory=list)
+    peer_gone: list[Callable[[Peer], None]] = []
     """A member left or died."""
-    unsettled: list[Callable[[], int]] = field(default_factory=list)
+    unsettled: list[Callable[[], int]] = []
     """Counts of work under way that is no call: a graceful shutdown waits until they are all 0. On any thread."""
-    agreed: list[Callable[[], None]] = field(default_factory=list)
+    agreed: list[Callable[[], None]] = []
     """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down."""
-    ended: list[Callable[[], None]] = field(default_factory=list)
+    ended: list[Callable[[], None]] = []
     """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
-    letters: dict[int, Callable[[Peer, Frame], None]] = field(default_factory=dict)
+    letters: dict[int, Callable[[Peer, Frame], None]] = {}
     """The taker of each subject's letters, on the thread that reads the link."""
-    controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = field(default_factory=dict)
+    controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {}
     """The handler of each kind of control message; see `on_control`."""
-    in_order: set[type[Any]] = field(default_factory=set)
+    in_order: set[type[Any]] = set()
     """Kinds whose handlers run on the thread that reads the link."""
     find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
     """Gives a frame its distributed autograd context, on the thread that reads the link."""
@@ -50,3 +50,18 @@ class Hooks:
         self.controls[kind] = handle
         if in_order:
             self.in_order.add(kind)
+
+    def on_first(
+        self, kinds: Iterable[type[Any]], load: Callable[[], object], *, in_order: Container[type[Any]] = ()
+    ) -> None:
+        """Have ``load`` called before the first message of these kinds is handled; it adds the handler of each.
+
+        For layers that most programs never use. Threads that read links may call it at the same time.
+        """
+
+        def handle(peer: RemotePeer, message: Any) -> None:
+            load()
+            self.controls[type(message)](peer, message)
+
+        for kind in kinds:
+            self.on_control(kind, handle, in_order=kind in in_order)

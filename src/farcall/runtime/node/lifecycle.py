@@ -8,7 +8,7 @@
 
 The thread that starts or shuts down a node and its I/O thread, which learns that it is expelled, change the state under
 the lock: the one that moves it away from "running" ends the node. Any thread reads, without the lock.
-Knows nothing of what is to be started or stopped.
+Knows none of the parts that start or stop.
 """
 
 from __future__ import annotations

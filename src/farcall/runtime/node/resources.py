@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
+from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
@@ -29,8 +30,11 @@ class Resources:
         try:
             self.loop: Loop = Loop(name, options.busy_wait_s)
             try:
-                addresses = listening_addresses(options.allowed_transports, host)
+                addresses = listening_addresses(options.allowed_transports, host, options.port)
                 self.listener: PeerListener = PeerListener(addresses, self.loop)
+                if options.port and not any(address.startswith("tcp:") for address in self.listener.addresses):
+                    self.listener.close()
+                    raise InitError(f"cannot listen on port {options.port}: is it taken? Choose another one, or 0")
             except BaseException:
                 self.loop.stop()
                 raise

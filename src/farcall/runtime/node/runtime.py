@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,11 +22,11 @@ from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.messages import DEVICE_MESSAGES
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor, FunctionTask
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
-from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, DEVICE_MESSAGES, NodeDevices
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.connector import Connector
@@ -47,6 +47,9 @@ from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.runtime.rendezvous.store import MeetingPlace
+
+if TYPE_CHECKING:
+    from farcall.runtime.devices.node import NodeDevices
 
 __all__ = ["MakeCalls", "Runtime"]
 
@@ -202,6 +205,8 @@ class Runtime:
         """This node's devices, from now on; on any thread."""
         with self._parts_lock:
             if self.devices is None:
+                from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, NodeDevices  # most programs have none
+
                 devices = NodeDevices(self.info.name, self.options, self.links.on_release, self.write_later)
                 self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
@@ -233,7 +238,7 @@ class Runtime:
         return now + TRIM_EVERY_S
 
     def _before_idle(self) -> None:
-        """On a worker that has nothing to do now."""
+        """On a worker that has nothing to do now, or something that may take long."""
         self.server.flush()
         self.something_ended()
 

@@ -62,14 +62,14 @@ def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost
     return chosen
 
 
-def listening_addresses(transports: Sequence[str], host: str) -> list[str]:
-    """Where a node advertising ``host`` listens, the preferred way first; ports are the system's choice."""
+def listening_addresses(transports: Sequence[str], host: str, port: int = 0) -> list[str]:
+    """Where a node advertising ``host`` listens, the preferred way first; of ports, 0 is the system's choice."""
     addresses = []
     if "unix" in transports and unix_sockets_work():
         addresses.append("unix:")
     if "tcp" in transports:
         # Nobody elsewhere can come in over loopback, so nobody elsewhere needs to see the port.
-        addresses.append(format_tcp(host if is_loopback(host) else "*", 0))
+        addresses.append(format_tcp(host if is_loopback(host) else "*", port))
     return addresses
 
 

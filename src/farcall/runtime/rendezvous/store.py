@@ -18,11 +18,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
 import torch.distributed as dist
 
 from farcall.errors import BadRank, InitError, MissingPeers
@@ -73,8 +73,7 @@ class StoreLost(Exception):
     """The store broke while it was in use; another one may be at its place soon."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeetingPlace:
+class MeetingPlace(msgspec.Struct, frozen=True):
     """The rank of this process, the size of the group, and the place of the store; ``host`` is None for a file."""
 
     url: str

@@ -47,6 +47,18 @@ def test_tasks_wait_for_the_start(executor: Executor) -> None:
     assert job.done.wait(PATIENCE_S)
 
 
+def test_answers_that_were_held_back_do_not_wait_for_a_task_that_may_take_long() -> None:
+    order: list[str] = []
+    executor = Executor("test", 1, Clock().timer, before_idle=lambda: order.append("flush"))
+    last = Job(lambda: order.append("long"))
+    executor.submit(Job(lambda: order.append("brief"), expected_s=0.0))
+    executor.submit(last)
+    executor.start()
+    assert last.done.wait(PATIENCE_S)
+    assert executor.stop(PATIENCE_S) == []
+    assert order[:3] == ["brief", "flush", "long"]
+
+
 def test_a_parked_worker_does_not_count(executor: Executor) -> None:
     executor.start()
     gate = threading.Event()

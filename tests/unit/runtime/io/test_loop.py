@@ -8,6 +8,7 @@ from itertools import pairwise
 from time import monotonic
 
 import pytest
+from tests.kit.waiting import wait_until
 
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
@@ -21,7 +22,7 @@ def loop() -> Iterator[Loop]:
     made.start()
     yield made
     made.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("farcall-io-test")]
+    wait_until(lambda: not any(thread.name.startswith("farcall-io-test") for thread in threading.enumerate()))
 
 
 def test_functions_run_on_the_thread_in_order(loop: Loop) -> None:

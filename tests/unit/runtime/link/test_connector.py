@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from tests.kit.waiting import wait_until
 
 from farcall.errors import HandshakeRefused
 from farcall.options import RpcBackendOptions
@@ -82,7 +83,7 @@ def test_what_begins_while_the_node_ends_is_stopped_too() -> None:
     try:
         mine.dial(NOWHERE)
         stopping[0].join(10.0)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("farcall-dial-w0")]
+        wait_until(lambda: not any(thread.name.startswith("farcall-dial-w0") for thread in threading.enumerate()))
         mine.dial(NOWHERE)
         assert len(stopping) == 1
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.kit.times import AT_ONCE_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, WrongSecret
@@ -167,9 +167,9 @@ def test_a_duplicate_name_fails_everybody_and_a_retry_works(store: Any, start: A
 
 
 def test_a_duplicate_name_is_named_even_if_others_are_missing(store: Any, start: Any) -> None:
-    start("same", 1, 3, 1)
+    start("same", 1, 3, 3.0)
     with pytest.raises(DuplicateName, match="ranks 0 and 1"):
-        start("same", 0, 3, 0.3).result(30)
+        start("same", 0, 3, 2.0).result(30)
 
 
 def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, start: Any) -> None:
@@ -268,7 +268,7 @@ def test_a_record_counts_only_under_its_own_key(store: Any, start: Any) -> None:
 
 def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: Any) -> None:
     began = time.monotonic()
-    outcomes = settle([start("a", 0, 4, 0.5), start("c", 2, 4, 0.5)])
+    outcomes = settle([start("a", 0, 4, 2.0), start("c", 2, 4, 2.0)])
     assert time.monotonic() - began < AT_ONCE_S
     for outcome in outcomes:
         assert isinstance(outcome, MissingPeers)
@@ -279,18 +279,18 @@ def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: An
 
 def test_who_is_patient_meets_the_others_later(store: Any, start: Any) -> None:
     """One gives up; the other goes on waiting and meets whoever comes afterwards, also who tries again."""
-    patient = start("patient", 1, 3, 10)
+    patient = start("patient", 1, 3, LONG_S)
     with pytest.raises(MissingPeers) as caught:
-        start("hasty", 0, 3, 0.3).result(30)
+        start("hasty", 0, 3, 1.0).result(30)
     assert caught.value.missing == (2,)
     members = joined([patient, start("hasty", 0, 3), start("late", 2, 3)])[0].members
     assert [m.name for m in members] == ["hasty", "patient", "late"]
 
 
 def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any) -> None:
-    patient = start("patient", 1, 3, 1.0)
+    patient = start("patient", 1, 3, 4.0)
     with pytest.raises(MissingPeers):
-        start("hasty", 0, 3, 0.3).result(30)
+        start("hasty", 0, 3, 1.0).result(30)
     with pytest.raises(MissingPeers, match=r"missing: rank 2; rank 0 \(hasty\) came and gave up") as caught:
         patient.result(30)
     assert caught.value.missing == (2,)
@@ -313,7 +313,7 @@ def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> 
 def test_a_dead_record_never_completes_a_table(store: Any, start: Any) -> None:
     store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
     with pytest.raises(MissingPeers, match="not everybody answers") as caught:
-        start("alive", 0, 2, 0.5).result(30)
+        start("alive", 0, 2, 1.5).result(30)
     assert caught.value.missing == ("dead",)
 
 
@@ -368,7 +368,7 @@ def test_a_store_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyPatch, sta
 def test_no_thread_is_left(store: Any, start: Any) -> None:
     joined([start("a", 0, 2), start("b", 1, 2)])
     settle([start("a", 0, 2, 0.1)])
-    assert not [thread for thread in threading.enumerate() if thread.name == "farcall-rendezvous"]
+    wait_until(lambda: not any(thread.name == "farcall-rendezvous" for thread in threading.enumerate()))
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 128])

@@ -1,0 +1,77 @@
+"""A program pays at its start for what it uses: modules beyond plain calls are not loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from tests.kit.times import LONG_S
+
+import farcall
+from farcall.node import weights_of
+from farcall.protocol.streams import StreamClosed, StreamCredit
+from farcall.protocol.weights.messages import Message
+from farcall.rpc.streams import Streams
+from farcall.runtime.node import runtime_of
+
+MOST_MODULES = 185
+"""What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
+NOT_LOADED = (
+    "farcall.channel.device_memory",
+    "farcall.cli",
+    "farcall.launcher",
+    "farcall.observe.capture",
+    "farcall.observe.cluster",
+    "farcall.observe.dashboard",
+    "farcall.observe.metrics",
+    "farcall.observe.observer",
+    "farcall.observe.profile",
+    "farcall.observe.telemetry",
+    "farcall.observe.trace",
+    "farcall.rpc.batches",
+    "farcall.rpc.gather",
+    "farcall.rpc.handles",
+    "farcall.rpc.retry",
+    "farcall.rpc.streams",
+    "farcall.runtime.devices.node",
+    "farcall.weights",
+)
+PLAIN = """
+import sys, tempfile
+import farcall
+
+with tempfile.TemporaryDirectory() as directory:
+    options = farcall.RpcBackendOptions(init_method=f"file://{directory}/store")
+    farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    assert farcall.rpc_sync("alone", divmod, args=(7, 2)) == (3, 1)
+    farcall.shutdown()
+print(*(name for name in sys.modules if name.partition(".")[0] == "farcall"))
+"""
+
+
+def test_a_plain_call_loads_what_it_needs() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", PLAIN], capture_output=True, text=True, timeout=4 * LONG_S, check=True
+    )
+    loaded = child.stdout.split()
+    assert [name for name in loaded if any(f"{name}.".startswith(f"{part}.") for part in NOT_LOADED)] == []
+    assert len(loaded) <= MOST_MODULES
+
+
+@pytest.mark.parametrize("first", ["weights", "streams"])
+def test_a_layer_that_is_loaded_late_handles_all_its_messages(first: str, tmp_path: Path) -> None:
+    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    with farcall.Node("alone", rank=0, world_size=1, options=options) as node:
+        runtime = runtime_of(node)
+        kinds = get_args(Message) if first == "weights" else (StreamCredit, StreamClosed)
+        before, in_order = {kind: runtime.hooks.controls[kind] for kind in kinds}, set(runtime.hooks.in_order)
+        if first == "weights":
+            weights_of(runtime)
+        else:
+            runtime.part(Streams)
+        assert [kind for kind in kinds if runtime.hooks.controls[kind] is before[kind]] == []
+        # Known before the first message: on which thread it is handled.
+        assert runtime.hooks.in_order == in_order
