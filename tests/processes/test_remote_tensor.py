@@ -267,3 +267,5 @@ def test_slices_are_checked() -> None:
         region_of([slice(None)] * 3, (3, 4))
     with pytest.raises(TypeError, match="slice objects"):
         region_of([0], (3, 4))  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="slice objects"):
+        region_of(2, (3, 4))  # type: ignore[arg-type]

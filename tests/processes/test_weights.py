@@ -335,6 +335,9 @@ def test_waiters_hear_that_the_publisher_has_closed_it(nodes: list[farcall.Node]
         subscription.wait(newer_than=last, timeout=0.01)  # it was told before
     version = nodes[2].publish("closed", values).push()
     assert subscription.wait(newer_than=last, timeout=LONG_S) == version
+    subscription.close()
+    with pytest.raises(RuntimeError, match="the subscription to 'closed' is closed"):
+        subscription.get()
 
 
 def test_the_last_push_before_the_close_arrives(nodes: list[farcall.Node]) -> None:

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 try:
     import fcntl
@@ -60,16 +61,22 @@ class MappedSegment:
         self.address: int = address_of(self.view)
 
 
+@cache
+def _c_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
+
+
 def map_file(descriptor: int, size: int, *, private: bool = False, writable: bool = True) -> memoryview:
     """Map ``descriptor`` without keeping it: ``mmap.mmap`` holds a copy, that is one per peer and segment.
 
     The mapping ends with its last view. ``private``: writes stay in this process (copy on write). The view of a mapping
     that is not ``writable`` looks as if it were, but a write to it ends the process.
     """
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library = _c_library()
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = library.mmap(None, size, protection, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED, descriptor, 0)
     if address in (None, ctypes.c_void_p(-1).value):

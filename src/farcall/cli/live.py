@@ -118,7 +118,7 @@ def _weights(before: list[Metrics], now: list[Metrics]) -> list[RenderableType]:
     table = _headed(("weights", "publisher"), ("version", "MiB", "pushes/s"))
     table.add_column("who has which")
     for row in found:
-        who = Text(row.publisher) if row.publisher else Text("nobody", style="bold red")
+        who = Text(row.publisher or "closed") if row.publisher or row.is_closed else Text("nobody", style="bold red")
         mebibytes = f"{row.size_bytes / 2**20:.0f}"
         told = Text(row.told(_BUSIEST))
         table.add_row(Text(row.name), who, row.version, mebibytes, rate(row.pushes_per_s), told)

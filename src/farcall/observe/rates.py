@@ -148,6 +148,8 @@ class WeightsRow:
     name: str
     publisher: str
     """Empty: nobody publishes it now."""
+    is_closed: bool
+    """Has its publisher closed it, and nobody taken over?"""
     version: str
     number: int
     size_bytes: int
@@ -164,7 +166,7 @@ class WeightsRow:
         """Each subscriber and its version, the furthest behind first; ``most`` workers at most."""
         found = sorted(self.subscribers.items(), key=lambda item: (item[1], item[0]))
         texts = [
-            f"{worker} {number}" + (f" ({self.number - number} behind)" if number < self.number else "")
+            f"{worker} {number or 'none'}" + (f" ({self.number - number} behind)" if number < self.number else "")
             for worker, number in found
         ]
         return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
@@ -176,7 +178,7 @@ def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRo
     found = []
     for name in sorted({each.name for _, one, _ in looks for each in one.weights}):
         newest: tuple[int, int] = (0, 0)
-        publisher, size_bytes, per_s = "", 0, 0.0
+        publisher, is_closed, size_bytes, per_s = "", False, 0, 0.0
         subscribers: dict[str, int] = {}
         for old, one, seconds in looks:
             pushed = {each.name: each.total for each in old.weights if each.role == "publishes"}
@@ -185,13 +187,15 @@ def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRo
                     continue
                 if (each.epoch, each.number) >= newest:
                     newest, size_bytes = (each.epoch, each.number), each.size_bytes
+                is_closed = is_closed or each.state in ("closed", "ended")
                 if each.role == "subscribes":
                     subscribers[one.worker] = each.number
                 elif each.state == "published":
                     publisher = one.worker
                     per_s += max(0, each.total - pushed.get(name, 0)) / seconds
-        version = f"{newest[0]}.{newest[1]}"
-        found.append(WeightsRow(name, publisher, version, newest[1], size_bytes, per_s, subscribers))
+        version = f"{newest[0]}.{newest[1]}" if newest[1] else "none"
+        is_closed = is_closed and not publisher
+        found.append(WeightsRow(name, publisher, is_closed, version, newest[1], size_bytes, per_s, subscribers))
     return found
 
 

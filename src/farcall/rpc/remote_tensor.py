@@ -52,7 +52,7 @@ def region_of(slices: Slices, shape: Sequence[int]) -> Region:
     """``slices`` of a tensor of that shape, as numbers; raises where they do not fit."""
     if slices is None:
         return ()
-    chosen = (slices,) if isinstance(slices, slice) else tuple(slices)
+    chosen = tuple(slices) if isinstance(slices, Sequence) else (slices,)
     if not all(isinstance(one, slice) for one in chosen):
         raise TypeError(f"slices must be slice objects, one for each dimension, not {slices!r}")
     if len(chosen) > len(shape):

@@ -122,7 +122,7 @@ def signature_of(tensors: Mapping[Path, torch.Tensor]) -> list[tuple[object, ...
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Is there memory behind it? Libraries that shard models resize storages to nothing, and back."""
-    return not tensor.numel() or _extent(tensor)[1] <= tensor.untyped_storage().nbytes()
+    return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize or not tensor.numel()
 
 
 def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:

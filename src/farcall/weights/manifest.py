@@ -3,10 +3,14 @@
 Written by the publisher, read by every subscriber, which trusts it no further than `check` goes: no tensor lies outside
 its storage, no storage outside its content. Values that are no tensors are flat or pickled (`serialize`), and only read
 when the program asks for them.
+
+Most of it is the same from one push to the next: which tensors there are. That part is encoded by itself, so that who
+has read it before knows it by its bytes.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -51,7 +55,7 @@ class TensorPlace(msgspec.Struct, array_like=True, frozen=True):
     offset: int  # in elements, inside of the storage
 
 
-class Manifest(msgspec.Struct, array_like=True, frozen=True):
+class Manifest(msgspec.Struct, frozen=True):
     """A version without its bytes."""
 
     contents: list[Content]
@@ -89,7 +93,7 @@ class Manifest(msgspec.Struct, array_like=True, frozen=True):
                 raise SerializationError("a storage of a version lies nowhere")
             if storage.offset + storage.size_bytes > content.size_bytes:
                 raise SerializationError("a storage of a version lies outside of its block")
-        if like is not None and self.tensors == like.tensors and self._sizes() == like._sizes():
+        if like is not None and self.tensors is like.tensors and self._sizes() == like._sizes():
             return  # as from one push to the next: this is on the way to every subscriber
         for place in self.tensors:
             if not 0 <= place.storage < len(self.storages) or len(place.shape) != len(place.strides):
@@ -103,15 +107,58 @@ class Manifest(msgspec.Struct, array_like=True, frozen=True):
                     raise SerializationError(f"{place.name} lies outside of its storage")
 
 
-_decoder: Any = msgspec.msgpack.Decoder(Manifest)
-encode_manifest: Any = msgspec.msgpack.Encoder().encode
+class _Layout(msgspec.Struct, array_like=True, frozen=True):
+    """What the manifests of one program have in common."""
+
+    tensors: list[TensorPlace]
+    containers: list[tuple[Path, Literal["dict", "list", "tuple"]]]
+    value_paths: list[Path]
+
+
+class _Encoded(msgspec.Struct, array_like=True, frozen=True):
+    """A manifest as it travels."""
+
+    layout: bytes
+    contents: list[Content]
+    storages: list[Storage]
+    values: bytes
+    value_buffers: list[bytes]
+
+
+_encode: Any = msgspec.msgpack.Encoder().encode
+_decoder: Any = msgspec.msgpack.Decoder(_Encoded)
+_layout_decoder: Any = msgspec.msgpack.Decoder(_Layout)
+
+
+@lru_cache(16)
+def _decode_layout(data: bytes) -> _Layout:
+    layout: _Layout = _layout_decoder.decode(data)
+    return layout
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it travels."""
+    layout = _encode(_Layout(manifest.tensors, manifest.containers, manifest.value_paths))
+    encoded = _Encoded(layout, manifest.contents, manifest.storages, manifest.values, manifest.value_buffers)
+    data: bytes = _encode(encoded)
+    return data
 
 
 def decode_manifest(data: bytes, like: Manifest | None = None) -> Manifest:
-    """The manifest in ``data``, checked; or ``SerializationError``. ``like``: a known one, perhaps much the same."""
+    """The manifest in ``data``, checked; or ``SerializationError``. ``like``: the one before, perhaps much the same."""
     try:
-        manifest: Manifest = _decoder.decode(data)
+        found: _Encoded = _decoder.decode(data)
+        layout = _decode_layout(found.layout)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise SerializationError(f"a manifest of {len(data)} bytes cannot be read: {error}") from error
+    manifest = Manifest(
+        found.contents,
+        found.storages,
+        layout.tensors,
+        layout.containers,
+        layout.value_paths,
+        found.values,
+        found.value_buffers,
+    )
     manifest.check(like)
     return manifest

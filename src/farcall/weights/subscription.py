@@ -192,7 +192,7 @@ class Subscription:
         They lie in memory that is shared with the publisher, copy on write: to write to one changes nothing but what
         this process sees through it. While one of them lives, the version stays; clone what is to be kept for long.
         """
-        with self._versions.reading(version) as held:
+        with self._open().reading(version) as held:
             return held.nested(held.tensors(self._versions.views(held)))
 
     def load_into(self, target: Any, *, slices: Slices | None = None, version: Version | None = None) -> Version:
@@ -201,13 +201,13 @@ class Subscription:
         ``target`` is a module, or dicts of tensors; each of its tensors must be in the version, with its shape, or that
         of its ``slices`` (``{"mlp.up.weight": (slice(0, 2048), slice(None))}``). Floating-point dtypes are converted.
         """
-        with self._versions.reading(version) as held:
+        with self._open().reading(version) as held:
             load(held, target, slices)
             return held.version
 
     def verify(self, version: Version | None = None) -> Version:
         """Compare all bytes of a version with the checksums of its push; `CorruptWeights` names the tensor."""
-        with self._versions.reading(version) as held:
+        with self._open().reading(version) as held:
             held.verify()
             return held.version
 
@@ -229,16 +229,21 @@ class Subscription:
             self._versions.weights.subscriptions.end_later(self._versions)
 
     def __repr__(self) -> str:
+        if not self._is_open:
+            return f"<Subscription to {self.name!r}: closed>"
         who = self.publisher
         by = f"published by {who.name}" if who is not None else "without a publisher"
         return f"<Subscription to {self.name!r}: version {self.version}, {by}>"
 
-    def _newer(self, newer_than: Version | None, told: Claim | None) -> Version | None:
-        """The newest version, if it is one to return; raises where no more can come, but not of the claim ``told``."""
-        versions = self._versions
-        versions.weights.check_running()
+    def _open(self) -> NameVersions:
         if not self._is_open:
             raise RuntimeError(f"the subscription to {self.name!r} is closed")
+        return self._versions
+
+    def _newer(self, newer_than: Version | None, told: Claim | None) -> Version | None:
+        """The newest version, if it is one to return; raises where no more can come, but not of the claim ``told``."""
+        versions = self._open()
+        versions.weights.check_running()
         # The order matters: what is over now has its last version by now.
         over = versions.machine.claim if versions.machine.is_over else None
         held = versions.newest()

@@ -17,6 +17,9 @@ from farcall.weights.memory import Block, BorrowedBlock
 
 __all__ = ["HeldVersion", "Version"]
 
+_FLAT = [((), "dict")]
+"""The containers of what is one dict of tensors, as a state dict is."""
+
 
 class Version(NamedTuple):
     """A version of published weights; a later one is greater.
@@ -74,25 +77,28 @@ class HeldVersion:
     def tensors(self, views: Sequence[memoryview]) -> list[torch.Tensor]:
         """The tensors, in the manifest's order, over ``views`` of the blocks: no copies."""
         storages = self.manifest.storages
-        wholes: dict[tuple[int, str], torch.Tensor] = {}  # of each block, so that tied tensors share torch's storage
+        # Of each block and dtype one tensor, so that tied ones share torch's storage; and the size of its elements.
+        wholes: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
         found = []
         for place in self.manifest.tensors:
             storage = storages[place.storage]
-            whole = wholes.get((storage.content, place.dtype))
-            if whole is None:
+            try:
+                whole, itemsize = wholes[storage.content, place.dtype]
+            except KeyError:
                 dtype = self.manifest.dtype_of(place)
                 if not storage.size_bytes:
                     found.append(torch.empty(place.shape, dtype=dtype))
                     continue
-                view = views[storage.content]
-                whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // dtype.itemsize)
-                wholes[storage.content, place.dtype] = whole
-            offset = storage.offset // whole.itemsize + place.offset
-            found.append(whole.as_strided(place.shape, place.strides, offset))
+                view, itemsize = views[storage.content], dtype.itemsize
+                whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // itemsize)
+                wholes[storage.content, place.dtype] = whole, itemsize
+            found.append(torch.as_strided(whole, place.shape, place.strides, storage.offset // itemsize + place.offset))
         return found
 
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Tensors and other values in the containers that they were published in."""
+        if self.manifest.containers == _FLAT and not self.manifest.value_paths:
+            return dict(zip((place.path[0] for place in self.manifest.tensors), tensors, strict=True))
         leaves: dict[Path, Any] = dict(zip((place.path for place in self.manifest.tensors), tensors, strict=True))
         leaves |= self.values()
         made: dict[Path, Any] = {}

@@ -192,4 +192,14 @@ def test_weights_without_a_publisher_are_told_as_such() -> None:
         published("w1", WeightsMetrics("policy", "subscribes", "orphaned", 2, 4, 8, 1, 3)),
     ]
     [row] = weights([], now)
-    assert (row.publisher, row.version) == ("", "2.4")
+    assert (row.publisher, row.is_closed, row.version) == ("", False, "2.4")
+
+
+def test_weights_that_were_closed_and_those_that_nobody_has_published() -> None:
+    now = [
+        published("w0", WeightsMetrics("policy", "publishes", "closed", 1, 3, 8, 1, 3)),
+        published("w1", WeightsMetrics("critic", "subscribes", "unpublished", 0, 0, 0, 0, 0)),
+    ]
+    never, closed = weights([], now)
+    assert (closed.publisher, closed.is_closed, closed.version) == ("", True, "1.3")
+    assert (never.publisher, never.is_closed, never.version, never.told(5)) == ("", False, "none", "w1 none")

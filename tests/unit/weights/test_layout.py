@@ -9,8 +9,9 @@ from farcall.weights.layout import plan_storages, take_apart
 from farcall.weights.loading import why_not_loadable
 
 
-def test_a_tensor_whose_storage_was_freed() -> None:
-    tensor = torch.ones(64)
+@pytest.mark.parametrize("offset", [0, 7])
+def test_a_tensor_whose_storage_was_freed(offset: int) -> None:
+    tensor = torch.ones(64)[offset:]
     tensor.untyped_storage().resize_(0)  # as libraries do that shard models
     with pytest.raises(ValueError, match="x has no memory at the moment"):
         plan_storages(take_apart({"x": tensor}).tensors, None)

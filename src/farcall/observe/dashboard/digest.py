@@ -212,6 +212,7 @@ def weights(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
         {
             "name": row.name,
             "publisher": row.publisher,
+            "closed": row.is_closed,
             "version": row.version,
             "size": row.size_bytes,
             "pushes": row.pushes_per_s,

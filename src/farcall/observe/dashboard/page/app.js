@@ -200,7 +200,7 @@ function showMemory() {
   ], state.channels ?? [], "nothing was sent yet");
   table(find("weights-table"), [
     ["name", (row) => row.name, "name"],
-    ["publisher", (row) => row.publisher || "nobody", "text", (row) => (row.publisher ? "" : "bad")],
+    ["publisher", (row) => row.publisher || (row.closed ? "closed" : "nobody"), "text", (row) => (row.publisher || row.closed ? "" : "bad")],
     ["version", (row) => row.version],
     ["size", (row) => size(row.size)],
     ["pushes/s", (row) => count(row.pushes)],
