@@ -13,6 +13,7 @@ Owns the order of start and end:
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import pickle
 import secrets
@@ -97,6 +98,8 @@ class Cluster:
         self._secret = secrets.token_hex(32) if given is None else given if isinstance(given, str) else given.decode()
         self.logs: str | None = logs
         """The folder with what the workers wrote, if it is kept."""
+        if shows and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # lines of this program come in their order among the others
         self._output = WorkerOutput(Output(sys.stdout) if shows else None, logs)
         self._awaited: tuple[float, list[Supervised]] | None = None  # since when, and whom
         self._telling = threading.Lock()  # guards that, so that no status is shown once nobody waits

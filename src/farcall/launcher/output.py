@@ -82,7 +82,7 @@ class Output:
         with self._lock:
             if self._last != b"\n":
                 self._write(b"\n")
-                self._file.flush()
+                self._flush()
             self._writing = None
 
     def put(self, source: Source, pieces: Sequence[bytes]) -> None:
@@ -90,7 +90,7 @@ class Output:
         with self._lock:
             for piece in pieces:
                 self._put(source, piece)
-            self._file.flush()
+            self._flush()
 
     def _put(self, source: Source, piece: bytes) -> None:
         is_new = self._writing is not source
@@ -106,12 +106,15 @@ class Output:
             self._write(piece)
         self._writing = source
 
+    def _flush(self) -> None:
+        # The bytes alone: above them may wait half a line that the program itself is printing.
+        getattr(self._file, "buffer", self._file).flush()
+
     def _write(self, data: bytes) -> None:
         if not data:
             return
         buffer = getattr(self._file, "buffer", None)
         if buffer is not None:
-            self._file.flush()  # text that the program itself printed before, and that waits above the buffer
             buffer.write(data)
         else:
             self._file.write(data.decode(errors="replace"))  # a notebook's: it takes text alone

@@ -110,14 +110,16 @@ def test_names_have_colors_and_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
     assert bytes_.getvalue() == b"\x1b[36m worker9 |\x1b[0m a\n\x1b[32mworker10 |\x1b[0m b\n"
 
 
-def test_what_the_program_itself_printed_before_comes_first() -> None:
+def test_no_line_gets_into_one_that_the_program_itself_prints() -> None:
     bytes_ = io.BytesIO()
-    file = io.TextIOWrapper(bytes_)  # of a program whose output is no terminal: what it prints waits
-    shown = Output(file)
-    file.write("mine\n")
-    shown.source("0", 0).write(b"theirs\n")
-    file.flush()
-    assert bytes_.getvalue() == b"mine\n0 | theirs\n"
+    file = io.TextIOWrapper(bytes_, line_buffering=True)
+    source = Output(file).source("0", 0)
+    file.write("mine, ")  # as `print` does, one argument after the other
+    source.write(b"first\n")
+    source.write(b"second\n")
+    file.write("whole\n")
+    source.write(b"third\n")
+    assert bytes_.getvalue() == b"0 | first\n0 | second\nmine, whole\n0 | third\n"
 
 
 def test_a_status_fits_into_one_line_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
