@@ -63,9 +63,9 @@ class Seat:
         self.calls[call_id] = (self.node.rpc_async(to, execute, (call_id,), timeout=timeout_s), monotonic())
 
     def begin_holding(self, call_id: str, to: str, seconds: int) -> None:
-        """Have ``to`` keep its interpreter, and send it more than kernels take."""
-        self.calls[call_id] = (self.node.rpc_async(to, hold, (seconds,), timeout=CALL_S), monotonic())
-        sent = self.node.rpc_async(to, len, (bytes(64 << 20),), timeout=CALL_S)
+        """Have ``to`` keep its interpreter, and send it more than kernels take. Only a verdict ends these calls."""
+        self.calls[call_id] = (self.node.rpc_async(to, hold, (seconds,), timeout=None), monotonic())
+        sent = self.node.rpc_async(to, len, (bytes(64 << 20),), timeout=None)
         self.calls[call_id + " and more"] = (sent.then(lambda done: str(done.wait())), monotonic())
 
     def end(self, call_id: str) -> Ended:

@@ -328,6 +328,7 @@ def test_waiters_hear_that_the_publisher_has_closed_it(nodes: list[farcall.Node]
         assert reading.result(LONG_S) == [last]
     with pytest.raises(RuntimeError, match="is closed"):
         policy.push()
+    assert policy._source is None  # a model is not kept alive by what was published of it
     assert subscription.publisher is None
     assert subscription.load_into({"x": torch.ones(10)}) == last
     assert subscription.wait(timeout=LONG_S) == last

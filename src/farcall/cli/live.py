@@ -155,7 +155,8 @@ def watch(console: Console, observer: Observer, every_s: float) -> None:
 
 def serve_dashboard(console: Console, observer: Observer, address: str, place: tuple[str, int]) -> None:
     """Serve the live page at ``place`` until Ctrl-C. ``observer`` is connected; to ``address``, if there is one."""
-    cluster_id = observer.metrics().cluster_id
+    heard = observer.metrics()
+    cluster_id, title = heard.cluster_id, cluster_title(heard.cluster_id, heard.answers)
     first: list[Observer] = [observer]
 
     def connect() -> Observer:
@@ -170,7 +171,7 @@ def serve_dashboard(console: Console, observer: Observer, address: str, place: t
         raise SystemExit(str(error)) from error
     served.start()
     try:
-        console.print(f"the dashboard of cluster {cluster_id} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)
+        console.print(f"the dashboard of cluster {title} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)
         threading.Event().wait()
     except KeyboardInterrupt:
         pass

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from farcall.errors import RpcError, SerializationError
 from farcall.protocol.weights import publisher
@@ -42,24 +42,11 @@ from farcall.weights.offers import Offers
 from farcall.weights.publication import Publication, PublishedVersion
 from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
-from farcall.weights.version import Version
+from farcall.weights.version import NameFigures, Version
 
 __all__ = ["Weights"]
 
 logger: logging.Logger = logging.getLogger("farcall")
-
-
-class NameFigures(NamedTuple):
-    """One name that a node publishes or subscribes to; ``total`` counts its versions so far."""
-
-    name: str
-    role: str
-    state: str
-    epoch: int
-    number: int
-    size_bytes: int
-    versions: int
-    total: int
 
 
 class Weights:
@@ -214,37 +201,8 @@ class Weights:
     def figures(self) -> list[NameFigures]:
         """What is published and subscribed to here, for metrics."""
         with self.lock:
-            found = []
-            for publication in self._publications.values():
-                machine = publication.machine
-                newest = publication.versions.get(machine.lender.newest)
-                found.append(
-                    NameFigures(
-                        publication.name,
-                        "publishes",
-                        str(machine.state),
-                        machine.claim.epoch,
-                        machine.lender.newest,
-                        0 if newest is None else newest.manifest.size_bytes,
-                        len(publication.versions),
-                        publication.pushes,
-                    )
-                )
-            for versions in self.subscriptions.by_name.values():
-                key, held = versions.machine.newest, versions.newest()
-                found.append(
-                    NameFigures(
-                        versions.name,
-                        "subscribes",
-                        str(versions.machine.state),
-                        0 if key is None else key.claim.epoch,
-                        0 if key is None else key.number,
-                        0 if held is None else held.manifest.size_bytes,
-                        len(versions.versions),
-                        versions.arrived,
-                    )
-                )
-            return found
+            published = [publication.figures() for publication in self._publications.values()]
+            return published + [versions.figures() for versions in self.subscriptions.by_name.values()]
 
     # ------------------------------------------------------------------ members
 

@@ -22,7 +22,7 @@ from farcall.serialize import write_value
 from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, signature_of, take_apart
 from farcall.weights.manifest import Content, Manifest, Storage, TensorPlace, encode_manifest
 from farcall.weights.memory import Block, aligned
-from farcall.weights.version import Version
+from farcall.weights.version import NameFigures, Version
 
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
@@ -92,7 +92,7 @@ class Publication:
         """
         self.check()  # before the lock: in a forked child nobody would ever release it
         with self._pushing:
-            self.check()
+            self.check()  # again: it may have been closed meanwhile
             leaves = take_apart(self._source)
             made = self._fill(leaves, None if only is None else set(only), dtype)
             return self._weights.announce(self, made)
@@ -104,6 +104,23 @@ class Publication:
         """
         if self._weights.node.why_ended is None:
             self._weights.publisher_event(self, Closed())
+            with self._pushing:  # a push that runs ends now, and in vain
+                self._source, self._planned = None, (None, [], [])
+
+    def figures(self) -> NameFigures:
+        """This name, for metrics. With the node's lock held."""
+        machine = self.machine
+        newest = self.versions.get(machine.lender.newest)
+        return NameFigures(
+            self.name,
+            "publishes",
+            str(machine.state),
+            machine.claim.epoch,
+            machine.lender.newest,
+            0 if newest is None else newest.manifest.size_bytes,
+            len(self.versions),
+            self.pushes,
+        )
 
     def __enter__(self) -> Publication:
         return self

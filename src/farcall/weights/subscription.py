@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from farcall.channel.host_memory import leased
-from farcall.errors import Delivery, PublicationClosed, RpcTimeout
+from farcall.errors import CorruptWeights, Delivery, PublicationClosed, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.protocol.weights.subscriber import Held, LetGo, SubscriberMachine, SubscriberState
@@ -25,7 +25,7 @@ from farcall.rpc.outcome import LoopGate
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.weights.loading import Slices, load
-from farcall.weights.version import HeldVersion, Version
+from farcall.weights.version import HeldVersion, NameFigures, Version
 
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
@@ -68,6 +68,20 @@ class NameVersions:
         key = self.machine.newest
         return None if key is None else self.versions.get(key)
 
+    def figures(self) -> NameFigures:
+        """This name, for metrics. With the lock held."""
+        key, held = self.machine.newest, self.newest()
+        return NameFigures(
+            self.name,
+            "subscribes",
+            str(self.machine.state),
+            0 if key is None else key.claim.epoch,
+            0 if key is None else key.number,
+            0 if held is None else held.manifest.size_bytes,
+            len(self.versions),
+            self.arrived,
+        )
+
     @contextmanager
     def reading(self, version: Version | None) -> Iterator[HeldVersion]:
         """Hold a version, the newest one if none is named, while the block runs."""
@@ -88,8 +102,8 @@ class NameVersions:
             what = "no version" if version is None else f"no version {version}"
             kept = f"; there are {', '.join(str(held.version) for held in ready)}" if ready else ""
             raise LookupError(f"{what} of {self.name!r} is here{kept}: wait(...) for one first")
-        if found[-1].fault is not None:
-            raise found[-1].fault
+        if found[-1].fault:
+            raise CorruptWeights(f"version {found[-1].version} cannot be read: {found[-1].fault}")
         return found[-1]
 
     def views(self, held: HeldVersion) -> list[memoryview]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from farcall.channel.host_memory import Lease
 from farcall.channel.segments import SegmentRefused
-from farcall.errors import CorruptWeights, SerializationError
+from farcall.errors import SerializationError
 from farcall.protocol.weights import subscriber
 from farcall.protocol.weights.messages import (
     BlockOffered,
@@ -220,7 +220,7 @@ class Subscriptions:
         if len(blocks) < len(contents) or any(
             block.size < content.size_bytes for block, content in zip(blocks, contents, strict=True)
         ):
-            held.fault = CorruptWeights(f"version {held.version}: its publisher took memory back, or lent too little")
+            held.fault = "its publisher took memory back, or lent too little"
         else:
             held.blocks = blocks
 

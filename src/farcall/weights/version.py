@@ -15,7 +15,7 @@ from farcall.weights.checksums import checksum
 from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
 
-__all__ = ["HeldVersion", "Version"]
+__all__ = ["HeldVersion", "NameFigures", "Version"]
 
 _FLAT = [((), "dict")]
 """The containers of what is one dict of tensors, as a state dict is."""
@@ -34,6 +34,19 @@ class Version(NamedTuple):
         return f"{self.epoch}.{self.number}"
 
 
+class NameFigures(NamedTuple):
+    """One name that a node publishes or subscribes to; ``total`` counts its versions so far."""
+
+    name: str
+    role: str
+    state: str
+    epoch: int
+    number: int
+    size_bytes: int
+    versions: int
+    total: int
+
+
 class HeldVersion:
     """A version that is ready, or arrives; ``blocks`` are in the order of the manifest's contents."""
 
@@ -45,7 +58,7 @@ class HeldVersion:
         """Those of this node's own that its bytes were fetched into."""
         self.was_fetched: bool = False
         """Does it lie in copies, here or at a neighbour, and not in the memory of its publisher?"""
-        self.fault: CorruptWeights | None = None
+        self.fault: str = ""
         """Why it cannot be read, though it is complete."""
         self._values: list[Any] | None = None
 

@@ -153,10 +153,10 @@ class Link:
         if self._final:
             self.die(self._reason)
             return
-        came_before = not self._detached
-        if came_before:
+        is_fresh = not self._detached
+        if is_fresh:
             self._detach()
-        if came_before or self.incoming.undelivered:
+        if is_fresh or self.incoming.undelivered:
             # The peer's last words come first. Behind those that another thread has read and left to this one; and
             # queued before a function runs, which may take so long that another thread is the I/O thread then.
             self._loop.call_soon(lambda: self._settle(transport))
