@@ -103,7 +103,7 @@ def run(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of that engine: hosts=a,b; repeatable.")
     ] = None,
 ) -> None:
-    """Run a program with farcall in the place of torch.distributed.rpc."""
+    """Run a program, on one or more workers. Programs written for torch.distributed.rpc run over farcall."""
     program = [script, *context.args]
     if workers is None and on != "local":
         raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")

@@ -389,5 +389,5 @@ def status_of(workers: list[Supervised]) -> str:
     running = sum(one.state is State.RUNNING for one in workers)
     done = 20 * running // len(workers)
     late = next((one for one in workers if one.state is not State.RUNNING), None)
-    about = f"; {late.name}: {late.process if late.state is State.STARTING else late.state}" if late else ""
+    about = f"; {late.name}: {late.progress}" if late else ""
     return f"[{'#' * done}{'.' * (20 - done)}] {running} of {len(workers)} workers run{about}"

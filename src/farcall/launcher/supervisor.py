@@ -42,7 +42,7 @@ LAST_LINES = 40
 END_S = 3.0
 """How long a worker that was told to end has for it."""
 _TICK_S = 0.2
-_NEVER_STARTED = ProcessState("queued")
+_NEVER_STARTED = ProcessState("queued", "its engine starts it")
 
 
 class Crew(Protocol):
@@ -92,11 +92,18 @@ class Supervised:
         """Is there a process of its present life, as far as the engine says?"""
         return self.spec is not None and self.process.phase != "ended"
 
+    @property
+    def progress(self) -> str:
+        """How far it is, for people who wait for it."""
+        if self.state is not State.STARTING:
+            return str(self.state)
+        return f"joining, {self.process}" if self.process.phase == "running" else str(self.process)
+
     def account(self) -> str:
         """What is known of it, in a line or with its last lines."""
         if self.state not in (State.STARTING, State.DEAD):
-            return str(self.state)
-        said = self.life.why if self.state is State.DEAD else str(self.process)
+            return self.progress
+        said = self.life.why if self.state is State.DEAD else self.progress
         lines = "\n".join(self.last_lines.texts()).rstrip()
         return f"{said}; its last lines:\n{lines}" if lines else said
 
@@ -312,7 +319,7 @@ class Supervisor:
         with self._lock:
             for worker in self._workers.values():
                 if worker.late_at is not None and now >= worker.late_at and worker.state is State.STARTING:
-                    why = f"did not join within {self._start_timeout_s:g} s: {worker.process}"
+                    why = f"did not join within {self._start_timeout_s:g} s: {worker.progress}"
                     self._tell(worker, Event.FAILED, why)
                     self._condemn(worker, 0.0)
             hopeless = [spec for spec, until in self._condemned.items() if now >= until]

@@ -20,6 +20,8 @@ def test_the_bar_names_the_first_that_is_missing() -> None:
     found = workers(4, running=1)
     found[1].process = ProcessState("queued", "pending in Slurm: Priority")
     assert status_of(found) == "[#####...............] 1 of 4 workers run; worker1: pending in Slurm: Priority"
+    found[1].process = ProcessState("running", "srun on node7")
+    assert status_of(found).endswith("worker1: joining, srun on node7")
     found[1].life.handle(Event.JOINED, 0, 0.0)
     assert status_of(found) == "[#####...............] 1 of 4 workers run; worker1: preparing"
 

@@ -231,6 +231,34 @@ def test_an_interrupt_that_comes_behind_the_users_function_is_no_noise(
     assert caplog.text == ""
 
 
+def test_a_worker_without_a_task_is_only_slow_to_end() -> None:
+    resting, may_rest, inside, may_return = (threading.Event() for _ in range(4))
+
+    def rest() -> None:
+        resting.set()
+        may_rest.wait(PATIENCE_S)
+
+    def compute() -> None:
+        inside.set()
+        may_return.wait(PATIENCE_S)
+
+    executor = Executor("test", 2, Clock().timer, before_idle=rest)
+    executor.start()
+    executor.submit(Job(lambda: None, expected_s=0.0))
+    assert resting.wait(PATIENCE_S)
+    assert executor.stop(0.0) == []
+    may_rest.set()
+    assert executor.stop(PATIENCE_S) == []
+
+    executor = Executor("test", 2, Clock().timer)
+    executor.start()
+    executor.submit(Job(compute))
+    assert inside.wait(PATIENCE_S)
+    assert len(executor.stop(0.0)) == 1
+    may_return.set()
+    assert executor.stop(PATIENCE_S) == []
+
+
 def test_nothing_to_do_is_nothing_to_attend_to(executor: Executor) -> None:
     executor.start()
     assert executor.look_in(1.0) == NEVER

@@ -1,0 +1,68 @@
+"""A version on its way: what members answer is looked at before it is used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from farcall.protocol.weights.fetching import Ask, Chunk
+from farcall.protocol.weights.messages import Claim, Key
+from farcall.weights.fetching import Arriving, Fetch
+from farcall.weights.manifest import Content
+
+ONE, TWO = Content(7, 1, 1, 4096), Content(7, 2, 1, 100)
+NEIGHBOUR = 9
+
+
+class Fetcher:
+    """Blocks of a neighbour that are mapped here, and questions that nobody answers."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.contents = SimpleNamespace(
+            peer=lambda member: None,
+            borrowed=lambda owner, block_id: SimpleNamespace(size=sizes[block_id]) if block_id in sizes else None,
+        )
+        self.node = SimpleNamespace(membership=SimpleNamespace(me=SimpleNamespace(incarnation=1, host_token="here")))
+
+    def wake_at(self, when: float) -> None:
+        pass
+
+    def forget(self, fetch: Fetch) -> None:
+        pass
+
+
+def fetch(sizes: dict[int, int]) -> tuple[Fetch, list[Any]]:
+    ends: list[Any] = []
+    arriving = Arriving("policy", Key(Claim(1, 7), 1), 7, dict.fromkeys((ONE, TWO)))  # type: ignore[arg-type]
+    made = Fetch(Fetcher(sizes), arriving, lambda error, borrowed: ends.append((error, borrowed)))  # type: ignore[arg-type]
+    return made, ends
+
+
+def answered(value: Any) -> Any:
+    return SimpleNamespace(value=lambda: value)
+
+
+def test_blocks_of_a_neighbour_are_taken() -> None:
+    made, ends = fetch({5: 4096, 6: 4096})
+    made._on_borrowed(NEIGHBOUR, answered([5, 6]))
+    [(error, borrowed)] = ends
+    assert error is None
+    assert list(borrowed) == [ONE, TWO]
+
+
+@pytest.mark.parametrize("wrong", [[5], [5, [6]], [5, 3], None, "56", [6, 5]], ids=str)
+def test_a_wrong_answer_of_a_neighbour_makes_it_look_elsewhere(wrong: Any) -> None:
+    made, ends = fetch({5: 4096, 6: 100})
+    made._on_borrowed(NEIGHBOUR, answered(wrong))
+    assert NEIGHBOUR in made._avoided
+    assert not [borrowed for error, borrowed in ends if error is None]
+
+
+@pytest.mark.parametrize("wrong", [None, b"x" * 100, torch.zeros(100), torch.zeros(99, dtype=torch.uint8)], ids=type)
+def test_a_wrong_chunk_is_not_written(wrong: Any) -> None:
+    made, _ = fetch({})
+    made._on_chunk(Ask(Chunk(1, 0, 100), NEIGHBOUR), answered(wrong))
+    assert not made._machine.has(Chunk(1, 0, 100))
