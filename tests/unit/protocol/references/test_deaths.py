@@ -10,6 +10,7 @@ from farcall.protocol.references.messages import (
     Answer,
     Confirm,
     Confirmed,
+    Counts,
     Effect,
     FreeValue,
     Inquire,
@@ -108,7 +109,7 @@ def test_a_dead_owner_loses_all_its_references_at_once(trio: Trio) -> None:
     trio.anna.fork(confirmed, BEN)
     effects = trio.anna.member_died(OWNER, 0.0)
     assert effects == [Lost(confirmed), Lost(pending)]
-    assert trio.anna.counts() == (0, 0, 0, 0, 0, 0)
+    assert trio.anna.counts() == Counts(0, 0, 0, 0, 0, 0)
     with pytest.raises(LookupError, match="owner died"):
         trio.anna.fork(confirmed, BEN)
     assert trio.anna.create(OWNER) in [e.fork for e in trio.anna.flush() if isinstance(e, Lost)]

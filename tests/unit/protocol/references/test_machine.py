@@ -10,6 +10,7 @@ from farcall.protocol.references.messages import (
     Accept,
     Answer,
     Confirm,
+    Counts,
     FreeValue,
     Inquire,
     Message,
@@ -42,17 +43,10 @@ def test_counts_and_snapshot(trio: Trio) -> None:
     trio.anna.own_local()
     trio.anna.create(OWNER)
     trio.anna.fork(hers, BEN)
-    counts = trio.anna.counts()
-    assert counts._asdict() == {
-        "owned": 1,
-        "owners": 0,
-        "forks": 0,
-        "users": 2,
-        "pending_users": 1,
-        "pending_children": 1,
-    }
+    assert trio.anna.counts() == Counts(owned=1, owners=0, forks=0, users=2, pending_users=1, pending_children=1)
     assert trio.anna.snapshot().used[0].children_sent_to == [BEN]
-    assert trio.owner.counts()._replace(owned=0) == (0, 1, 1, 0, 0, 0)
+    theirs = trio.owner.counts()
+    assert theirs == Counts(theirs.owned, owners=1, forks=1, users=0, pending_users=0, pending_children=0)
 
 
 def test_messages_survive_their_encoding(trio: Trio) -> None:
