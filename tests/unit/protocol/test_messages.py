@@ -78,6 +78,7 @@ EXAMPLES = [
     streams.StreamClosed(number=7),
     weights.NameClaimed("policy", CLAIM, 17),
     weights.ClaimAnswered("policy", CLAIM, CLAIM, 17),
+    weights.NameClosed("policy", CLAIM, 17),
     weights.VersionsWanted("policy", True, 3),
     weights.VersionPushed("policy", CLAIM, 17, 2, True, b"manifest"),
     weights.VersionTaken("policy", CLAIM, 17, "mapped"),
