@@ -269,7 +269,7 @@ def test_who_comes_in_while_a_node_ends_is_shown_out() -> None:
 
 def test_one_that_is_expelled_while_it_shuts_down_says_so() -> None:
     url = temporary_file_url()
-    options = farcall.RpcBackendOptions(init_method=url)
+    options = farcall.RpcBackendOptions(init_method=url, membership=MembershipOptions(rejoin=False))
     nodes = [farcall.Node(f"w{rank}", rank, 2, options) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(farcall.Node.start, nodes))
