@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -208,10 +209,11 @@ def test_who_was_expelled_finds_back_in(size: int | None) -> None:
         may_end.clear()
         under_way = nodes[1].rpc_async("w2", _wait)
         declare_dead(nodes[1], by=nodes[0])
-        with pytest.raises(Expelled, match=r"for the test.*joins again"):
+        with pytest.raises((Expelled, PeerDead)):  # w2 may hear of it, and be gone, before w1 knows why
             under_way.wait()
         may_end.set()
         wait_until(back(nodes[1], before))
+        assert re.search("for the test.*joins again", str(before.lifecycle.verdict))
         after = runtime_of(nodes[1])
         assert after.me.incarnation != before.me.incarnation
         wait_until(lambda: ("rejoined", "w1") in seen)
@@ -223,7 +225,7 @@ def test_who_was_expelled_finds_back_in(size: int | None) -> None:
         assert handle.call(int, "9") == 9
         with pytest.raises(ReferenceLost):
             its_own.to_here()
-        with pytest.raises(Expelled):
+        with pytest.raises((Expelled, ReferenceLost)):
             held_by_it.to_here()
         assert nodes[0].remote("w1", torch.zeros, (1,)).to_here().tolist() == [0.0]
         together([node.shutdown for node in nodes])

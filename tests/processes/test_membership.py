@@ -287,7 +287,7 @@ def try_to_meet(
 
 
 def attempt(
-    names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 5.0
+    names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 12.0
 ) -> list[tuple[str, str, float]]:
     return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes, start_timeout_s))
 
@@ -302,7 +302,7 @@ def test_duplicate_name_is_told_to_both() -> None:
 def test_duplicate_rank_is_told_to_the_second() -> None:
     found = attempt(["a", "b", "c"], [0, 1, 1], [3, 3, 3])
     assert BadRank.__name__ in {error for error, _, _ in found}
-    assert all(seconds < 5.0 + AT_ONCE_S for _, _, seconds in found)
+    assert all(seconds < 12.0 + AT_ONCE_S for _, _, seconds in found)
 
 
 def test_unlike_world_sizes_are_told() -> None:
@@ -333,14 +333,14 @@ def test_missing_peer_is_named_in_time() -> None:
     for error, text, seconds in found:
         assert error == MissingPeers.__name__
         assert "rank 1" in text
-        assert seconds < 5.0 + AT_ONCE_S
+        assert seconds < 12.0 + AT_ONCE_S
 
 
 def test_missing_rank_0_is_named_in_time() -> None:
     ((error, text, seconds),) = attempt(["b"], [1], [2])
     assert error == MissingPeers.__name__
     assert "rank 0" in text
-    assert seconds < 5.0 + AT_ONCE_S
+    assert seconds < 12.0 + AT_ONCE_S
 
 
 def start_late(rank: int, url: str, marker: str) -> list[str]:

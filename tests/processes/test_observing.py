@@ -263,7 +263,7 @@ def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Pa
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
         stop(cluster.members[2])
         try:
-            heard = observer.metrics(timeout_s=5.0)
+            heard = observer.metrics(timeout_s=15.0)
         finally:
             cluster.members[2].kill(signal.SIGCONT)
         assert [one.worker for one in heard.answers] == ["w0", "w1"]

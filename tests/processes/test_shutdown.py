@@ -127,9 +127,8 @@ def idle_shutdown(rank: int, port: int) -> float:
     return time.monotonic() - started
 
 
-def test_idle_cluster_leaves_within_a_blink() -> None:
-    # What else runs on this machine may hold up a shutdown; in the best of several it does not.
-    assert any(max(finish(start_processes(2, idle_shutdown, held_port()))) < 0.1 for _ in range(40))
+def test_idle_cluster_leaves_at_once() -> None:
+    assert max(finish(start_processes(2, idle_shutdown, held_port()))) < AT_ONCE_S
 
 
 def call_in_a_thread_that_times_out(rank: int, port: int) -> float:
@@ -146,7 +145,7 @@ def call_in_a_thread_that_times_out(rank: int, port: int) -> float:
     thread = threading.Thread(target=call)
     if rank == 0:
         thread.start()
-        wait_until(lambda: len(api.current_runtime().calls) == 1)
+        wait_until(lambda: outcome or len(api.current_runtime().calls) == 1)
     started = time.monotonic()
     farcall.shutdown()
     seconds = time.monotonic() - started
@@ -174,7 +173,7 @@ def bounded(rank: int, port: int, stay: Event) -> tuple[str, tuple[str, ...], fl
     farcall.barrier(["w0", "w1"])
     started = time.monotonic()
     with pytest.raises(ShutdownTimeout) as caught:
-        farcall.shutdown(timeout=3.0)
+        farcall.shutdown(timeout=8.0)
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
     return str(caught.value), caught.value.late, time.monotonic() - started
@@ -192,7 +191,7 @@ def test_timeout_names_who_has_not_called_shutdown() -> None:
         text, late, seconds = member.result
         assert "w2 has not called shutdown" in text
         assert "w2" in late
-        assert seconds < 3.0 + AT_ONCE_S
+        assert seconds < 8.0 + AT_ONCE_S
 
 
 def block(until: str) -> None:
@@ -205,7 +204,7 @@ def busy_one(rank: int, port: int, path: str) -> str:
         farcall.rpc_async("w1", block, (path,))
     farcall.barrier(["w0", "w1"])
     try:
-        farcall.shutdown(timeout=3.0)
+        farcall.shutdown(timeout=8.0)
     except ShutdownTimeout as error:
         Path(path).touch()
         return str(error)

@@ -23,7 +23,7 @@ from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.testing.cluster import finish, start_cluster
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 NAMES = ["w0", "w1", "w2"]
 
 
@@ -57,7 +57,7 @@ def test_a_running_job_is_one_trace(tmp_path: Path) -> None:
     try:
         wait_for(lambda: _sees(directory, 3))
         shown = subprocess.run(
-            [sys.executable, "-m", "farcall", "trace", "--seconds", "0.5", "-o", str(output), "--shapes"],
+            [sys.executable, "-m", "farcall", "trace", "--seconds", "3", "-o", str(output), "--shapes"],
             env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(directory)},
             capture_output=True,
             text=True,

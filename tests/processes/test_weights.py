@@ -321,6 +321,7 @@ def test_waiters_hear_that_the_publisher_has_closed_it(nodes: list[farcall.Node]
         waiting = [threads.submit(subscription.wait, newer_than=last, timeout=None) for _ in range(2)]
         reading = threads.submit(asyncio.run, read())
         wait_until(lambda: len(policy.subscribers) == 2 and set(policy.subscribers.values()) == {last})
+        wait_until(lambda: len(subscription._versions._gates) == 2)  # both wait: only who waits is told
         policy.close()
         for future in waiting:
             with pytest.raises(PublicationClosed, match=f"'closed' has closed it, and its last version is {last}"):

@@ -81,6 +81,7 @@ class ForkServer:
                 self._socket.sendmsg([question], rights)
                 answer = self._socket.recv(_MESSAGE_BYTES)
             except OSError as error:
+                self._socket.close()  # or a late answer would be taken for that of the next question
                 raise EngineError(f"the process that forks workers does not answer: {error}") from error
             if not answer:
                 raise EngineError(f"the process that forks workers has ended (exit code {self._process.poll()})")

@@ -206,8 +206,8 @@ class WorkerOutput:
         """The process writes no more."""
         with self._lock:
             source, file = self._sources.pop(process, None), self._files.pop(process, None)
-        if source is not None:
-            source.end()
+            if source is not None:
+                source.end()
         if file is not None:
             file.close()
 
@@ -217,8 +217,9 @@ class WorkerOutput:
             self.end(process)
 
     def show_unfinished(self) -> None:
-        if self._stream is not None:
-            self._stream.show_unfinished()
+        with self._lock:  # which guards what each process has not finished
+            if self._stream is not None:
+                self._stream.show_unfinished()
 
     def show_status(self, text: str) -> None:
         """One line below all others, in the place of the one before; empty: none any more. On terminals only."""

@@ -29,8 +29,10 @@ _OPTIONS = {
     "ExitOnForwardFailure": "no",
     # Another connection would keep the port when this one ends.
     "ControlPath": "none",
+    # At which that line is written.
+    "LogLevel": "INFO",
 }
-_REFUSED = b"remote port forwarding failed"
+_REFUSED = b"remote port forwarding failed for listen port %d"
 
 
 class Tunnels(CommandEngine):
@@ -65,7 +67,7 @@ class Tunnels(CommandEngine):
 
     def on_output(self, spec: WorkerSpec, data: bytes) -> None:
         self._said[spec.name].write(data)
-        if _REFUSED in data:
+        if _REFUSED % (urlsplit(spec.meet).port or 0) in data:
             self.end([spec])
 
     def on_state(self, spec: WorkerSpec, state: ProcessState) -> None:

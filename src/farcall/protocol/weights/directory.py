@@ -47,7 +47,7 @@ class Directory:
         """A member publishes a name no more."""
         name, claim = message.name, message.claim
         self.note(name, claim, message.number)
-        self._closed[name] = claim
+        self._closed[name] = max(claim, self._closed.get(name, claim))
         claimants = self._claimants.get(name, {})
         if claimants.get(claim.publisher) == claim:
             del claimants[claim.publisher]

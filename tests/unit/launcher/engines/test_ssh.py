@@ -61,8 +61,13 @@ def test_workers_end_with_their_tunnel() -> None:
     tunnels = engine._tunnels
     assert tunnels is not None
     tunnels._said["a"] = LastLines(5)
-    tunnel = replace(spec(0), name="a")
+    tunnel = replace(spec(0), name="a", meet="farcall://127.0.0.1:4567")
+    refused: list[WorkerSpec] = []
+    tunnels.end = refused.extend  # type: ignore[method-assign, assignment]
+    tunnels.on_output(tunnel, b"Warning: remote port forwarding failed for listen port 22\n")
+    assert not refused  # one of the user's own
     tunnels.on_output(tunnel, b"Warning: remote port forwarding failed for listen port 4567\n")
+    assert refused == [tunnel]
     tunnels.on_state(tunnel, ProcessState("ended", "", -9))
     assert ended == [here]
     assert "remote port forwarding failed for listen port 4567" in str(engine.ended(here, -9))

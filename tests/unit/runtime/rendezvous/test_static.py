@@ -167,9 +167,9 @@ def test_a_duplicate_name_fails_everybody_and_a_retry_works(store: Any, start: A
 
 
 def test_a_duplicate_name_is_named_even_if_others_are_missing(store: Any, start: Any) -> None:
-    start("same", 1, 3, 3.0)
+    start("same", 1, 3, 10.0)
     with pytest.raises(DuplicateName, match="ranks 0 and 1"):
-        start("same", 0, 3, 2.0).result(30)
+        start("same", 0, 3, 10.0).result(30)
 
 
 def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, start: Any) -> None:
@@ -281,16 +281,16 @@ def test_who_is_patient_meets_the_others_later(store: Any, start: Any) -> None:
     """One gives up; the other goes on waiting and meets whoever comes afterwards, also who tries again."""
     patient = start("patient", 1, 3, LONG_S)
     with pytest.raises(MissingPeers) as caught:
-        start("hasty", 0, 3, 1.0).result(30)
+        start("hasty", 0, 3, 3.0).result(30)
     assert caught.value.missing == (2,)
     members = joined([patient, start("hasty", 0, 3), start("late", 2, 3)])[0].members
     assert [m.name for m in members] == ["hasty", "patient", "late"]
 
 
 def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any) -> None:
-    patient = start("patient", 1, 3, 4.0)
+    patient = start("patient", 1, 3, 9.0)
     with pytest.raises(MissingPeers):
-        start("hasty", 0, 3, 1.0).result(30)
+        start("hasty", 0, 3, 3.0).result(30)
     with pytest.raises(MissingPeers, match=r"missing: rank 2; rank 0 \(hasty\) came and gave up") as caught:
         patient.result(30)
     assert caught.value.missing == (2,)
