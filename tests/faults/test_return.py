@@ -310,6 +310,32 @@ def test_a_worker_that_serves_in_shutdown_raises_where_it_is_to_stay_out() -> No
         assert len(ends) == 1
 
 
+def test_a_shutdown_that_meets_an_expulsion_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that hears of the expulsion first leaves at once: it must not join again to wait for all the others."""
+    with group(3) as nodes:
+        before = runtime_of(nodes[1])
+        end, ends = before.calls.end, []
+
+        def leave() -> None:
+            with pytest.raises(Expelled):
+                nodes[1].shutdown(graceful=False)
+            ends.append(runtime_of(nodes[1]))
+
+        leaves = threading.Thread(target=leave)
+
+        def end_and_leave(verdict: Any) -> None:
+            if leaves.ident is None:
+                leaves.start()
+                wait_until(lambda: before.lifecycle.state != "running")
+            end(verdict)
+
+        monkeypatch.setattr(before.calls, "end", end_and_leave)
+        declare_dead(nodes[1], by=nodes[0])
+        wait_until(lambda: ends)
+        leaves.join(60)
+        assert ends == [before]
+
+
 def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None:
     async def kinds(node: farcall.Node) -> list[str]:
         return [event.kind async for event in node.member_events()]

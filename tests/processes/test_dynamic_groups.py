@@ -275,15 +275,15 @@ def test_who_is_called_all_the_time_can_leave(url: str) -> None:
 def test_little_is_kept_of_those_who_came_and_went(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_table, "MAX_GONE", 2)
     with team(1, url) as nodes:
-        decoders = set()
+        peers = []
         for number in range(4):
             with member(f"n{number}", 10 + number, url) as guest:
                 assert nodes[0].rpc_sync(f"n{number}", int, ("7",)) == 7
-                link = runtime_of(nodes[0]).other(runtime_of(guest).me.number)
-            assert link is not None
-            wait_until(lambda link=link: link.broken)
-            decoders.add(id(link.link.incoming._decoder))
-        assert len(decoders) == 1
+                peer = runtime_of(nodes[0]).other(runtime_of(guest).me.number)
+            assert peer is not None
+            wait_until(lambda peer=peer: peer.broken)
+            peers.append(peer)
+        wait_until(lambda: len({id(peer.link.incoming._decoder) for peer in peers}) == 1)  # none has one of its own
         for number, error in enumerate((UnknownWorker, UnknownWorker, PeerDead, PeerDead)):
             with pytest.raises(error):
                 nodes[0].rpc_sync(f"n{number}", int, ("7",))

@@ -93,8 +93,10 @@ class Ending:
             raise
         finally:
             why = Cancelled(f"{node.info.name} shut down before the answer came")
-            self.end(why, linger=agreed, comes_back=self._return is not None)
-        if self._return is not None and self._serve_again(self._return):
+            # Not where an expulsion met a shutdown that serves nobody any more, or not for long.
+            way_back = self._return if self._serves_on else None
+            self.end(why, linger=agreed, comes_back=way_back is not None)
+        if way_back is not None and self._serve_again(way_back):
             return
         if lifecycle.verdict is not None:
             raise lifecycle.verdict
