@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[RayRig]:
-    with ray_cluster() as running:
+    with pytest.MonkeyPatch.context() as patch, ray_cluster() as running:
+        patch.setenv("RAY_TQDM_PATCH_PRINT", "0")  # it would replace `print`, for the tests that follow here, too
         import ray
 
         ray.init(address=running.address, log_to_driver=False)
