@@ -167,9 +167,9 @@ def test_a_duplicate_name_fails_everybody_and_a_retry_works(store: Any, start: A
 
 
 def test_a_duplicate_name_is_named_even_if_others_are_missing(store: Any, start: Any) -> None:
-    start("same", 1, 3, 10.0)
+    start("same", 1, 3, LONG_S)
     with pytest.raises(DuplicateName, match="ranks 0 and 1"):
-        start("same", 0, 3, 10.0).result(30)
+        start("same", 0, 3, 4.0).result(30)
 
 
 def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, start: Any) -> None:
