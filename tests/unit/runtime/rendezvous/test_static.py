@@ -167,7 +167,7 @@ def test_a_duplicate_name_fails_everybody_and_a_retry_works(store: Any, start: A
 
 
 def test_a_duplicate_name_is_named_even_if_others_are_missing(store: Any, start: Any) -> None:
-    start("same", 1, 3, LONG_S)
+    start("same", 1, 3, 12.0)
     with pytest.raises(DuplicateName, match="ranks 0 and 1"):
         start("same", 0, 3, 4.0).result(30)
 
