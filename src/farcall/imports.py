@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +24,34 @@ __all__ = ["Loading", "find_and_then", "importing_much", "when_imported"]
 def importing_much() -> Iterator[None]:
     """Let the garbage collector rest: what modules make stays, and looking through torch's takes longer than all else.
 
-    Threads may do this at the same time: whoever found it at work sets it to work again.
+    Threads may do this at the same time: each that found it at work sets it to work again. So does a child that
+    another thread forks meanwhile, where this one does not exist.
     """
     was_at_work = gc.isenabled()
+    if was_at_work:
+        _RESTING.append(None)
     gc.disable()
     try:
         yield
     finally:
         if was_at_work:
             gc.enable()
+            if _RESTING:  # it is empty in a child that was forked from in here
+                _RESTING.pop()
+
+
+_RESTING: list[None] = []
+"""One for each thread for which the garbage collector rests."""
+
+
+def _work_in_child() -> None:
+    if _RESTING:
+        _RESTING.clear()
+        gc.enable()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_work_in_child)
 
 
 def find_and_then(

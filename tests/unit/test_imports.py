@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,3 +83,17 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_child_that_is_forked_meanwhile_collects_garbage() -> None:
+    found, told = os.pipe()
+    with importing_much():
+        child = os.fork()
+        if child == 0:
+            os.write(told, b"1" if gc.isenabled() else b"0")
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(found, 1) == b"1"
+    assert gc.isenabled()
+    os.close(found)
+    os.close(told)
