@@ -32,6 +32,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from farcall.errors import BadRank, InitError, MissingPeers, RpcError, WrongSecret
@@ -66,7 +67,7 @@ _BEAT_S = 0.3
 _LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
 _DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
 _LOOK_S, _LOOK_PART = 5.0, 0.2  # how long members of a group that may be over are looked for, of the time there is
-_FAREWELL_S, _ABANDONED_FAREWELL_S = 5.0, 0.5  # how long rank 0 stays for those who have not read the outcome
+_FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
 
 
 def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> Membership | Meeting:
@@ -338,12 +339,15 @@ class StaticRendezvous:
         with contextlib.suppress(Exception):
             if self._open.read(self._key(f"slot/{self._me.rank}")) != self._slot_text.encode():
                 return  # it is another process's by now
-            if self._outcome() is None:
-                self._abandon()
-            self._advance()
+            with contextlib.suppress(WrongSecret):  # of one who gave up before us
+                if self._outcome() is None:
+                    self._abandon()
+                self._advance()
             if self._me.rank == 0:
-                # Rank 0 may take the store along: the waiting members should first learn which ranks were missing.
-                self._wait_for_readers(len(self._names) - 1, _ABANDONED_FAREWELL_S)
+                # Rank 0 may take the store along: the others should first learn who was missing, or has another secret.
+                # Whoever has learned it deletes its record.
+                others = self.place.world_size - 1
+                self._stay_until(lambda: len(self._absent()) >= others)
             self._delete_own()
 
     def _conclude(self, formed: Formed) -> Membership:
@@ -356,7 +360,8 @@ class StaticRendezvous:
                 "and each rank given once"
             )
         store: KeyStore | None = None
-        if self._me.rank == 0 and self._wait_for_readers(len(slots), _FAREWELL_S):
+        left = self._key("left")
+        if self._me.rank == 0 and self._stay_until(lambda: self._open.store.add(left, 0) >= len(slots)):
             self._clear_up(len(slots))
         elif self._me.rank == 0:
             store = self._open.store
@@ -368,18 +373,18 @@ class StaticRendezvous:
             self._me, members, slots[0].cluster_id, self._secret, self._generation, len(slots), store=store
         )
 
-    def _wait_for_readers(self, count: int, seconds: float) -> bool:
-        """Rank 0, which may host the store: stay until ``count`` others have read the outcome, if they do."""
+    def _stay_until(self, all_know: Callable[[], bool]) -> bool:
+        """Rank 0, which may host the store: stay until the others have read the outcome, if they do."""
         pauses = _pauses()
-        until = min(time.monotonic() + seconds, self._deadline + 1.0)
-        while self._open.store.add(self._key("left"), 0) < count:
+        until = min(time.monotonic() + _FAREWELL_S, self._deadline + 1.0)
+        while not all_know():
             if time.monotonic() >= until or self.cancelled.is_set():
                 return False
             self.cancelled.wait(pauses.next_s())
         return True
 
     def _delete_own(self) -> None:
-        for what in ("slot", "beat"):
+        for what in ("beat", "slot"):  # rank 0 may leave when it sees no slot
             self._open.store.delete_key(self._key(f"{what}/{self._me.rank}"))
 
     def _clear_up(self, size: int) -> None:

@@ -206,6 +206,38 @@ def test_a_secret_at_one_only_is_told_to_all(store: Any, start: Any) -> None:
     assert "export FARCALL_SECRET=" in str(first)
 
 
+def test_rank_0_keeps_the_store_until_who_has_another_secret_knows(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may host the store: a slow member would find it gone, and wait for another in vain."""
+    written, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        """The store as rank 1 sees it: as soon as its record is in, rank 1 stands still."""
+
+        def __getattr__(self, name: str) -> Any:
+            if written.is_set():
+                assert go_on.wait(LONG_S)
+            return getattr(store, name)
+
+        def compare_set(self, key: str, *values: str) -> bytes:
+            result: bytes = store.compare_set(key, *values)
+            if key.endswith("/slot/1"):
+                written.set()
+            return result
+
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: Slow() if place.rank == 1 else store)
+    monkeypatch.setattr(meeting, "_FAREWELL_S", LONG_S)
+    other = start("b", 1, 2, LONG_S, secret="something only known to b")
+    assert written.wait(LONG_S)
+    first = start("a", 0, 2, LONG_S, secret="something only known to a")
+    wait_until(lambda: store.check(["farcall/0/0/outcome"]))
+    with pytest.raises(TimeoutError):
+        first.result(0.3)
+    go_on.set()
+    assert [type(outcome) for outcome in settle([first, other])] == [WrongSecret, WrongSecret]
+
+
 def test_without_a_secret_members_of_other_users_or_machines_are_not_met(
     store: Any, start: Any, tmp_path: Path
 ) -> None:
