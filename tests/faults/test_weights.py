@@ -106,7 +106,7 @@ def judge() -> Iterator[tuple[farcall.Node, str]]:
         yield node, url
 
 
-@pytest.mark.timeout(120 + 10 * ROUNDS)
+@pytest.mark.timeout(300 + 60 * ROUNDS)
 def test_no_version_is_torn_by_deaths(tmp_path: Path, judge: tuple[farcall.Node, str]) -> None:
     source = random.Random(SEED)
     _, url = judge
