@@ -23,8 +23,8 @@ TIMES = 10
 WARM = 50
 """How often before: functions have to be known as quick."""
 BATCHES = 40
-"""The fewest functions of a batch count, and the files that all of them enter: on a busy machine threads take turns, and
-quick functions are slow."""
+"""The fewest functions of a batch count, and the files that all batches enter: on a busy machine threads take turns,
+and quick functions are slow."""
 
 
 PATIENCE_S = 240.0
