@@ -175,7 +175,8 @@ else:
 """
 
 
-def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str, float]:
+def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str]:
+    """The exit code of rank 1, what it wrote to its standard error, and what rank 0 was told: it waits without a bound."""
     program = tmp_path / "program.py"
     text = PROGRAM.replace("ASKED", asked).replace("PREPARE", prepare)
     program.write_text(text.replace("    END", textwrap.indent(end, "    ")))
@@ -187,10 +188,14 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
         )
         for rank in range(2)
     ]
-    _, stderr = processes[1].communicate(timeout=4 * LONG_S)
-    ended_at = time.monotonic()
-    stdout, _ = processes[0].communicate(timeout=4 * LONG_S)
-    return processes[1].returncode, stderr, stdout, time.monotonic() - ended_at
+    try:
+        _, stderr = processes[1].communicate(timeout=4 * LONG_S)
+        stdout, _ = processes[0].communicate(timeout=4 * LONG_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return processes[1].returncode, stderr, stdout
 
 
 @pytest.mark.parametrize(
@@ -206,21 +211,20 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
 def test_process_that_ends_without_shutdown_is_noticed(tmp_path: Path, end: str, code: int, stderr: str) -> None:
     # The callee sleeps in a user function while its process ends.
     asked = 'farcall.rpc_async("w1", time.sleep, (1000,))'
-    returncode, errors, peer_says, seconds = end_without_shutdown(tmp_path, end, asked)
+    returncode, errors, peer_says = end_without_shutdown(tmp_path, end, asked)
     assert returncode == code
     assert stderr in errors
     if not stderr:
         told = ("ended without shutdown()", "functions still run", "Are all workers started?")
         assert [line for line in errors.splitlines() if not any(text in line for text in told)] == []
     assert peer_says in ("PeerDead\n", "RuntimeError\n")
-    assert seconds < LONG_S  # most of it is the end of an interpreter with torch in it
 
 
 def test_process_that_ends_while_it_computes_for_a_peer_does_not_crash(tmp_path: Path) -> None:
     asked = 'farcall.rpc_async("w1", spin)'
     prepare = 'wait(path + "-spins")'
     for end in ("pass", "sys.exit(0)"):
-        returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked, prepare)
+        returncode, errors, _ = end_without_shutdown(tmp_path, end, asked, prepare)
         assert returncode == 0, errors
         for path in tmp_path.glob("go*"):
             path.unlink()
@@ -229,7 +233,7 @@ def test_process_that_ends_while_it_computes_for_a_peer_does_not_crash(tmp_path:
 def test_process_that_ends_with_a_call_of_its_own_under_way_does_not_hang(tmp_path: Path) -> None:
     asked = 'farcall.rpc_async("w1", os.getpid)'
     end = 'future = farcall.rpc_async("w0", doze)\nfuture.add_done_callback(lambda done: None)'
-    returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked)
+    returncode, errors, _ = end_without_shutdown(tmp_path, end, asked)
     assert returncode == 0, errors
 
 
