@@ -176,7 +176,7 @@ else:
 
 
 def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str]:
-    """The exit code of rank 1, what it wrote to its standard error, and what rank 0 was told: it waits without a bound."""
+    """The exit code and the complaints of rank 1, and what rank 0 is told, which waits for it without a bound."""
     program = tmp_path / "program.py"
     text = PROGRAM.replace("ASKED", asked).replace("PREPARE", prepare)
     program.write_text(text.replace("    END", textwrap.indent(end, "    ")))
