@@ -190,7 +190,7 @@ class Node:
         expelled.successor = runtime
         slot.succeed(expelled, runtime)
         why = str(expelled.why_ended)
-        logger.warning("%s is back, as a new member: what it held before is lost", runtime.info.name)
+        logger.warning("%s is back as a new member; the values it held are lost", runtime.info.name)
         runtime.event_log.note("rejoined", runtime.info.name, text=why)
         runtime.member_events.tell(MemberEvent("rejoined", runtime.info, incarnation_text(runtime.me.incarnation), why))
 
