@@ -244,8 +244,8 @@ class StaticRendezvous:
             if isinstance(outcome, Formed) or self._open.store.add(beat_key, 0) != beat:
                 other = read_slot(holder).member
                 raise BadRank(
-                    f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
-                    f"({self._me.name!r}) cannot; give every process a rank of its own"
+                    f"rank {self._me.rank} is taken by another process, {other.name!r}, so {self._me.name!r} cannot "
+                    "have it: give every process a rank of its own"
                 )
             if time.monotonic() - silent_since > _DEAD_S:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
@@ -298,7 +298,9 @@ class StaticRendezvous:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
             other = read_slot(holder).member.name
-            raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
+            raise BadRank(
+                f"rank {self._me.rank} was taken over by another process, {other!r} while this one was stopped"
+            )
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
@@ -427,7 +429,7 @@ class StaticRendezvous:
         if missing or self._gave_up:
             raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
-        raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
+        raise self._missing(silent, "; all left a record, but these do not answer")
 
     def _missing(self, ranks: list[int], why: str) -> MissingPeers:
         known = {**self._gave_up, **self._names}
