@@ -140,7 +140,7 @@ def test_a_start_that_fails_says_what_the_worker_said(tmp_path):
         farcall.launch(1, directory="/nowhere", quiet=True, logs=tmp_path)
     assert "worker0 ended with exit code 82" in str(raised.value)
     assert "Traceback (most recent call last)" in str(raised.value)
-    assert "no working directory /nowhere" in raised.value.missing["worker0"]
+    assert "finds no directory /nowhere" in raised.value.missing["worker0"]
     farcall_again_is_possible = farcall.launch(1, quiet=True, logs=tmp_path)
     farcall_again_is_possible.shutdown()
 
