@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from farcall.weights.publication import Publication
     from farcall.weights.subscription import Subscription
 
-__all__ = ["Node", "leave", "weights_of"]
-
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("farcall")
 

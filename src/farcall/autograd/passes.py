@@ -48,8 +48,6 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfi
 if TYPE_CHECKING:
     from farcall.autograd.context import Context
 
-__all__ = ["Event", "Gradient", "LocalPass", "Message", "Port"]
-
 
 class Gradient(msgspec.Struct, frozen=True):
     """The answer of a receive to its send; empty where the pass did not reach any tensor of the message."""

@@ -69,9 +69,6 @@ from farcall.protocol.hello import (
     refuse,
 )
 
-__all__ = ["Established", "Handshake", "HandshakeState"]
-
-
 _SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
 
 

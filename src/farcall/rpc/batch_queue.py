@@ -36,8 +36,6 @@ from farcall.serialize import RECORDING
 if TYPE_CHECKING:
     from farcall.rpc.batches import Batches
 
-__all__ = ["Item", "Queue", "Rules", "RunningBatch"]
-
 
 class Rules:
     """A batched function and its settings."""

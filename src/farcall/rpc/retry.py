@@ -45,8 +45,6 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profi
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING
 
-__all__ = ["Retry", "async_with", "remote_with", "sync_with"]
-
 _RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
 

@@ -34,8 +34,6 @@ from farcall.serialize import encode_failure, has_devices, withdraw, write_value
 if TYPE_CHECKING:
     from farcall.rpc.streams import Streams
 
-__all__ = ["STREAMS", "OutgoingPump", "StreamRequest", "Writer"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 STREAMS = 2

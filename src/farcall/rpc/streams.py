@@ -47,18 +47,6 @@ from farcall.serialize import (
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
-__all__ = [
-    "Outgoing",
-    "Reader",
-    "Stream",
-    "StreamCall",
-    "StreamMethods",
-    "Streams",
-    "open_stream",
-    "outgoing",
-    "stream_method",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

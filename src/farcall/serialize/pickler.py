@@ -46,8 +46,6 @@ from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_mapped, reduce_other, reduce_tensor
 
-__all__ = ["TablePickler", "is_custom", "read_value", "restrict", "takes_long", "write_call", "write_value"]
-
 _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
 _SEGMENTED = b"S"

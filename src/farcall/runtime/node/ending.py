@@ -33,8 +33,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace
 if TYPE_CHECKING:
     from farcall.runtime.node.runtime import Runtime
 
-__all__ = ["ComeBack", "Ending"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 ComeBack: TypeAlias = "Callable[[Runtime, Meeting], None]"

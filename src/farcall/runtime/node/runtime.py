@@ -51,8 +51,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace
 if TYPE_CHECKING:
     from farcall.runtime.devices.node import NodeDevices
 
-__all__ = ["MakeCalls", "Runtime"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 P = TypeVar("P")

@@ -30,8 +30,6 @@ from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.store import KeyStore
 from farcall.secret import Secret
 
-__all__ = ["ADD_A_SECRET", "Proofs", "Records", "secret_of"]
-
 ADD_A_SECRET = (
     f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
     "python -c 'import secrets; print(secrets.token_hex(32))' (or a file: "

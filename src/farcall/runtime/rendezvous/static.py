@@ -60,8 +60,6 @@ from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlac
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["StaticRendezvous", "join"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
 _LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
