@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.kit.team import team
 from tests.kit.times import LONG_S, PATIENT
+from tests.kit.transports import receive_exactly, send_all, wait_for_end
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -25,7 +26,6 @@ from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import run_cluster
 from farcall.testing.faults import Faults
-from farcall.testing.transports import receive_exactly, send_all, wait_for_end
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, dial_unix
 
