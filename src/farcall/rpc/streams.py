@@ -43,7 +43,6 @@ from farcall.serialize import (
     current_decoding,
     discard,
     register_reducer,
-    withdraw,
 )
 
 if TYPE_CHECKING:
@@ -437,11 +436,7 @@ def send_stream_call(
     """Send the request ``frame`` as a stream's. ``creation``: of the value that the function is a method of."""
     call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     if creation is not None and not (creation.arrived and creation.error is None):
-        try:
-            creation.attach(call)  # there may be no value to call a method of
-        except BaseException:
-            withdraw(frame)
-            raise
+        creation.attach(call, frame)  # there may be no value to call a method of
     if is_profiled() or PROFILING.everywhere:
         call.profile = PROFILING.begin_call(node, peer, "async", what, None)
     frame.flags |= STREAM

@@ -163,11 +163,6 @@ def restrict(allowance: Allowance | None) -> None:
     forget_names()
 
 
-def is_custom(payload: bytes | memoryview) -> bool:
-    """Whether a pickler that the user installed wrote this payload."""
-    return payload[-1] == _CUSTOM[0]
-
-
 def takes_long(payload: bytes | memoryview) -> bool:
     """Whether reading this payload may take long, or run code of the user's."""
     if payload[-1:] == _FLAT:
