@@ -129,7 +129,6 @@ class Handshake:
         self._side = side
         self._me = me
         self._secrets = (secret, *also)
-        self._nonce = nonce
         self._expected_peer = expected_peer
         self._binding = binding
         self._quick_seals = quick_seals
