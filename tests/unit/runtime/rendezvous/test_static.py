@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from farcall.runtime.rendezvous import patience as telling
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
-from farcall.runtime.rendezvous.records import Proofs, secret_of
+from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import find_meeting_place
 from farcall.secret import Secret
 
@@ -399,6 +401,111 @@ def test_no_thread_is_left(store: Any, start: Any) -> None:
     joined([start("a", 0, 2), start("b", 1, 2)])
     settle([start("a", 0, 2, 0.1)])
     wait_until(lambda: not any(thread.name == "farcall-rendezvous" for thread in threading.enumerate()))
+
+
+# ---------------------------------------------------------------- what the store is asked
+
+
+class Counted:
+    """A store that counts the questions, by kind and by the last part of the first key."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.questions: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            key = args[0] if args and isinstance(args[0], str) else args[0][0] if args and args[0] else ""
+            self.questions[f"{name} {key.rpartition('/')[2]}"] += 1
+            return getattr(self._store, name)(*args)
+
+        return ask
+
+
+def test_a_table_is_read_once_however_long_others_take_to_confirm_it(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a record of each member, and each of them reads it."""
+    monkeypatch.setattr(meeting, "_BEAT_S", LONG_S)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda *_: counted)
+    store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
+    assert isinstance(settle([start("alive", 0, 2, 2.0)])[0], MissingPeers)
+    assert counted.questions["check outcome"] > 10, "it waited"
+    assert counted.questions["get table"] == 1
+
+
+def test_a_table_in_which_a_slot_changed_hands_is_put_up_and_confirmed_anew(store: Any, start: Any) -> None:
+    store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
+    first = start("w0", 0, 2, LONG_S)
+    wait_until(lambda: store.check(["farcall/0/0/table"]))
+    assert [member.name for member in joined([first, start("w1", 1, 2, LONG_S)])[0].members] == ["w0", "w1"]
+
+
+def test_in_a_crowd_only_rank_0_looks_at_all_slots(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telling, "SPEAK_AFTER_S", 0.0)
+    monkeypatch.setattr(meeting, "_CROWD", 2)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 1 else store)
+    second = start("w1", 1, 4, LONG_S)
+    wait_until(lambda: "rank 1 of 4 waits" in caplog.text)
+    first = start("w0", 0, 4, LONG_S)
+    wait_until(lambda: "rank 0 of 4 waits" in caplog.text)
+    joined([first, second, start("w2", 2, 4, LONG_S), start("w3", 3, 4, LONG_S)])
+    told = {record.args[0]: record.getMessage() for record in caplog.records if record.args}  # type: ignore[index]
+    assert " for rank 0, " in told[1]
+    assert " for rank 2, rank 3, " in told[0] or " for rank 1, rank 2, rank 3, " in told[0]
+    asked = {question for question in counted.questions if question.split()[-1] in ("2", "3")}
+    assert not asked
+
+
+def test_members_of_a_crowd_look_at_the_store_as_often_as_a_few_would() -> None:
+    def waits(rank: int, size: int) -> tuple[float, float]:
+        options = RpcBackendOptions(0, PLACE)
+        place = find_meeting_place(rank, size, PLACE)
+        one = meeting.StaticRendezvous(place, Member("w", rank, 1, ("tcp://127.0.0.1:1",)), options)
+        pauses = one._pauses()
+        return max(pauses.next_s() for _ in range(40)), one._beat_s
+
+    pause_s, beat_s = waits(1, 2)
+    assert waits(1, 64) == (pause_s, beat_s)
+    assert waits(1, 640) == pytest.approx((10 * pause_s, 10 * beat_s))
+    assert waits(0, 640) == pytest.approx((pause_s, 10 * beat_s)), "all wait for rank 0"
+
+
+@pytest.mark.parametrize(("missing", "most"), [((), 1), ((517,), 21), ((0, 1, 2, 1023), 42), (range(1024), 2047)])
+def test_who_is_there_takes_few_questions_where_few_are_missing(missing: Collection[int], most: int) -> None:
+    keys = [f"slot/{rank}" for rank in range(1024)]
+    store = dist.HashStore()
+    for rank, key in enumerate(keys):
+        if rank not in missing:
+            store.set(key, "here")
+    counted = Counted(store)
+    proofs = Proofs(Secret(b"known to all of us"), True, PLACE)
+    assert Records(counted, proofs).there(keys) == [key for rank, key in enumerate(keys) if rank not in missing]
+    assert counted.questions.total() <= most
+
+
+def test_a_record_that_is_deleted_while_it_is_read_is_not_there() -> None:
+    """Whoever gives up deletes its own, at the moment at which the others look who is missing."""
+    proofs = Proofs(Secret(b"known to all of us"), True, PLACE)
+
+    class Deleting:
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+            self.store.set_timeout(timedelta(milliseconds=10))
+            for key in "ab":
+                self.store.set(key, proofs.seal(key, key))
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("get", "multi_get"):
+                self.store.delete_key("b")
+            return getattr(self.store, name)
+
+    assert Records(Deleting(), proofs).read("b") is None
+    assert Records(Deleting(), proofs).look(["a", "b"]) == {"a": b"a"}
 
 
 @pytest.mark.parametrize("name", ["", "two words", "x" * 128])
