@@ -36,8 +36,6 @@ class Travel(NamedTuple):
     functions: float
     files: frozenset[str]
     """Of farcall, those in which something is entered at least every second time; relative to the package."""
-    files_at_times: frozenset[str]
-    """Those, and others that some batches entered as often."""
 
 
 _entered: Counter[CodeType] = Counter()
@@ -120,16 +118,12 @@ def _work(rank: int, url: str) -> dict[str, Travel]:
     return found
 
 
-def _all(batches: list[tuple[float, set[str]]]) -> Travel:
-    files = [entered for _, entered in batches]
-    return Travel(
-        min(functions for functions, _ in batches),
-        frozenset(set.intersection(*files)),
-        frozenset(set.union(*files)),
-    )
+def _all(batches: list[Travel]) -> Travel:
+    files = frozenset.intersection(*(files for _, files in batches))
+    return Travel(min(functions for functions, _ in batches), files)
 
 
-def _batch(operation: Callable[[], object]) -> tuple[float, set[str]]:
+def _batch(operation: Callable[[], object]) -> Travel:
     farcall.rpc_sync("w1", _begin)
     _begin()
     for _ in range(TIMES):
@@ -142,7 +136,7 @@ def _batch(operation: Callable[[], object]) -> tuple[float, set[str]]:
         for place, times in side.items()
         if place.startswith(SOURCE) and times >= TIMES / 2
     }
-    return sum(sum(side.values()) for side in sides) / TIMES, files
+    return Travel(sum(sum(side.values()) for side in sides) / TIMES, frozenset(files))
 
 
 def measure() -> dict[str, Travel]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.kit.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
 
-from farcall.testing.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Buffer, Transport
 from farcall.transport.memory import MemoryTransport, memory_pair

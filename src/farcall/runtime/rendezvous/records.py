@@ -30,8 +30,6 @@ from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore
 from farcall.secret import Secret
 
-__all__ = ["ADD_A_SECRET", "Proofs", "Records", "secret_of"]
-
 ADD_A_SECRET = (
     f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
     "python -c 'import secrets; print(secrets.token_hex(32))' (or a file: "
@@ -52,7 +50,7 @@ def secret_of(options: RpcBackendOptions) -> Secret:
         key = private_bytes(directory, _KEY_FILE, _KEY_BYTES)
     except OSError as error:
         raise InitError(
-            f"no secret was given, and no key can be kept that only this user reads: {error}; {ADD_A_SECRET}"
+            f"no secret was given, and farcall cannot keep a key for this user: {error}; {ADD_A_SECRET}"
         ) from error
     return Secret(hkdf_expand(hkdf_extract(b"farcall user", key), b"secret"))
 
@@ -98,7 +96,7 @@ class Proofs:
         return hmac.digest(proving, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
 
     def _unproved(self, key: str, text: bytes) -> WrongSecret:
-        who, theirs = f"whoever wrote the record {key!r}", "another secret"
+        who, theirs = f"the writer of the record {key!r}", "another secret"
         try:
             claim = msgspec.json.decode(text, type=_Claim)
             who = f"rank {claim.member.rank}, which calls itself {claim.member.name!r},"
