@@ -30,17 +30,6 @@ from farcall.transport.interface import Absent
 from farcall.weights.node import Weights
 from farcall.weights.version import WeightsMetrics
 
-__all__ = [
-    "BatchMetrics",
-    "CallMetrics",
-    "ChannelMetrics",
-    "DeviceMemory",
-    "Histogram",
-    "Metrics",
-    "WeightsMetrics",
-    "collect",
-]
-
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
     """Durations, counted in buckets that grow by 19 % each, from 1 us to 18 minutes.

@@ -30,8 +30,6 @@ from farcall.serialize import decode_failure, discard, read_value
 if TYPE_CHECKING:
     from farcall.rpc.streams import Streams
 
-__all__ = ["Incoming", "Reader", "StreamCall"]
-
 
 class _News:
     """Has something arrived? For a thread that reads the link meanwhile."""

@@ -44,8 +44,6 @@ from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
 from farcall.weights.version import Version, WeightsMetrics
 
-__all__ = ["Weights"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 

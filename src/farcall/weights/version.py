@@ -16,8 +16,6 @@ from farcall.weights.checksums import checksum
 from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
 
-__all__ = ["HeldVersion", "Version", "WeightsMetrics"]
-
 
 class Version(NamedTuple):
     """A version of published weights; a later one is greater.

@@ -36,8 +36,6 @@ from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import decline, discard
 
-__all__ = ["Dispatcher"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 Controls = Mapping[type[Any], Callable[[RemotePeer, Any], None]]
