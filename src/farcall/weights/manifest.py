@@ -137,12 +137,12 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
             if storage.size_bytes and (
                 min(storage.content, storage.offset, storage.size_bytes) < 0 or storage.offset % ALIGNMENT_BYTES
             ):
-                raise SerializationError("a storage of a version lies nowhere")
+                raise SerializationError("a storage of a version has an impossible place")
         for place in self.tensors:
             if not 0 <= place.storage < len(self.storages) or len(place.shape) != len(place.strides):
-                raise SerializationError(f"{place.name} lies nowhere")
+                raise SerializationError(f"{place.name} has an impossible place")
             if min((0, place.offset, *place.shape, *place.strides)) < 0:
-                raise SerializationError(f"{place.name} has a shape that makes no sense")
+                raise SerializationError(f"{place.name} has an impossible shape")
             if 0 not in place.shape:
                 last = sum((extent - 1) * stride for extent, stride in zip(place.shape, place.strides, strict=True))
                 size = (place.offset + last + 1) * self.dtype_of(place).itemsize
@@ -162,7 +162,7 @@ class Manifest(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise unless the layout, which was checked, fits into the contents."""
         if any(content.size_bytes < 0 for content in self.contents):
-            raise SerializationError("a block of a version has a size that makes no sense")
+            raise SerializationError("a block of a version has an impossible size")
         if len(self.checksums) != len(self.layout.storages):
             raise SerializationError(f"{len(self.layout.storages)} storages have {len(self.checksums)} checksums")
         for index, size in self.layout.content_sizes.items():
