@@ -25,31 +25,6 @@ from urllib.parse import urlsplit
 
 from farcall.secret import Secret, check_secret
 
-__all__ = [
-    "DEFAULT_INIT_METHOD",
-    "DEFAULT_NUM_WORKER_THREADS",
-    "DEFAULT_RPC_TIMEOUT_S",
-    "ENV_ADVERTISE",
-    "ENV_ALLOWED",
-    "ENV_CLUSTER_NAME",
-    "ENV_DASHBOARD_PORT",
-    "ENV_LOG",
-    "ENV_METRICS_PORT",
-    "ENV_RUNTIME_DIRECTORY",
-    "ENV_SECRET",
-    "ENV_SECRET_FILE",
-    "ENV_TLS",
-    "ENV_TLS_FILES",
-    "ENV_TRANSPORTS",
-    "TRANSPORTS",
-    "LimitOptions",
-    "MembershipOptions",
-    "MemoryOptions",
-    "ObservingOptions",
-    "RpcBackendOptions",
-    "TlsOptions",
-]
-
 DEFAULT_RPC_TIMEOUT_S: Final = 60.0
 DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_NUM_WORKER_THREADS: Final = 16

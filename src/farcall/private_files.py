@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["Fingerprint", "check_private", "fingerprint", "private_bytes", "private_directory", "runtime_directory"]
-
 Fingerprint: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 

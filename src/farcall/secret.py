@@ -20,8 +20,6 @@ import threading
 
 from farcall.private_files import Fingerprint, fingerprint
 
-__all__ = ["MIN_SECRET_BYTES", "Secret", "check_secret"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MIN_SECRET_BYTES = 16

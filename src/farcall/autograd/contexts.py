@@ -28,8 +28,6 @@ from farcall.protocol.gradients import PartFailed, PassFailed, ReleaseContext, S
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.serialize.recording import RECORDING
 
-__all__ = ["Contexts"]
-
 _RELEASED_KEPT = 4096
 _ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
 _RANK_SHIFT = 48

@@ -46,8 +46,6 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfi
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import read_value, withdraw, write_value
 
-__all__ = ["GRADIENTS", "Recorder", "decode_messages", "encode_messages"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 GRADIENTS: Final = 1

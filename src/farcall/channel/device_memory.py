@@ -29,8 +29,6 @@ import torch
 
 from farcall.channel.device_api import DeviceApi, Export
 
-__all__ = ["DeviceBlock", "DevicePool", "DeviceSegments", "DeviceTicket", "PoolStats"]
-
 SEGMENT_BYTES = 64 << 20
 LARGE_BYTES = 8 << 20
 """Blocks above this size have a segment of their own."""

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceRuntime", "runtime_for"]
-
 _C: Any = torch._C
 _NOT_READY = 600
 _ANY_TO_ANY = 4

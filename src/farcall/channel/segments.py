@@ -32,8 +32,6 @@ import torch
 
 from farcall.transport.unix import unix_sockets_work
 
-__all__ = ["Arena", "Block", "Segment", "SegmentRefused", "host_token", "segments_work", "why_not_shared"]
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096

@@ -28,8 +28,6 @@ from farcall.channel.host_memory import Lease, leased, rounded_size
 from farcall.channel.segments import Arena, Block, SegmentRefused
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["Offer", "SegmentPool"]
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["make_certificates"]
-
 AUTHORITY_DAYS = 3650
 
 

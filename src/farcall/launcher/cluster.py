@@ -51,8 +51,6 @@ from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.code import MAIN
 from farcall.serialize.functions import forget_names
 
-__all__ = ["Cluster", "status_of"]
-
 DRIVER_RANK = 1_000_000
 """Above the rank of every worker."""
 FIRST_CALL_S = 30.0

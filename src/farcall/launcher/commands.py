@@ -29,8 +29,6 @@ from typing import IO, NamedTuple
 from farcall.launcher.engine import MAX_SPEC_BYTES, EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["CommandEngine", "Spawned"]
-
 STRAY_OUTPUT_S = 2.0
 CLOSE_S = 10.0
 """How long the kernel may take to end killed processes."""

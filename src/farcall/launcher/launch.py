@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from farcall.launcher.cluster import Cluster
     from farcall.rpc.handles import Worker
 
-__all__ = ["ENGINES", "check_number", "engine_class", "find_engine", "launch"]
-
 ENGINES: dict[str, str] = {
     "local": "farcall.launcher.local:LocalEngine",
     "ssh": "farcall.launcher.engines.ssh:SshEngine",

@@ -30,8 +30,6 @@ from farcall.errors import LaunchFailed
 from farcall.private_files import private_directory, runtime_directory
 from farcall.rpc.handles import Worker
 
-__all__ = ["Parcel"]
-
 MOST_BYTES = 512 << 20
 SEND_S = 600.0
 KEPT = 4

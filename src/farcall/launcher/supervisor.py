@@ -33,8 +33,6 @@ from farcall.launcher.lives import Event, Life, Restarts, State
 from farcall.launcher.output import LastLines
 from farcall.runtime.membership.events import MemberEvent
 
-__all__ = ["Crew", "Supervised", "Supervisor"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 LAST_LINES = 40

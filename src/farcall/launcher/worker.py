@@ -20,8 +20,6 @@ import threading
 from farcall.launcher.engine import ENV_SPEC, MAX_SPEC_BYTES, WorkerSpec
 from farcall.options import RpcBackendOptions
 
-__all__ = ["DRIVER", "START_FAILED", "describe", "end_worker", "is_ready", "main", "run_worker"]
-
 DRIVER = "driver"
 """The name of the member that launched the others."""
 START_FAILED = 82

@@ -23,8 +23,6 @@ from farcall.rpc.method_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
-__all__ = ["RemoteModule"]
-
 M = TypeVar("M", bound="RemoteModule")
 
 _SENT_DEFAULTS = (int, float, str, bool, type(None), type)  # other workers may not know the types of other defaults

@@ -42,19 +42,6 @@ from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = [
-    "CALL_STATE",
-    "EVENTS",
-    "METRICS",
-    "SNAPSHOT",
-    "TRACE_BEGIN",
-    "TRACE_END",
-    "Answering",
-    "CallState",
-    "Subject",
-    "WorkerEvents",
-]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 SNAPSHOT = "snapshot"

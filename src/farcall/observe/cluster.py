@@ -46,8 +46,6 @@ from farcall.runtime.node import HasRuntime, Runtime, current_runtime, runtime_o
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.runtime.peers.peer import Peer
 
-__all__ = ["ObservedTrace", "Tracing", "profile", "record"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_SPANS = 1_000_000

@@ -29,17 +29,6 @@ from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Absent
 from farcall.weights.node import Weights
 
-__all__ = [
-    "BatchMetrics",
-    "CallMetrics",
-    "ChannelMetrics",
-    "DeviceMemory",
-    "Histogram",
-    "Metrics",
-    "WeightsMetrics",
-    "collect",
-]
-
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
     """Durations, counted in buckets that grow by 19 % each, from 1 us to 18 minutes.

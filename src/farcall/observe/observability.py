@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from farcall.observe.cluster import Tracing
     from farcall.observe.observer import Observer
 
-__all__ = ["Observability"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 

@@ -45,8 +45,6 @@ from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
 from farcall.transport.tls import tls_of
 
-__all__ = ["Answers", "NothingToObserve", "Observer", "receive_some", "send_all"]
-
 DIAL_S = 3.0
 ANSWER_S = 2.0
 _READ_BYTES = 64 * 1024

@@ -19,8 +19,6 @@ from farcall.runtime.observing.counters import BOUNDS_S
 from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.tls import Tls
 
-__all__ = ["MetricsServer"]
-
 _EVERY = 8
 """So many fine buckets make one here: two octaves, 16 buckets for each function and peer."""
 

@@ -22,8 +22,6 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
 
-__all__ = ["DistributedOptimizer"]
-
 Parameters = Sequence[RRef[torch.Tensor]]
 Group = dict[str, Any]
 

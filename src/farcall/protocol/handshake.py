@@ -69,9 +69,6 @@ from farcall.protocol.hello import (
     refuse,
 )
 
-__all__ = ["Established", "Handshake", "HandshakeState"]
-
-
 _SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
 
 
@@ -132,7 +129,6 @@ class Handshake:
         self._side = side
         self._me = me
         self._secrets = (secret, *also)
-        self._nonce = nonce
         self._expected_peer = expected_peer
         self._binding = binding
         self._quick_seals = quick_seals

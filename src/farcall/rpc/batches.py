@@ -25,8 +25,6 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 
-__all__ = ["BatchCounts", "Batches", "batched"]
-
 A = TypeVar("A")
 R = TypeVar("R")
 S = TypeVar("S")

@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar, overload
 from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
 from farcall.runtime.io.timers import NEVER
 
-__all__ = ["Completions", "Gathered", "Tell", "as_completed", "gather"]
-
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")

@@ -22,8 +22,6 @@ from farcall.rpc.streams import Stream, open_stream
 from farcall.runtime.calls.scope import CURRENT, Labelled
 from farcall.runtime.node import Runtime, current_runtime
 
-__all__ = ["Worker", "worker"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

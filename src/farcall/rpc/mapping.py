@@ -25,8 +25,6 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 
-__all__ = ["Roster", "map", "map_over"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -25,19 +25,6 @@ from farcall.runtime.node import runtime_of_thread
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING
 
-__all__ = [
-    "DerivedFuture",
-    "LoopGate",
-    "Opens",
-    "Outcome",
-    "check_callable",
-    "in_present_context",
-    "profiled",
-    "raise_copy",
-    "running_loop",
-    "waiting_here",
-]
-
 T = TypeVar("T")
 S = TypeVar("S")
 AT_ONCE = 100

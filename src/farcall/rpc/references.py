@@ -44,7 +44,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import encode_failure, withdraw
+from farcall.serialize import encode_failure
 from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
@@ -143,11 +143,7 @@ class NodeReferences:
         try:
             creation.profile = profile
             if keeps is not None and keeps._creation is not None:
-                try:
-                    keeps._creation.attach(creation)  # if that creation fails, there is no object to call a method of
-                except BaseException:
-                    withdraw(frame)
-                    raise
+                keeps._creation.attach(creation, frame)  # if that fails, there is no object to call a method of
             frame.flags = KEEP
             self.node.calls.send(creation, frame, fork, origin)
         except BaseException as error:

@@ -34,8 +34,6 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import SHARED_BYTES
 from farcall.serialize import functions
 
-__all__ = ["RemoteTensor", "SharedTensor", "share"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 Slices = slice | Sequence[slice] | None

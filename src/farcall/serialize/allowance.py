@@ -40,8 +40,6 @@ import torch
 
 from farcall.errors import InitError, NotAllowed
 
-__all__ = ["INSTALLED", "Allowance", "install", "loads", "read_table", "refuse_pickles"]
-
 _OWNERS = b"pfarcall.rpc.owner_methods\0"
 _SHARED = b"pfarcall.rpc.remote_tensor\0"
 _METHOD = _OWNERS + b"methods.of_"

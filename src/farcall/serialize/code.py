@@ -27,8 +27,6 @@ from farcall.errors import FunctionNotFound
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS
 
-__all__ = ["HINT", "MAIN", "goes_by_value", "is_available", "is_of_session", "load_code", "reduce_code"]
-
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
 

@@ -32,8 +32,6 @@ from farcall.protocol.frames import FAILURE, Frame
 from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.pickler import read_value, write_value
 
-__all__ = ["RemoteTraceback", "ScriptError", "decode_failure", "encode_failure", "in_one_line"]
-
 _LONGEST_TEXT = 1 << 16
 _OURS = str(Path(__file__).parent.parent) + os.sep
 

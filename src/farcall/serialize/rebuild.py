@@ -28,25 +28,6 @@ from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
-__all__ = [
-    "CODES",
-    "CONJUGATE",
-    "NEGATIVE",
-    "REQUIRES_GRAD",
-    "find_operator",
-    "find_script_function",
-    "load_script_module",
-    "rebuild_alias",
-    "rebuild_as",
-    "rebuild_inline",
-    "rebuild_named_tuple",
-    "rebuild_special",
-    "rebuild_storage",
-    "rebuild_typed_storage",
-    "rebuild_view",
-    "set_attributes",
-]
-
 REQUIRES_GRAD = 1
 NEGATIVE = 2
 CONJUGATE = 4

@@ -36,8 +36,6 @@ import torch
 
 from farcall.errors import RpcError
 
-__all__ = ["NOT_BUILT", "build", "compile_here", "failure", "is_loaded", "load", "use", "why_not"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 _NAME = "farcall_torchscript"

@@ -30,8 +30,6 @@ from farcall.rpc.rref import RRef
 from farcall.torchscript import extension
 from farcall.torchscript.bridging import enable
 
-__all__ = ["mentions", "mentions_in_file", "needs_extension", "refuse", "stop_refusing", "watch"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 _missing = object()

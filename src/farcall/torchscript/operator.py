@@ -21,8 +21,6 @@ import torch
 from farcall import api
 from farcall.errors import RpcError
 
-__all__ = ["call"]
-
 
 @torch.library.custom_op("farcall::call", mutates_args=())
 def call(

@@ -31,8 +31,6 @@ from farcall.private_files import fingerprint
 from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportError, TransportForged
 from farcall.transport.layer import Layer
 
-__all__ = ["Tls", "TlsFailed", "TlsTransport", "tls_of"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MAX_BODY_BYTES: Final = 128 * 1024

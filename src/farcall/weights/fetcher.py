@@ -25,8 +25,6 @@ from farcall.weights.fetching import AGAIN_S, Arriving, Borrowed, Fetch
 from farcall.weights.manifest import Content
 from farcall.weights.memory import BorrowedBlock
 
-__all__ = ["Contents", "Fetcher"]
-
 ROUTES_KEPT = 16
 
 

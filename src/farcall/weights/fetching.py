@@ -44,8 +44,6 @@ from farcall.weights.questions import borrow, find_route, plain_content, plain_k
 if TYPE_CHECKING:
     from farcall.weights.fetcher import Fetcher
 
-__all__ = ["Arriving", "Borrowed", "Fetch"]
-
 ANSWER_S = 4 * STALL_S
 """How long one question may take: a source answers when it has got the chunk itself."""
 AGAIN_S = 0.25

@@ -16,17 +16,6 @@ from farcall.channel.host_memory import address_of
 from farcall.weights.checksums import checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
-__all__ = [
-    "Leaves",
-    "StoragePlan",
-    "copy_memory",
-    "has_memory",
-    "name_of",
-    "plan_storages",
-    "signature_of",
-    "take_apart",
-]
-
 
 def name_of(path: Path) -> str:
     """What people call the value at ``path``, as torch does: its keys, joined by dots."""

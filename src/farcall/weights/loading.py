@@ -15,8 +15,6 @@ from farcall.weights.layout import Leaves, copy_memory, has_memory, name_of, tak
 from farcall.weights.manifest import Path
 from farcall.weights.version import HeldVersion
 
-__all__ = ["Slices", "load", "why_not_loadable"]
-
 Slices: TypeAlias = Mapping[str, tuple[slice | int, ...]]
 _MOST_TOLD = 8
 

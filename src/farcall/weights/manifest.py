@@ -19,8 +19,6 @@ import torch
 from farcall.channel.host_memory import ALIGNMENT_BYTES
 from farcall.errors import SerializationError
 
-__all__ = ["Content", "Manifest", "Path", "Storage", "TensorPlace", "decode_manifest", "encode_manifest"]
-
 Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, from the outermost container."""
 

@@ -44,8 +44,6 @@ from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
 from farcall.weights.version import NameFigures, Version
 
-__all__ = ["Weights"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 

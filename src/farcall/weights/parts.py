@@ -29,8 +29,6 @@ from farcall.weights.publication import Publication
 from farcall.weights.subscription import Subscription
 from farcall.weights.version import Version
 
-__all__ = ["Part", "PartPublication", "PartsSubscription", "publish_part", "subscribe_parts"]
-
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """Start and stop of each dimension, in the whole tensor."""
 

@@ -27,8 +27,6 @@ from farcall.weights.version import NameFigures, Version
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
 
-__all__ = ["Publication", "PublishedVersion"]
-
 
 class PublishedVersion:
     """A version at its publisher."""

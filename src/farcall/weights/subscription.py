@@ -30,8 +30,6 @@ from farcall.weights.version import HeldVersion, NameFigures, Version
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
 
-__all__ = ["NameVersions", "Subscription"]
-
 
 class NameVersions:
     """The versions of one name at this node. Mutable, under the node's lock: the machine, the versions, who waits."""

@@ -38,8 +38,6 @@ from farcall.weights.version import HeldVersion
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
 
-__all__ = ["Subscriptions"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 

@@ -15,8 +15,6 @@ from farcall.weights.checksums import checksum
 from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
 
-__all__ = ["HeldVersion", "NameFigures", "Version"]
-
 _FLAT = [((), "dict")]
 """The containers of what is one dict of tensors, as a state dict is."""
 

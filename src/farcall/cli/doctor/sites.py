@@ -25,8 +25,6 @@ from farcall.launcher.engines.kubernetes import Kubectl
 from farcall.launcher.engines.pods import JOB_SET_VERSION
 from farcall.launcher.engines.ssh import ssh_command
 
-__all__ = ["SITES", "look_at_site"]
-
 ANSWER_S = 60.0
 OLDEST_KUBERNETES = (1, 29)
 """The first in which an index of a Job may fail alone (``backoffLimitPerIndex``) without being asked for."""

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 
 from farcall.launcher.engine import EngineError
 
-__all__ = ["Allocation", "nodes_of"]
-
 REASON_EVERY_S = 3.0
 ANSWER_S = 30.0
 """How long Slurm's controller may take to answer a question."""

@@ -35,8 +35,6 @@ from typing import Any
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines import pods
 
-__all__ = ["Kubectl", "KubernetesEngine"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 LOOK_S = 1.0

@@ -17,8 +17,6 @@ from typing import Any
 
 from farcall.launcher.engine import ENV_SPEC, EngineError, ProcessState, WorkerSpec
 
-__all__ = ["BATCH_LABEL", "CONTAINER", "LAUNCH_LABEL", "index_of", "job", "job_set", "secret", "state_of"]
-
 JOB_SET_VERSION = "jobset.x-k8s.io/v1alpha2"
 LAUNCH_LABEL = "farcall-launch"
 """One for all that an engine makes."""

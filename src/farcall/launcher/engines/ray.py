@@ -29,8 +29,6 @@ from typing import Any, NamedTuple
 
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 
-__all__ = ["RayEngine"]
-
 LOOK_S = 0.2
 """How soon what was started is noticed by the thread that waits."""
 NEWS_S = 10.0

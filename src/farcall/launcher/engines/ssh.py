@@ -24,8 +24,6 @@ from farcall.launcher.engines.spread import Spread
 from farcall.launcher.engines.tunnels import HERE, Tunnels
 from farcall.options import ENV_ADVERTISE
 
-__all__ = ["SshEngine", "ssh_command"]
-
 ALIVE_S = 30.0
 """A connection over which nothing comes for so long is dead."""
 AT_ONCE = 8

@@ -29,8 +29,6 @@ from farcall.observe.snapshot import WorkerSnapshot
 from farcall.observe.troubles import still_threads
 from farcall.transport.interface import TransportError
 
-__all__ = ["Looks"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 EVERY_S: Final = 1.0

@@ -35,8 +35,6 @@ from farcall.observe.web_server import Answer, Request, WebServer
 from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.tls import Tls
 
-__all__ = ["Dashboard"]
-
 LOOPBACK: Final = "127.0.0.1"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",

@@ -24,8 +24,6 @@ from time import perf_counter
 
 from farcall.runtime.calls.executor import BRIEF_S
 
-__all__ = ["QUICK_S", "InlineFunctions"]
-
 QUICK_S = 150e-6
 BUSY_SHARE = 0.8
 """A processor that was in use for this share of a time was busy."""

@@ -33,18 +33,6 @@ from farcall.errors import Cancelled, Delivery, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.runtime.io.timers import NEVER
 
-__all__ = [
-    "CURRENT",
-    "CurrentCall",
-    "Dependents",
-    "Inherited",
-    "Labelled",
-    "Scope",
-    "Served",
-    "current_call",
-    "inherit",
-]
-
 NOTHING: Mapping[str, str] = {}
 GRACE_S = 0.5
 """An inherited deadline is enforced so much later here. Its end arrives as a cancellation, before that; and until then

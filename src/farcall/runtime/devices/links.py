@@ -46,8 +46,6 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize.allowance import loads
 
-__all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024

@@ -30,8 +30,6 @@ import torch
 
 from farcall.channel.device_api import StreamId, current_stream, current_stream_id
 
-__all__ = ["CallStreams", "Stamp", "StreamCoroutine", "StreamPool", "StreamTask", "stamp"]
-
 MOST_STREAMS = 32
 """torch has no more streams of a device."""
 

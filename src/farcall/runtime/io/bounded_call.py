@@ -12,8 +12,6 @@ from typing import TypeVar
 from farcall.errors import InitError
 from farcall.runtime.io.sigint import Gate
 
-__all__ = ["GRACE_S", "Unanswered", "in_bounded_time"]
-
 GRACE_S = 2.0
 """What a store that has stopped answering may take beyond its time."""
 T = TypeVar("T")

@@ -25,8 +25,6 @@ import threading
 from time import monotonic
 from typing import Protocol
 
-__all__ = ["LOOK_S", "Standby", "Watch", "claim", "reading", "stop_reading"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 LOOK_S = 0.005

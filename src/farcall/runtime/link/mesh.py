@@ -26,8 +26,6 @@ from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.transport.interface import Transport
 
-__all__ = ["Mesh"]
-
 DIALS_AT_ONCE = 8
 LATE_S = 3.0
 """How long, after time is up, those are tried whose turn had not come: the error should say what is wrong with them."""

@@ -38,8 +38,6 @@ from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
-
 ENDS_S = 2.0
 RECENTLY_S = 10.0
 MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead", "rejoined")

@@ -36,8 +36,6 @@ from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import decline, discard
 
-__all__ = ["Dispatcher"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 Controls = Mapping[type[Any], Callable[[RemotePeer, Any], None]]
@@ -182,7 +180,7 @@ class Dispatcher:
             call.counters[FAILED] += 1
         if call.profile is not None:
             # Before the caller goes on: it may be about to look at the record.
-            call.profile.ended(profiled, len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers))
+            call.profile.ended(profiled, frame.size_bytes)
         call.on_answer(frame)
         if self._leaving.entered:
             self._leaving.poke()

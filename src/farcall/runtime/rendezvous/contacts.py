@@ -31,8 +31,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace, StoreLost, is_served
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Contacts", "Group", "Upkeep", "members_key"]
-
 MAX_CONTACTS = 16
 COLLECT_S = 0.2
 """Changes come in bunches."""

@@ -46,8 +46,6 @@ from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Candidate", "DynamicRendezvous", "GroupIsOver", "Meeting", "Search", "is_there", "meet"]
-
 FIRST_CONNECTIONS_S = 5.0
 """How long a newcomer waits for its connections to all others: calls wait for them in any case."""
 STORE_S = 2.0

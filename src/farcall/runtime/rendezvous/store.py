@@ -32,17 +32,6 @@ from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.patience import Patience
 from farcall.transport.tcp import parse_tcp
 
-__all__ = [
-    "STORE_ERRORS",
-    "KeyStore",
-    "MeetingPlace",
-    "StoreLost",
-    "find_meeting_place",
-    "is_served",
-    "loopback_listener",
-    "open_store",
-]
-
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
 _CONNECT_S = 5.0

@@ -48,8 +48,6 @@ from farcall.rpc import owner_methods
 from farcall.rpc.stream_writing import STREAMS
 from farcall.serialize import encode_function
 
-__all__ = ["CALLS", "KINDS", "Message", "Splitter", "check_kinds"]
-
 _FETCH: Final = encode_function(owner_methods.fetch)
 _MEMORY: Final = (
     messages.SegmentOffered,

@@ -21,21 +21,6 @@ from farcall.testing.faults.messages import Message, check_kinds
 if TYPE_CHECKING:
     from farcall.testing.faults.injection import Faults
 
-__all__ = [
-    "Cut",
-    "Delay",
-    "Direction",
-    "Drop",
-    "Duplicate",
-    "Fail",
-    "Fault",
-    "HalfOpen",
-    "Reorder",
-    "Rule",
-    "Selection",
-    "Throttle",
-]
-
 Workers: TypeAlias = str | Iterable[str] | None
 
 
