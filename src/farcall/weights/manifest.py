@@ -82,22 +82,22 @@ class Manifest(msgspec.Struct, frozen=True):
     def check(self, like: Manifest | None = None) -> None:
         """Raise unless everything lies where it can lie. ``like``: another one, which was checked."""
         if any(content.size_bytes < 0 for content in self.contents):
-            raise SerializationError("a block of a version has a size that makes no sense")
+            raise SerializationError("a block of a version has an impossible size")
         for storage in self.storages:
             if not storage.size_bytes:
                 continue  # of an empty tensor: it lies nowhere
             content = self.contents[storage.content] if 0 <= storage.content < len(self.contents) else None
             if content is None or storage.offset < 0 or storage.offset % ALIGNMENT_BYTES or storage.size_bytes < 0:
-                raise SerializationError("a storage of a version lies nowhere")
+                raise SerializationError("a storage of a version has an impossible place")
             if storage.offset + storage.size_bytes > content.size_bytes:
                 raise SerializationError("a storage of a version lies outside of its block")
         if like is not None and self.tensors is like.tensors and self._sizes() == like._sizes():
             return  # as from one push to the next: this is on the way to every subscriber
         for place in self.tensors:
             if not 0 <= place.storage < len(self.storages) or len(place.shape) != len(place.strides):
-                raise SerializationError(f"{place.name} lies nowhere")
+                raise SerializationError(f"{place.name} has an impossible place")
             if min((0, place.offset, *place.shape, *place.strides)) < 0:
-                raise SerializationError(f"{place.name} has a shape that makes no sense")
+                raise SerializationError(f"{place.name} has an impossible shape")
             if 0 not in place.shape:
                 last = sum((extent - 1) * stride for extent, stride in zip(place.shape, place.strides, strict=True))
                 size = (place.offset + last + 1) * self.dtype_of(place).itemsize

@@ -95,7 +95,7 @@ class Weights:
         """Begin to be the publisher of ``name``."""
         check_name(name)
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep says how many versions stay readable, at least 1, not {keep!r}")
+            raise ValueError(f"keep, the number of versions that stay readable, must be at least 1, not {keep!r}")
         self.check_running()
         with self.lock:
             known, number = self.directory.find(name)
@@ -239,7 +239,7 @@ class Weights:
 
     def _on_claimed(self, peer: Peer, message: NameClaimed) -> None:
         if message.claim.publisher != peer.incarnation:
-            raise SerializationError(f"{peer.info.name} claims {message.name!r} in another's name")
+            raise SerializationError(f"{peer.info.name} claims {message.name!r} for another worker")
         with self.lock:
             answer = self.directory.claim(message)
             is_open = self.directory.find_publisher(message.name) == message.claim
@@ -252,7 +252,7 @@ class Weights:
 
     def _on_closed(self, peer: Peer, message: NameClosed) -> None:
         if message.claim.publisher != peer.incarnation:
-            raise SerializationError(f"{peer.info.name} closes {message.name!r} in another's name")
+            raise SerializationError(f"{peer.info.name} closes {message.name!r} for another worker")
         with self.lock:
             self.directory.close(message)
         self.subscriptions.on_end(message.name, message.claim, message.number)

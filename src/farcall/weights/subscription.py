@@ -99,7 +99,7 @@ class NameVersions:
         if not found:
             what = "no version" if version is None else f"no version {version}"
             kept = f"; there are {', '.join(str(held.version) for held in ready)}" if ready else ""
-            raise LookupError(f"{what} of {self.name!r} is here{kept}: wait(...) for one first")
+            raise LookupError(f"{what} of {self.name!r} has arrived{kept}: call wait() first")
         if found[-1].fault:
             raise CorruptWeights(f"version {found[-1].version} cannot be read: {found[-1].fault}")
         return found[-1]

@@ -240,8 +240,8 @@ class Subscriptions:
                 self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
             name = self._weights.node.info.name
-            versions.why_not = f"there is no room for version {held.version}: {error}"
-            logger.warning("%s: no room for version %s of %r: %s", name, held.version, versions.name, error)
+            versions.why_not = f"no memory for version {held.version}: {error}"
+            logger.warning("%s: no memory for version %s of %r: %s", name, held.version, versions.name, error)
             self.event(versions, subscriber.Failed(key))
 
     def _make_room(self, held: HeldVersion) -> dict[Content, Block]:
@@ -310,7 +310,7 @@ class Subscriptions:
         event: subscriber.Event = subscriber.Mapped(block)
         try:
             if descriptor is None:
-                raise SegmentRefused("its descriptor did not come along")
+                raise SegmentRefused("its descriptor is missing")
             mapped = BorrowedBlock(descriptor, message.size_bytes)
             with self._weights.lock:
                 if not peer.broken:  # else nobody would ever let go of it
