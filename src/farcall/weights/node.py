@@ -42,7 +42,7 @@ from farcall.weights.offers import Offers
 from farcall.weights.publication import Publication, PublishedVersion
 from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
-from farcall.weights.version import NameFigures, Version
+from farcall.weights.version import Version, WeightsMetrics
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -196,11 +196,11 @@ class Weights:
         found = self.subscriptions.find_copy(content)
         return found if isinstance(found, Block) else None
 
-    def figures(self) -> list[NameFigures]:
+    def metrics(self) -> list[WeightsMetrics]:
         """What is published and subscribed to here, for metrics."""
         with self.lock:
-            published = [publication.figures() for publication in self._publications.values()]
-            return published + [versions.figures() for versions in self.subscriptions.by_name.values()]
+            published = [publication.metrics() for publication in self._publications.values()]
+            return published + [versions.metrics() for versions in self.subscriptions.by_name.values()]
 
     # ------------------------------------------------------------------ members
 
